@@ -17,8 +17,8 @@ import torch
 from benchmarks._harness import Line, Pick, interleaved, show
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Reply
 from raytorchrpc.lanes.common import protection
-from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.common.tls import make_identity
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.nng.lane import NngLane
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.tensors.codec import Encoded

@@ -31,8 +31,8 @@ from raytorchrpc.bench.site import free_memory
 from raytorchrpc.group.formation import current_owner
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.supervisor import Change
-from raytorchrpc.lanes.common.acceptor import SocketAddress
-from raytorchrpc.lanes.common.credentials import Instance
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
 from raytorchrpc.membership.messages import Prepared, Probe
 from raytorchrpc.topology import endpoint, probe

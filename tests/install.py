@@ -36,7 +36,7 @@ TRIALS = {
     "data": ["import ray.data"],
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
     "llm": ["from transformers import LlamaConfig, LlamaForCausalLM"],
-    "tls": ["from raytorchrpc.lanes.common.tls import make_identity; assert make_identity('group')"],
+    "tls": ["from raytorchrpc.lanes.common.protection import make_identity; assert make_identity('group')"],
     "nixl": ["from raytorchrpc._compat.nixl_package import nixl_package; assert nixl_package()"],
 }
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (

@@ -19,7 +19,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import CancelledError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 
 @functools.cache

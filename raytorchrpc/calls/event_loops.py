@@ -7,7 +7,7 @@ import itertools
 import sys
 
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.process import identity
+from raytorchrpc.process import this_process
 
 Token = str
 
@@ -16,16 +16,16 @@ _tokens = itertools.count()
 
 def new_token() -> Token:
     """A token that is unique among all processes."""
-    return f"{identity.unique}.{next(_tokens)}"
+    return f"{this_process.unique}.{next(_tokens)}"
 
 
 def token_of_threads() -> Token:
     """The token of all methods that run on a thread here without an admission."""
-    return f"{identity.unique}.thread"
+    return f"{this_process.unique}.thread"
 
 
 def is_of_this_process(token: Token) -> bool:
-    return token.startswith(identity.unique)
+    return token.startswith(this_process.unique)
 
 
 def on_loop() -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.services import builtin_services
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 #: A member drops what it holds for a guest that has sent nothing for this time (seconds).
 LEASE_S = 15.0

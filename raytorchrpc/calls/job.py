@@ -26,8 +26,7 @@ from raytorchrpc.calls.stream_table import StreamTable
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, unpicklable
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 

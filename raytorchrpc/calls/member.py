@@ -24,9 +24,7 @@ from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.base import MessageLane, TensorLane
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
 
 

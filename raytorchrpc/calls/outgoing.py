@@ -34,8 +34,7 @@ from raytorchrpc.errors import (
     SerializationError,
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, unpicklable
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 

@@ -14,7 +14,7 @@ from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import STREAM, ReplyHeader
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
+from raytorchrpc.process.workers import DeferredCleanup
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped

@@ -23,7 +23,7 @@ from raytorchrpc.calls.mailbox import Mailbox, Process, Record, find_record
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Reply
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception

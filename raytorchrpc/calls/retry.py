@@ -12,8 +12,7 @@ from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 
 Send = Callable[[float], Call]
 """``send(seconds left)``: sends the call once. Raises PeerLost if it cannot."""

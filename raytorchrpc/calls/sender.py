@@ -12,8 +12,7 @@ from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.lanes.base import MessageLane, Pending
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors.codec import Codec
 
 

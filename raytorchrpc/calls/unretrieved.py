@@ -11,9 +11,7 @@ from raytorchrpc.calls.peer_table import PeerTable
 from raytorchrpc.calls.protocol import ReplyHeader
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.exceptions import decode_exception
 

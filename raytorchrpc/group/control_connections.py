@@ -10,8 +10,8 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending
-from raytorchrpc.lanes.common.acceptor import SocketAddress
-from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception

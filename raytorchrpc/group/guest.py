@@ -23,12 +23,12 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, R
 from raytorchrpc.group.formation import current_session
 from raytorchrpc.group.state import GroupState
 from raytorchrpc.lanes.base import PeerAddress, Pending
-from raytorchrpc.lanes.common.acceptor import SocketAddress
-from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership import local_setup
 from raytorchrpc.process import fork
-from raytorchrpc.process.memory import default_capacity
+from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: To connect to a member for the first time (seconds).

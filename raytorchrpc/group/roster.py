@@ -15,7 +15,7 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
-from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec
 from raytorchrpc.membership.messages import DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.updates import Arrival

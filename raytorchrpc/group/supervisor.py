@@ -29,7 +29,7 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState, LostMember
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
-from raytorchrpc.lanes.common.tls import make_identity
+from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import local_setup
 from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.process.memory import default_capacity
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
 
 

@@ -17,27 +17,27 @@ from collections.abc import Sequence
 from torch.distributed.distributed_c10d import Store
 
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.process import socket_filter
+from raytorchrpc.process import tcp
 
 Address = tuple[str, int]
 Connection = tuple[Address, Address]
 """Local address, remote address."""
 
 
-def check(store: Store, rank: int, size: int, before: socket_filter.Listeners, translated: Sequence[str]) -> None:
+def check(store: Store, rank: int, size: int, before: tcp.Listeners, translated: Sequence[str]) -> None:
     """Raise BootstrapError if a listener that is not in ``before`` has accepted a connection that no member made.
 
     Every rank calls this after connecting; blocks for all of them. ``translated``: networks in which members appear
     under translated addresses; connections from there are not checked.
     """
-    ports = {_ends(fd)[0][1] for inode, fd in socket_filter.listening().items() if inode not in before}
+    ports = {_ends(fd)[0][1] for inode, fd in tcp.listening().items() if inode not in before}
     connections = _connections()
     accepted = {(here, there) for here, there in connections if here[1] in ports}
     keys = [f"connections/{number}" for number in range(size)]
     store.set(keys[rank], json.dumps(sorted(connections - accepted)))
     others = [json.loads(store.get(key)) for number, key in enumerate(keys) if number != rank]
     made = {(tuple(there), tuple(here)) for connections_there in others for here, there in connections_there}
-    networks = socket_filter.networks(translated)
+    networks = tcp.networks(translated)
     strangers = [
         f"{host}:{port}"
         for _, (host, port) in accepted - made

@@ -36,7 +36,7 @@ from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
 from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
-from raytorchrpc.process.memory import default_capacity
+from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.rdt.api import enable_where_possible
 from raytorchrpc.routing.planner import forbidden
 from raytorchrpc.tensors.devices import CPU

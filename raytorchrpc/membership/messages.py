@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec
 from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.tensors.devices import Device

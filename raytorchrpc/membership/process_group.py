@@ -34,7 +34,7 @@ from raytorchrpc.membership import gloo_peers
 from raytorchrpc.membership.join import member_of
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
 from raytorchrpc.patterns import home
-from raytorchrpc.process import fork, socket_filter, threads
+from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -190,7 +190,7 @@ class Collectives:
         """Have torch create it, and check its connections."""
         info = meeting.info
         leave = _environment(info.backend, meeting)
-        hook, listeners = sys.excepthook, socket_filter.listening()
+        hook, listeners = sys.excepthook, tcp.listening()
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             dist.init_process_group(

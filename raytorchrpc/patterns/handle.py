@@ -22,7 +22,7 @@ from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")

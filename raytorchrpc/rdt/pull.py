@@ -22,7 +22,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
-from raytorchrpc.process import identity, threads
+from raytorchrpc.process import this_process, threads
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.rdt import source as sources
 from raytorchrpc.rdt.source import PULL, Source
@@ -78,7 +78,7 @@ class Pull:
             _in_flight.add(self)
         local = current_local()
         member = None if local is None else _member_at(local, source)
-        if source.process == identity.unique:
+        if source.process == this_process.unique:
             self._arrived.settle(self._own)
         elif local is not None and member is not None:
             self._ask_member(local, member, caller_waits)

@@ -20,7 +20,7 @@ from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.process import identity
+from raytorchrpc.process import this_process
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
     node_id: str
     pid: int
-    process: str  # ``identity.unique``, because pids are reused
+    process: str  # ``this_process.unique``, because pids are reused
     shown: str  # names the process in messages
     server: OfferAddress | None  # for processes outside its group; None if the server could not start
     secret: bytes  # authenticates processes at the server
@@ -98,11 +98,11 @@ def held() -> int:
 
 def tensors_of(object_id: str, process: str) -> _Kept:
     """The kept tensors of an object. Raises LookupError if there are none, or another process has them."""
-    kept = _objects.get(object_id) if process == identity.unique else None
+    kept = _objects.get(object_id) if process == this_process.unique else None
     if kept is None:
         raise LookupError(
             "the actor was restarted since it made the object"
-            if process != identity.unique
+            if process != this_process.unique
             else "the object is not kept there any more: its last ObjectRef was dropped"
         )
     return kept
@@ -134,7 +134,7 @@ def here(node_id: str, node_ip: str, shown: str) -> Source:
     local = current_local()
     if local is not None:
         shown = f"member {local.me.name!r} of group {local.group!r}"
-    return Source(node_id, os.getpid(), identity.unique, shown, address, secret)
+    return Source(node_id, os.getpid(), this_process.unique, shown, address, secret)
 
 
 def _started(node_ip: str) -> tuple[NngServer, OfferAddress | None, bytes]:

@@ -22,10 +22,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.acceptor import listener_identity
-from raytorchrpc.lanes.common.credentials import Credentials, Identity
-from raytorchrpc.lanes.common.handshake import SessionKeys, Stream
-from raytorchrpc.lanes.common.tls import make_identity
+from raytorchrpc.lanes.common.connections import listener_identity
+from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys, Stream
+from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane

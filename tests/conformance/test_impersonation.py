@@ -15,9 +15,9 @@ import pytest
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
-from raytorchrpc.lanes.common.credentials import Credentials, Identity
-from raytorchrpc.lanes.nccl import control_connection
+from raytorchrpc.lanes.common.connections import Acceptor, SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials, Identity
+from raytorchrpc.lanes.nccl import protocol
 from tests.conformance import peers
 from tests.conformance.on_path import Relay, Tamper
 from tests.conformance.peers import EMPTY, SECRET, Message, Node, PeerAddress, Process, answer, wait_until
@@ -73,7 +73,7 @@ def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool
             admitted.append(peer.rank)
             sock.close()
 
-        return Acceptor(control_connection.SERVICE, "abc"[rank], Credentials(SECRET, rank), lambda: 2, admit)
+        return Acceptor(protocol.SERVICE, "abc"[rank], Credentials(SECRET, rank), lambda: 2, admit)
 
     caller, dead, living = map(acceptor, range(3))
     for each in (caller, dead, living):
@@ -92,14 +92,12 @@ def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool
                 living.accept(living.listeners[fd])
 
     def connect(address: SocketAddress) -> None:
-        control_connection.connect(
-            address, by_tcp, Credentials(SECRET, 0), caller.address, time.monotonic() + 10
-        ).close()
+        protocol.connect(address, by_tcp, Credentials(SECRET, 0), caller.address, time.monotonic() + 10).close()
 
     thread = threading.Thread(target=let_in)
     thread.start()
     try:
-        with pytest.raises(control_connection.Disconnected, match=EXPECTED):
+        with pytest.raises(protocol.Disconnected, match=EXPECTED):
             connect(dead.address)
         assert relay.relayed.wait(20) and admitted == []
         connect(living.address)

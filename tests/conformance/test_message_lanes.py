@@ -20,7 +20,7 @@ import torch
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Pending
-from raytorchrpc.process import keepalive
+from raytorchrpc.process import tcp
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
 
@@ -547,7 +547,7 @@ def test_a_connection_to_a_peer_that_reads_nothing_for_long_is_given_up(fresh: P
 
 
 def _give_up_soon() -> None:
-    keepalive.SILENCE_S, keepalive._PROBE_AFTER_S, keepalive._PROBE_EVERY_S = 2, 1, 1
+    tcp.SILENCE_S, tcp._PROBE_AFTER_S, tcp._PROBE_EVERY_S = 2, 1, 1
 
 
 def _given_up_body() -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 from tests.conformance.peers import EMPTY, Message, Node, PeerAddress, answer
 
 ROUNDS = 6

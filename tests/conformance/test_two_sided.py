@@ -24,8 +24,8 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress
-from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.nccl import control_connection
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.nccl import protocol
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
@@ -208,8 +208,8 @@ def test_who_cannot_join_says_so_and_may_try_again(ab: Stations, at_sender: bool
 def test_strangers_are_turned_away(ab: Stations) -> None:
     a, b = ab.values()
     control = b.lane._peers["a"].control
-    with pytest.raises(control_connection.Disconnected, match="does not have this group's secret"):
-        control_connection.connect(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
+    with pytest.raises(protocol.Disconnected, match="does not have this group's secret"):
+        protocol.connect(control, False, Credentials(b"x" * 32, 1), control, time.monotonic() + 5)
     silent = [socket.socket(socket.AF_UNIX) for _ in range(40)]
     for sock in silent:
         sock.connect("\0" + control.unix)

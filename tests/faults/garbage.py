@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import raytorchrpc as rtr
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.acceptor import listener_identity
-from raytorchrpc.lanes.common.credentials import Credentials, Identity
+from raytorchrpc.lanes.common.connections import listener_identity
+from raytorchrpc.lanes.common.handshake import Credentials, Identity
 
 HELLO = b"raytorchrpc/2\0\0\0"
 #: nng's own greeting on a connection: the protocol's number follows (0x30: Req, 0x10: Pair).

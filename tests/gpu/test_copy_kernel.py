@@ -19,8 +19,7 @@ from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
 from raytorchrpc.lanes.cuda_ipc.mappings import Mappings
 from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.patterns.weights import model_pull
-from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.process.cuda_kernels import Kernel
+from raytorchrpc.process.cuda_driver import Kernel, driver
 from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu

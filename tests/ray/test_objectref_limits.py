@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 import raytorchrpc as rtr
-from raytorchrpc.process.identity import has_ended
+from raytorchrpc.process.this_process import has_ended
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn

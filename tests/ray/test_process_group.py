@@ -25,7 +25,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls.current import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import MemberStore
-from raytorchrpc.process import socket_filter
+from raytorchrpc.process import tcp
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
@@ -157,7 +157,7 @@ def destroy() -> None:
 def listeners() -> set[tuple[str, int]]:
     """Where this process listens for TCP."""
     found = set()
-    for fd in socket_filter.listening().values():
+    for fd in tcp.listening().values():
         sock = socket.socket(fileno=fd)
         found.add(sock.getsockname()[:2])
         sock.detach()

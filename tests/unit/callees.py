@@ -15,9 +15,7 @@ from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.replies import Replies
 from raytorchrpc.calls.services import Services
 from raytorchrpc.lanes.base import TensorLane
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
 
 TOKEN = "1"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.process.cuda_driver import Driver
-from raytorchrpc.process.cuda_kernels import Kernel, KernelSource
+from raytorchrpc.process.cuda_driver import Driver, Kernel, KernelSource
 
 #: What the sources use of CUDA. ``launch`` reads the arguments at the offsets that they have in a C struct.
 _BEFORE = """

@@ -13,7 +13,7 @@ from raytorchrpc.group import announcements
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
 from raytorchrpc.patterns.weights import published, pull, usable
-from raytorchrpc.process import keepalive
+from raytorchrpc.process import tcp
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("failure-model.md", "queues.md", "security.md", "weights.md")
@@ -62,7 +62,7 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
     [
         ("queues.md", f"one message ({items.MESSAGE_BYTES >> 20} MiB, or one item)"),
         ("queues.md", f"up to a { {4: 'quarter'}[services.SHARED_PART] } of each producer's"),
-        ("queues.md", f"cut off for more than about {keepalive.SILENCE_S} s"),
+        ("queues.md", f"cut off for more than about {tcp.SILENCE_S} s"),
         ("weights.md", f"at most {pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
         ("weights.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
@@ -71,7 +71,7 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
         ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
         ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
         ("internals.md", f"a request every {guests.LEASE_S / 3:g} s"),
-        ("failure-model.md", f"After about {keepalive.SILENCE_S} s of silence the TCP connections are given up"),
+        ("failure-model.md", f"After about {tcp.SILENCE_S} s of silence the TCP connections are given up"),
     ],
 )
 def test_the_numbers_on_a_page_are_those_of_the_code(page: str, number: str) -> None:

@@ -20,11 +20,12 @@ import torch
 
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
-from raytorchrpc.process.system_calls import CHUNK
 from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, tensor_in, view_at
 
 REQUEST, REPLY = 0, 1
+#: Most bytes received at a time.
+CHUNK = 1 << 16
 
 #: call id, tensor area, payload, header (bytes), kind
 _PREFIX = struct.Struct("<QQQIB")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.process.identity import has_ended
+from raytorchrpc.process.this_process import has_ended
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mmap.restype = ctypes.c_void_p

@@ -10,8 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from raytorchrpc.process.cuda_driver import Driver
-from raytorchrpc.process.cuda_kernels import Kernel, KernelSource
+from raytorchrpc.process.cuda_driver import Driver, Kernel, KernelSource
 
 #: Fewer copies are queued by the driver.
 _MANY = 8

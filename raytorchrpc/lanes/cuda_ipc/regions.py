@@ -10,8 +10,7 @@ import torch
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.common import packing, regions
 from raytorchrpc.lanes.cuda_ipc.copy_kernel import Copies
-from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver
-from raytorchrpc.process.cuda_kernels import Kernel
+from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel
 from raytorchrpc.tensors.bounds import span_of, strided_within, within
 from raytorchrpc.tensors.dtypes import view_at
 

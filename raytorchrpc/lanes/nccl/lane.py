@@ -30,14 +30,21 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.acceptor import Acceptor, SocketAddress
-from raytorchrpc.lanes.common.credentials import Credentials, Identity
+from raytorchrpc.lanes.common.connections import Acceptor, SocketAddress
 from raytorchrpc.lanes.common.exports import CallbackExport
+from raytorchrpc.lanes.common.handshake import Credentials, Identity
 from raytorchrpc.lanes.common.protection import Protection
-from raytorchrpc.lanes.nccl import control_connection
 from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
-from raytorchrpc.lanes.nccl.control_connection import ControlConnection, Disconnected, TimedOut
-from raytorchrpc.lanes.nccl.protocol import Kept, Receiving, Sending
+from raytorchrpc.lanes.nccl.protocol import (
+    SERVICE,
+    ControlConnection,
+    Disconnected,
+    Kept,
+    Receiving,
+    Sending,
+    TimedOut,
+    connect,
+)
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, threads
 from raytorchrpc.tensors.bounds import checked
@@ -98,7 +105,7 @@ class NcclLane(TensorLane):
         self._kept: dict[int, Kept] = {}
         self._discards: collections.deque[tuple[str, int]] = collections.deque()
         peers = self._peers.__len__
-        self._acceptor = Acceptor(control_connection.SERVICE, me, credentials, peers, self._serve, "nccl-sender")
+        self._acceptor = Acceptor(SERVICE, me, credentials, peers, self._serve, "nccl-sender")
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the lane's own thread
         self._closed = False
 
@@ -253,7 +260,7 @@ class NcclLane(TensorLane):
             if (receiving := self._receiving.get(peer)) is not None:
                 return receiving
             own, by_tcp = self._acceptor.address, peer in self._by_tcp
-            control = control_connection.connect(address.control, by_tcp, self._credentials, own, deadline)
+            control = connect(address.control, by_tcp, self._credentials, own, deadline)
             receiving = Receiving(peer, self.name, control, self._carrier)
             self._add(receiving)
             return receiving

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Reply
-from raytorchrpc.lanes.common.acceptor import SocketAddress
-from raytorchrpc.lanes.common.credentials import Credentials
-from raytorchrpc.lanes.nng.connection import check_carried
-from raytorchrpc.lanes.nng.lane import NngLane
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.nng.lane import NngLane, check_carried
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Encoded
 

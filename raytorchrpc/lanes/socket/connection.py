@@ -15,9 +15,8 @@ from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.socket.listeners import Listeners
-from raytorchrpc.lanes.socket.spin import Spinner
-from raytorchrpc.process import keepalive, threads
-from raytorchrpc.process.system_calls import AnyReadable, PromptSocket
+from raytorchrpc.lanes.socket.polling import AnyReadable, PromptSocket, Spinner
+from raytorchrpc.process import tcp, threads
 
 #: A caller that reads checks its deadline this often (seconds).
 SLICE_S = 1
@@ -33,8 +32,8 @@ def tune(sock: socket.socket) -> None:
     """Set the options of an authenticated socket."""
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keepalive.detect_silence(sock)
-        keepalive.limit_unacknowledged(sock)
+        tcp.detect_silence(sock)
+        tcp.limit_unacknowledged(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(SLICE_S))
 
 

@@ -16,9 +16,8 @@ from typing import ClassVar
 
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Serve, Spawn
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.acceptor import CONNECT_TIMEOUT_S, SocketAddress
-from raytorchrpc.lanes.common.connected_lane import ConnectedLane
-from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.connections import CONNECT_TIMEOUT_S, ConnectedLane, SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune

@@ -10,26 +10,36 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import io
 import logging
+import operator
 import os
+import pickle
+import resource
+import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from raytorchrpc._compat import torch_internals
+from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
-from raytorchrpc.lanes.torchrpc import lost_connections
-from raytorchrpc.lanes.torchrpc.network import check_can_open, host_of, listening_on
-from raytorchrpc.lanes.torchrpc.pickler import RpcPickler
-from raytorchrpc.process import fork, socket_filter, threads
+from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process.fork import Address, addresses_in
 
 logger = logging.getLogger(__name__)
 
 #: How long a restart waits for torchrpc's threads (seconds). torch itself would wait without end.
 _STOP_TIMEOUT_S = 2.0
+#: Most descriptors for one TensorPipe connection to another host, with a margin: the channels used here took 19.
+_CONNECTION_FDS = 32
+_INTERFACE = "TP_SOCKET_IFNAME"
+#: The request that finds the connections closed fails at once; this is for one that does not (seconds).
+_FAILS_S = 10.0
 
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
@@ -121,7 +131,7 @@ class Fabric:
         self._highest_id = -1
         self.shares_autograd_id = False
         """Another member may have the same id in distributed autograd, which has one id for the life of a process."""
-        self._listeners: socket_filter.Listeners = {}
+        self._listeners: tcp.Listeners = {}
         self._agents_started = 0
 
     @property
@@ -185,7 +195,7 @@ class Fabric:
                 "this process already runs torch.distributed.rpc on its own (init_rpc); torch allows one agent "
                 "per process: call torch.distributed.rpc.shutdown() before joining a group"
             )
-        before = socket_filter.listening()
+        before = tcp.listening()
         try:
             with listening_on(spec.interface):
                 self._agent, self._store, self._url = torch_internals.start_agent(
@@ -201,9 +211,9 @@ class Fabric:
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
         hosts = {host for host, _ in fork.addresses_in(self._url)}
-        now = socket_filter.listening()
+        now = tcp.listening()
         self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and host_of(fd) in hosts}
-        socket_filter.notice_silence(self._listeners)
+        tcp.notice_silence(self._listeners)
         if torch_internals.autograd_id() is not None and self._agents_started == 0:
             self._agents_started = 1  # the program had its own agent before, which RRefs stay with
         torch_internals.init_autograd(spec.worker_id)
@@ -279,7 +289,7 @@ class Fabric:
         if not hosts or not self._listeners:
             return
         try:
-            socket_filter.admit_only(self._listeners, socket_filter.networks(hosts))
+            tcp.admit_only(self._listeners, tcp.networks(hosts))
         except OSError as error:
             logger.warning(
                 "any host that can route to this process can connect to its torchrpc listener, which has no "
@@ -338,7 +348,7 @@ class Fabric:
         known = self._peers.pop(name, None)
         if known is not None:
             if known.opened and known.peer.worker_id in self._spoilt:
-                lost_connections.close(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
+                close_connections(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
             maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
             number, devices = known.peer.worker_id, self._devices
             with self._connecting:
@@ -374,6 +384,114 @@ def _fits(running: AgentSpec, wanted: AgentSpec) -> bool:
         and set(wanted.devices) <= set(running.devices)
         and all(running.device_maps.get(peer, {}) == mapping for peer, mapping in wanted.device_maps.items())
     )
+
+
+def check_can_open(name: str, url: str) -> None:
+    """Raise LaneUnavailable or PeerLost if a connection cannot be opened, where TensorPipe would abort the process."""
+    try:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
+        left = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
+    except OSError:
+        left = 0  # not even to list them
+    if left < _CONNECTION_FDS:
+        needed = f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors"
+        raise LaneUnavailable("torchrpc", f"{needed} and this process has {left} left; raise its limit (ulimit -n)")
+    for host, port in fork.addresses_in(url):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))  # sends nothing, but fails if the kernel has no route
+        except OSError as error:
+            raise PeerLost(name, f"there is no route to it at {host}: {error}", may_have_run=False) from error
+
+
+def host_of(fd: int) -> str:
+    """The address that a listening socket is bound to."""
+    sock = socket.socket(fileno=fd)
+    try:
+        return str(sock.getsockname()[0])
+    finally:
+        sock.detach()
+
+
+@contextmanager
+def listening_on(interface: str | None) -> Iterator[None]:
+    """Set TensorPipe's interface in the environment, where it reads it when an agent starts.
+
+    By default it takes the address of the host name, which is often 127.0.x.x.
+    """
+    before = os.environ.get(_INTERFACE)
+    if interface is not None:
+        os.environ[_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[_INTERFACE] = before
+        elif interface is not None:
+            del os.environ[_INTERFACE]
+
+
+def close_connections(worker: Any, url: str, others: Collection[str]) -> None:
+    """Close the connections to a peer that nothing uses any more.
+
+    An idle pipe of TensorPipe reads nothing, so it would keep its descriptors until this process ends. One request
+    fails on the closed connections, and the pipe gives all of its descriptors back. Nothing is sent.
+
+    Args:
+        worker: torch's WorkerInfo of the peer, which the agent still has.
+        url: where the peer listens.
+        others: where other peers listen, to which connections stay.
+    """
+    elsewhere = {address for other in others for address in addresses_in(other)}
+    if _shut(set(addresses_in(url)) - elsewhere):
+        with suppress(RuntimeError):
+            torch_internals.invoke_async(worker, operator.not_, (True,), _FAILS_S)
+
+
+def _shut(addresses: Collection[Address]) -> bool:
+    """Shut all connections of this process to these addresses; whether there is any."""
+    found = False
+    with suppress(OSError):  # no descriptor left, even to list them
+        for entry in os.listdir("/proc/self/fd") if addresses else ():
+            with suppress(OSError):  # closed meanwhile, or no socket
+                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                    with socket.socket(fileno=os.dup(int(entry))) as connection:
+                        if connection.family in (socket.AF_INET, socket.AF_INET6):
+                            found |= _shut_if_to(connection, addresses)
+    return found
+
+
+def _shut_if_to(connection: socket.socket, addresses: Collection[Address]) -> bool:
+    if connection.getpeername()[:2] not in addresses:
+        return False
+    connection.shutdown(socket.SHUT_RDWR)
+    return True
+
+
+class RpcPickler(pickle.Pickler):
+    """Pickles the arguments of torch's RPC in a member: classes and functions of the driver's ``__main__`` by value.
+
+    torch pickles them by name, which the receiver would look up in its own ``__main__``: Ray's worker script. From the
+    first one on, Ray's cloudpickle decides what is pickled by value.
+
+    It does not pickle twice: pickling an RRef registers a reference with its owner.
+    """
+
+    _by_value: Any = None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if self._by_value is None:
+            if not isinstance(obj, (type, FunctionType)) or obj.__module__ != "__main__":
+                return NotImplemented
+            self._by_value = ray_internals.cloudpickler()(io.BytesIO())
+        kind = type(obj)
+        if kind is MethodType:  # cloudpickle would pickle class methods by value, torch's own included
+            return NotImplemented
+        if kind not in self.dispatch_table and (reduce := self._by_value.dispatch_table.get(kind)) is not None:
+            return reduce(obj)  # what functions and classes consist of: code, cells, modules
+        return self._by_value.reducer_override(obj)
 
 
 _fabric: Fabric | None = None

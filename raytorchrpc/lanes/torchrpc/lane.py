@@ -23,7 +23,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, Remo
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
-from raytorchrpc.process.memory import MallocTrimmer
+from raytorchrpc.process.this_process import MallocTrimmer
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied

@@ -21,7 +21,7 @@ from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps
 from raytorchrpc.patterns.queues.items import Item
 from raytorchrpc.patterns.queues.store import FULL
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 #: Place of one put in its producer's sequence: (id of the PutSequence, number of this put, number of the last
 #: unanswered put before it (0: none), number of the first unanswered put).

@@ -19,7 +19,7 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.queues.buffer import Batch, Buffer, Getter
 from raytorchrpc.patterns.queues.items import Item, total_length
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 
 #: Outcomes of ``put``: accepted, no room in time, closed.
 ACCEPTED, FULL, ENDED = True, None, False

@@ -34,7 +34,7 @@ from raytorchrpc.patterns.weights.snapshots import (
 )
 from raytorchrpc.patterns.weights.ties import ties_of
 from raytorchrpc.patterns.weights.versions import Layout, VersionLease, VersionWaits
-from raytorchrpc.process.identity import has_ended
+from raytorchrpc.process.this_process import has_ended
 
 KIND = "weight store"
 

@@ -11,7 +11,7 @@ import struct
 import torch
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.process.cuda_kernels import KernelSource
+from raytorchrpc.process.cuda_driver import KernelSource
 
 _THREADS = 256
 #: Elements of the largest block that stays in a processor's cache until it is read again.

@@ -21,7 +21,7 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.bounds import OutOfBounds, within
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing

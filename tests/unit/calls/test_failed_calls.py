@@ -21,7 +21,7 @@ from raytorchrpc.calls.outgoing_call import OutgoingCall
 from raytorchrpc.calls.payload import PayloadStep
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
+from raytorchrpc.process.workers import DeferredCleanup
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import encode_exception
 

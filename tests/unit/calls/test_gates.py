@@ -20,9 +20,7 @@ from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.waiting import allow_calls, keep_admission, wait_serving
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 
 PATIENCE_S = 10.0
 

@@ -17,7 +17,7 @@ from raytorchrpc.calls.protocol import CALL, FETCH, OK, RAISED, ControlHeader, R
 from raytorchrpc.calls.services import DeferredReply, builtin_services
 from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 from tests.conformance.peers import wait_until

@@ -13,8 +13,8 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.group.guest import directory_of
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState
-from raytorchrpc.lanes.common.acceptor import SocketAddress
-from raytorchrpc.lanes.common.credentials import Instance
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import Prepared, Probe, Table

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.lanes.socket import listener_threads
 from raytorchrpc.lanes.socket.listeners import ATTEND_S, Listeners
 from raytorchrpc.process import threads
 
@@ -130,7 +129,7 @@ def test_a_method_runs_after_its_start_failed(listeners: Listeners[Source], monk
 def test_a_thread_that_could_not_be_started_is_not_counted(
     listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = fail_once(listener_threads.threads, "start", monkeypatch)
+    failed = fail_once(threads, "start", monkeypatch)
     meeting(listeners)
     assert failed.is_set()
     meeting(listeners)  # which has to start one

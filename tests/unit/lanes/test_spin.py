@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from raytorchrpc.lanes.socket.spin import SPIN_S, Spinner, Timer
+from raytorchrpc.lanes.socket.polling import SPIN_S, Spinner, Timer
 
 several_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core nobody looks again")
 

@@ -15,7 +15,7 @@ from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.selection import Selection
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until
 
 LONG = 20.0

@@ -31,7 +31,7 @@ from raytorchrpc.patterns.queues.items import (
     unpack,
 )
 from raytorchrpc.patterns.queues.store import Store
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import Codec
 
 LONG = 20.0

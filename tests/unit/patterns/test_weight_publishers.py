@@ -16,7 +16,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.patterns.weights.coordinator import SHARDS, Coordinator, Publisher
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from tests.unit.members import Members
 
 LONG = 20.0

@@ -21,7 +21,7 @@ from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
 from raytorchrpc.patterns.weights.versions import PulledVersions
-from raytorchrpc.process.deadlines import Deadlines
+from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until
 
 LONG = 20.0

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from raytorchrpc.process import threads
-from raytorchrpc.process.cuda_driver import Driver
-from raytorchrpc.process.cuda_kernels import KernelSource
+from raytorchrpc.process.cuda_driver import Driver, KernelSource
 
 _LONG_S = 30.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.process import socket_filter
+from raytorchrpc.process import tcp
 
 HERE = ("127.0.0.1", "::1")
 
@@ -29,8 +29,8 @@ def server(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 
 def _admit(server: socket.socket, *texts: str) -> None:
-    before = {fd: inode for inode, fd in socket_filter.listening().items()}
-    socket_filter.admit_only({before[server.fileno()]: server.fileno()}, socket_filter.networks(texts))
+    before = {fd: inode for inode, fd in tcp.listening().items()}
+    tcp.admit_only({before[server.fileno()]: server.fileno()}, tcp.networks(texts))
 
 
 def _gets_in(server: socket.socket, source: str | None = None, patience_s: float = 5.0) -> bool:
@@ -83,8 +83,8 @@ def test_a_connection_that_exists_stays() -> None:
 
 def test_another_socket_that_has_got_the_number_is_left_alone() -> None:
     with _listen(socket.AF_INET) as server:
-        (inode,) = (inode for inode, fd in socket_filter.listening().items() if fd == server.fileno())
-        socket_filter.admit_only({inode + 1: server.fileno()}, [])
+        (inode,) = (inode for inode, fd in tcp.listening().items() if fd == server.fileno())
+        tcp.admit_only({inode + 1: server.fileno()}, [])
         assert _gets_in(server)
 
 
@@ -97,7 +97,7 @@ def test_more_networks_than_a_kernel_takes_are_refused_aloud() -> None:
 
 
 def test_neighbours_are_told_as_one_network() -> None:
-    assert [str(net) for net in socket_filter.networks(["10.0.0.0", "10.0.0.1", "fe80::1%eth0"])] == [
+    assert [str(net) for net in tcp.networks(["10.0.0.0", "10.0.0.1", "fe80::1%eth0"])] == [
         "10.0.0.0/31",
         "fe80::1/128",
     ]

@@ -24,10 +24,8 @@ from raytorchrpc.lanes.base import Message, PeerAddress
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.shm.parallel_copy import Copier
 from raytorchrpc.process import threads
-from raytorchrpc.process.deadlines import Deadlines
-from raytorchrpc.process.deferred_cleanup import DeferredCleanup
 from raytorchrpc.process.threads import ThreadShortage
-from raytorchrpc.process.workers import Workers
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from tests.conformance.peers import EMPTY, Node, answer, wait_until
 
 PATIENCE_S = 10.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytorchrpc import GroupConfig
-from raytorchrpc.lanes.common.credentials import Credentials
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.nccl import lane as nccl
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.topology import nccl_env

@@ -1,4 +1,4 @@
-"""Restricts which hosts can connect to a listener without authentication: TensorPipe's.
+"""Options of TCP sockets: which hosts may connect to a listener, and when a silent connection ends.
 
 A classic BPF program on the listening socket (``SO_ATTACH_FILTER``, socket(7)) makes the kernel drop packets from other
 hosts. That needs no privilege, and costs a few instructions for each packet.
@@ -14,7 +14,12 @@ import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
-from raytorchrpc.process.keepalive import detect_silence
+#: A connection ends after the other host has been silent for this long (seconds), as after a power cut. Otherwise an
+#: idle connection would stay open without end, and Linux retransmits unacknowledged data for 15 minutes. A network that
+#: recovers within five seconds costs nothing: the kernel doubles the time between retransmissions, so one falls within
+#: the limit. A live peer that does not read counts as silent too, but only once its buffers are full.
+SILENCE_S = 15
+_PROBE_AFTER_S, _PROBE_EVERY_S = 5, 2
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -31,6 +36,19 @@ _MAX_INSTRUCTIONS = 2500
 
 #: Inode of a listening socket -> its descriptor.
 Listeners = dict[int, int]
+
+
+def detect_silence(sock: socket.socket) -> None:
+    """Probe the other host while this TCP connection is idle. Sockets accepted by a listener inherit this."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (SILENCE_S - _PROBE_AFTER_S) // _PROBE_EVERY_S)
+
+
+def limit_unacknowledged(sock: socket.socket) -> None:
+    """Also end this TCP connection if sent data stays unacknowledged. Takes the place of the number of idle probes."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
 def listening() -> Listeners:

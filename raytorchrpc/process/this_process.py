@@ -1,4 +1,4 @@
-"""The memory that this process may use, and what malloc keeps of it."""
+"""What tells this process from others of its host, and the memory that it may use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ import os
 from contextlib import suppress
 
 from raytorchrpc.process import threads
+
+unique = ""
+"""Of this process alone: 16 characters. A forked child has another one, so read it each time."""
+
+
+def _renew() -> None:
+    global unique
+    unique = os.urandom(8).hex()
+
+
+_renew()
+os.register_at_fork(after_in_child=_renew)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process with this pid, which existed before, has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state = file.read().rpartition(b")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return state in (b"Z", b"X")
+
 
 #: What malloc keeps is looked at after so many bytes, and returned to the system if it is more (bytes).
 _KEPT = 256 << 20
