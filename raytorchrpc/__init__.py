@@ -39,9 +39,8 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.group import Group, get_group, init_group
-from raytorchrpc.group.process_groups import process_group, process_group_info
-from raytorchrpc.membership import local_setup
-from raytorchrpc.membership.process_group import ProcessGroupInfo
+from raytorchrpc.membership import join
+from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
 from raytorchrpc.patterns.queues.queue import Queue
 from raytorchrpc.patterns.queues.topic import Subscription, Topic
 from raytorchrpc.patterns.weights.conversions import BlockFp8
@@ -110,5 +109,5 @@ def __dir__() -> list[str]:
 
 
 if ray_internals.runs_tasks():
-    local_setup.preload()
+    join.preload()
 rejoin.begin()

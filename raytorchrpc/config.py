@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.text.settings import did_you_mean, explain, nearest, read_bytes
+from raytorchrpc.text import did_you_mean, explain, nearest, read_bytes
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, BeforeValidator, Field

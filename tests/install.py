@@ -27,7 +27,7 @@ _HELP = (
 TRIALS = {
     "cli": [
         _HELP,
-        "import raytorchrpc.manifest.build",
+        "import raytorchrpc.manifest",
     ],
     "demo": ["import raytorchrpc.cli.digits"],
     "doctor": ["import pynvml, raytorchrpc.doctor.gpu_probe"],

@@ -23,7 +23,7 @@ from raytorchrpc.bench.rows import (
     matching,
 )
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.text.settings import size_in_bytes
+from raytorchrpc.text import size_in_bytes
 
 Busy = Literal["Python", "torch", "sleep"]
 

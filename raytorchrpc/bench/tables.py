@@ -10,7 +10,7 @@ from typing import NamedTuple
 from raytorchrpc.bench.fit import fit
 from raytorchrpc.bench.results import Cell, Run, published, published_curve, published_sizes, show_size
 from raytorchrpc.bench.rows import FLOOR, KIND_TEXT, OURS, PATTERN_ROWS, Device
-from raytorchrpc.text.tables import paragraph
+from raytorchrpc.text import paragraph
 
 DEVICE_TEXT: Mapping[Device, str] = {"cpu": "CPU tensors", "cuda": "CUDA tensors"}
 _LINE_NOTE = (

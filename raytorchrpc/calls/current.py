@@ -8,6 +8,7 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.errors import NotAMember
 from raytorchrpc.process import fork
 
 
@@ -44,6 +45,14 @@ def process_member(timeout_s: float | None = None) -> LocalMember:
 def current_local() -> LocalMember | None:
     """This process's membership, or None."""
     return _current.local
+
+
+def member_of(generation: str) -> LocalMember:
+    """This process's membership in that generation of a group. Raises NotAMember if it has left it."""
+    local = _current.local
+    if local is None or local.generation != generation:
+        raise NotAMember(f"this process has left generation {generation} of the group")
+    return local
 
 
 def set_local(local: LocalMember | None) -> None:

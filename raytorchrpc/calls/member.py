@@ -23,7 +23,7 @@ from raytorchrpc.calls.services import Services
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.base import MessageLane, TensorLane
+from raytorchrpc.lanes.base import MessageLane, TensorLane, windows
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
 
@@ -84,7 +84,7 @@ class LocalMember:
         self.services.open("stream", "", lambda: callee.streams)
 
     def _mapped(self, peer: str) -> int:
-        return sum(lane.mapped(peer) for lane in tuple(self.tensor_lanes.values()))
+        return sum(lane.mapped(peer) for lane in windows(self.tensor_lanes))
 
     @property
     def tracer(self) -> Tracer | None:

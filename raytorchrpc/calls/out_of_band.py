@@ -14,11 +14,11 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Export, Part, TensorLane
+from raytorchrpc.lanes.base import Export, Part, TensorLane, WindowLane
 from raytorchrpc.process import fork
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied, view_at
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
 from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class PendingTensors:
         """As ``unpack``, for parts of flat tensors: copy each part into its target."""
         _, shapes = self.contents
         self._manifest = None
-        if self._lane.capabilities.in_parts:
+        if isinstance(self._lane, WindowLane):
             sizes = [shape[0] for _, shape in shapes]
             left = self._lane.scatter_into(self._peer, self._descriptor, sizes, parts)
             copy_into([target for target, _ in left], [source for _, source in left])
@@ -178,7 +178,8 @@ class PendingTensors:
 
     def prepare(self) -> None:
         """Others in the same memory will be fetched soon."""
-        self._lane.prepare(self._peer, self._descriptor)
+        if isinstance(self._lane, WindowLane):
+            self._lane.prepare(self._peer, self._descriptor)
 
     def used(self) -> None:
         """The method that was called with these tensors has returned, on this thread."""
@@ -220,10 +221,7 @@ def snapshot(body: Encoded) -> Encoded:
 def scatter_into(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
     """Copy parts of flat uint8 tensors into their targets."""
     for tensor, its in zip(tensors, parts, strict=True):
-        views = [
-            view_at(tensor, offset, (target.dtype, tuple(target.shape)), strides) for offset, target, strides in its
-        ]
-        copy_into([part.target for part in its], views)
+        copy_into([part.target for part in its], [part.view_of(tensor) for part in its])
 
 
 def kinds(body: Encoded, pending: Sequence[PendingTensors]) -> list[Shape]:

@@ -9,7 +9,7 @@ from typing import Any
 from raytorchrpc.calls.counters import PairStats, merged
 from raytorchrpc.calls.metrics import QueueStats, Reading
 from raytorchrpc.calls.weight_counters import WeightStats
-from raytorchrpc.text import tables as text_tables
+from raytorchrpc.text import table, terminal_columns
 
 #: A table names at most so many of the members that wait at a queue.
 _NAMED = 3
@@ -68,7 +68,7 @@ class GroupStats(tuple[PairStats, ...]):
             width: columns that are available; None: those of the terminal, or 120 without one.
             seconds: show counts divided by this; 0: show them as they are.
         """
-        width = text_tables.terminal_columns() if width is None else width
+        width = terminal_columns() if width is None else width
         tables: list[tuple[Sequence[Any], dict[str, str], int]] = [
             (self, {"caller": "caller", "peer": "peer", "lane": "lane", **_CALLS, "in\nflight": "in_flight"}, 3),
             (self.methods, {"peer": "peer", "method": "method", **_CALLS}, 2),
@@ -86,7 +86,7 @@ def _table(rows: Sequence[Any], columns: dict[str, str], texts: int, width: int,
         [_cell(name, getattr(row, name), seconds if name in counts else 0) for name in columns.values()]
         for row in sorted(rows, key=lambda row: -getattr(row, "calls", 0))
     ]
-    return text_tables.table(heads, lines, width=width, right=len(heads) - texts)
+    return table(heads, lines, width=width, right=len(heads) - texts)
 
 
 def _cell(name: str, value: Any, seconds: float) -> str:

@@ -21,7 +21,7 @@ from raytorchrpc.bench.cases import Options, make_options
 from raytorchrpc.bench.results import Run, published, read_run, write_file
 from raytorchrpc.bench.tables import Table, conclusion, document, not_measured, plain, tables, to_csv
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
-from raytorchrpc.text.tables import paragraph
+from raytorchrpc.text import paragraph
 
 #: Least number of processes that Ray may start at once; the actors request no CPU.
 _STARTING_AT_ONCE = 8

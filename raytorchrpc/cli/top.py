@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raytorchrpc.calls.stats import GroupStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
-from raytorchrpc.text import tables as text_tables
+from raytorchrpc.text import paragraph, terminal_columns
 
 if TYPE_CHECKING:  # it loads Ray and torch
     from raytorchrpc.group.status import ClusterWatch, GroupStatus
@@ -108,13 +108,13 @@ def as_data(shown: Update) -> dict[str, Any]:
 
 def tables(shown: Sequence[Update], width: int | None = None) -> str:
     """The tables of each group. ``width``: columns that are available; None: those of the terminal."""
-    width = text_tables.terminal_columns() if width is None else width
+    width = terminal_columns() if width is None else width
     return "\n\n".join(_of_group(*each, width) for each in shown) or "no group is visible in this cluster"
 
 
 def _of_group(status: GroupStatus, stats: GroupStats, seconds: float, width: int) -> str:
     lines = [f"group {status.group}, {len(status.members)} members", stats.table(width, seconds)]
-    lines += [text_tables.paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
+    lines += [paragraph(f"away: {name} ", f"({cause})", width) for name, cause in status.away.items()]
     for row in GroupStats(status.reading).methods:
         lines += [f"failed so far: {row.peer}.{row.method}: {count} x {error}" for error, count in row.errors.items()]
     return "\n".join([*lines, *(f"no answer: {name}" for name in status.silent)])

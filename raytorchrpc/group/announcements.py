@@ -12,9 +12,8 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.group.control_connections import Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.state import GroupState
-from raytorchrpc.membership import updates
-from raytorchrpc.membership.messages import GroupInfo, Prepared
-from raytorchrpc.membership.updates import Arrival, Loss
+from raytorchrpc.membership import join
+from raytorchrpc.membership.messages import Arrival, GroupInfo, Loss, Prepared
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -60,11 +59,11 @@ class Announcer:
         return [name for name in self._state.roster.records if name not in out]
 
     def _announce(self, change: Callable[..., Any], arguments: Arguments, patience_s: float) -> dict[str, Any]:
-        """Apply a change, one of ``updates``'s, in each of these members; returns the answers in time."""
+        """Apply a change, one of ``join``'s, in each of these members; returns the answers in time."""
         self._step += 1
         group, generation = self._state.roster.name, self._state.roster.generation
         asked = {name: (generation, self._step, change, *args) for name, args in arguments.items()}
-        results, failures = self._connections.call_all(updates.apply, asked, time.monotonic() + patience_s)
+        results, failures = self._connections.call_all(join.apply, asked, time.monotonic() + patience_s)
         for name, error in failures.items():
             self.behind[name] = time.monotonic()
             if not isinstance(error, PeerLost):  # the failure detector reports that
@@ -86,25 +85,25 @@ class Announcer:
         ``patience_s`` is resynchronised.
         """
         arrivals = {peer: (roster.arrival(peer, info, prepared, names),) for peer in others}
-        return self._announce(updates.prepare_arrivals, arrivals, patience_s)
+        return self._announce(join.prepare_arrivals, arrivals, patience_s)
 
     def activate(self, names: Sequence[str], others: Iterable[str]) -> None:
         ready = [peer for peer in others if peer not in self.behind]  # the others are resynchronised
-        self._announce(updates.activate, {peer: (names,) for peer in ready}, _ACTIVATE_S)
+        self._announce(join.activate, {peer: (names,) for peer in ready}, _ACTIVATE_S)
 
     def announce_removal(self, names: Sequence[str]) -> None:
         others = self.others(names)
-        self._announce(updates.remove_peers, {peer: (names,) for peer in others}, _ACTIVATE_S)
+        self._announce(join.remove_peers, {peer: (names,) for peer in others}, _ACTIVATE_S)
 
     def announce_losses(self, losses: Sequence[Loss]) -> None:
         """Blocks shortly: a member that does not answer in time is resynchronised later, on a thread that may block."""
         others = self.others(())
-        self._announce(updates.mark_lost, {peer: (losses,) for peer in others}, _LOSS_S + _LOSS_EACH_S * len(others))
+        self._announce(join.mark_lost, {peer: (losses,) for peer in others}, _LOSS_S + _LOSS_EACH_S * len(others))
 
     def reunite(self, name: str) -> bool:
         """Reconnect a member that was unreachable but did not end. False if it does not answer yet."""
         arrival = self._arrival(name, tuple(self._state.roster.records))
-        told = self._announce(updates.resync, {name: (arrival, self._away(name))}, _PREPARE_S)
+        told = self._announce(join.resync, {name: (arrival, self._away(name))}, _PREPARE_S)
         if name not in told:
             return False
         self._state.prepared.update(told)
@@ -147,12 +146,12 @@ class Announcer:
         self._step += 1
         step = self._step
         generation, arrival, away = self._state.roster.generation, self._arrival(name, ()), self._away(name)
-        arguments = {name: (generation, step, updates.resync, arrival, away)}
+        arguments = {name: (generation, step, join.resync, arrival, away)}
 
         def resync() -> None:
             answers: dict[str, Any] = {}
             try:
-                answers, failures = self._connections.call_all(updates.apply, arguments, time.monotonic() + _PREPARE_S)
+                answers, failures = self._connections.call_all(join.apply, arguments, time.monotonic() + _PREPARE_S)
                 for error in failures.values():
                     logger.info("%s could not be resynchronised yet: %s", name, error)
             finally:

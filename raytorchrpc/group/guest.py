@@ -26,7 +26,7 @@ from raytorchrpc.lanes.base import PeerAddress, Pending
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
-from raytorchrpc.membership import local_setup
+from raytorchrpc.membership import join
 from raytorchrpc.process import fork
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
@@ -113,7 +113,7 @@ class Guest:
 
     def _refresh(self) -> None:
         if self._endpoint is None:
-            self._endpoint = local_setup.endpoint("guest")
+            self._endpoint = join.endpoint("guest")
         try:
             directory = self._host.directory(self._endpoint)
         except BootstrapError as error:

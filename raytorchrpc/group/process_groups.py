@@ -1,13 +1,11 @@
-"""Creates a torch.distributed process group across members, and gives members access to it."""
+"""Creates a torch.distributed process group across members."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raytorchrpc.calls.current import process_member
-from raytorchrpc.calls.options import takes_timeout
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
@@ -17,36 +15,14 @@ from raytorchrpc.membership.process_group import (
     Meeting,
     ProcessGroupInfo,
     call_collectives,
-    collectives_of,
     make_process_group,
 )
 from raytorchrpc.membership.rendezvous import StoreAddress
 from raytorchrpc.process import threads
 from raytorchrpc.topology.endpoint import Endpoint
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 #: For members to learn that an attempt was given up (seconds).
 _GIVE_UP_S = 1.0
-
-
-@takes_timeout
-def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
-    """This member's torch.distributed process group, created by ``Group.process_group``.
-
-    It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
-    themselves. Waits ``timeout`` seconds for one, as after the loss of a member; 0 does not wait.
-
-    Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
-    """
-    return collectives_of(process_member()).get(timeout)[0]
-
-
-@takes_timeout
-def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
-    """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``."""
-    return collectives_of(process_member()).get(timeout)[1]
 
 
 def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:

@@ -17,8 +17,7 @@ from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec
-from raytorchrpc.membership.messages import DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
-from raytorchrpc.membership.updates import Arrival
+from raytorchrpc.membership.messages import Arrival, DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
 from raytorchrpc.routing import planner, routes
 from raytorchrpc.topology import device_map
 from raytorchrpc.topology.device_map import DeviceMap

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.messages import GroupInfo, Prepared
-from raytorchrpc.membership.updates import Loss
+from raytorchrpc.membership.messages import GroupInfo, Loss, Prepared
 
 #: Pause before another attempt to admit a restarted actor (seconds): doubled each time, up to the limit.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0

@@ -30,7 +30,7 @@ from raytorchrpc.group.state import GroupState, LostMember
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
-from raytorchrpc.membership import local_setup
+from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork, threads
@@ -47,7 +47,7 @@ _STOP_S = 2.0
 def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> Supervisor:
     """Form a group and supervise it in this process. Leaves nothing behind if it fails."""
     tls = make_identity(name) if config.tls else None
-    roster = Roster(name, config, current_owner(), local_setup.endpoint("supervisor"), tls=tls)
+    roster = Roster(name, config, current_owner(), join.endpoint("supervisor"), tls=tls)
     return form_group(roster, participants, timeout_s, Supervisor)
 
 

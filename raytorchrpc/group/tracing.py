@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from raytorchrpc.calls.current import member_of
 from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.join import member_of
 
 #: A member stops recording by itself after this (seconds): the process that asked for it may have ended.
 LIMIT_S = 3600.0

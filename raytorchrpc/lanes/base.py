@@ -1,4 +1,4 @@
-"""The contract of a lane: its two interfaces, and the data that crosses them.
+"""The contracts of lanes: messages, tensors of messages, windows; and the data that crosses them.
 
 Each member opens a lane once per group, connects it to its peers, and closes it with the group. A lane never imports
 another lane, the group or the member: ``LaneSetup`` and these interfaces give it all it needs.
@@ -17,7 +17,7 @@ import torch
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import nothing
-from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.tensors.dtypes import Shape, view_at
 
 T = TypeVar("T")
 
@@ -171,75 +171,11 @@ class TensorCapabilities:
     """The receiver uses the memory in which the tensors arrived, without another copy."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
-    in_parts: bool = False
-    """The lane implements ``scatter_into``."""
-    parallel_move: bool = False
-    """``move`` copies with several threads."""
 
 
 def never_fetched(peer: str) -> PeerLost:
     """The error that ``fetch`` raises for tensors of a process that is gone."""
     return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
-
-
-#: Smaller parts take longer to request than to copy (bytes).
-SMALL = 256 << 10
-
-
-class Part(NamedTuple):
-    """A part of a flat tensor that arrives, and the existing tensor to copy it into."""
-
-    offset: int
-    """Where the part begins, in bytes."""
-    target: torch.Tensor
-    """Without autograd; with any strides, on any device."""
-    strides: tuple[int, ...] | None = None
-    """Where the elements lie in the flat tensor, from ``offset`` on: a stride for each dimension of the target, in
-    elements of its dtype, not negative. None: contiguous.
-    """
-
-
-class Parts(Sequence[Part]):
-    """Parts of a flat tensor which arrive in the same memory again and again, such as that of a model.
-
-    What a lane has worked out about them once, it need not work out again; see ``prepared``.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        make: Callable[[int], Part],
-        filled: Sequence[torch.Tensor],
-        nbytes: int,
-        known: dict[Hashable, Any],
-    ) -> None:
-        """
-        Args:
-            number: how many parts there are.
-            make: ``make(index)`` returns one of them.
-            filled: tensors that have the memory of all targets.
-            nbytes: of all targets.
-            known: what lanes have worked out, for as long as the addresses and strides of ``filled`` stay the same.
-        """
-        self._number, self._make, self.filled, self.nbytes, self.known = number, make, filled, nbytes, known
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: Any) -> Any:
-        if not -self._number <= index < self._number:
-            raise IndexError(index)
-        return self._make(index)
-
-
-def prepared(parts: Sequence[Part], key: Hashable, make: Callable[[], T]) -> T:
-    """Return ``make()``, or what it returned before for these ``Parts`` and this key. It must not hold their memory."""
-    if not isinstance(parts, Parts):
-        return make()
-    found: T | None = parts.known.get(key)
-    if found is None:
-        found = parts.known[key] = make()
-    return found
 
 
 class Export(ABC):
@@ -292,26 +228,6 @@ class TensorLane(PeerLane):
         """
         return self.export(tensors, peer, devices)
 
-    def lend(self, size: int) -> torch.Tensor | None:
-        """Allocate ``size`` bytes that peers can read directly, as a flat uint8 tensor; None without room or support.
-
-        Tensors in this memory are exported without a copy, and the receiver copies them. The owner must not change the
-        memory until everything exported from it has been fetched; the lane does not report when. The memory stays
-        allocated while a tensor on it lives.
-        """
-        return None
-
-    def mapped(self, peer: str) -> int:
-        """Bytes of what a peer has lent that are mapped in this process."""
-        return 0
-
-    def move(self, target: int, source: int, size: int) -> None:
-        """Copy ``size`` bytes from one address of this process to another, with all of the lane's copy threads.
-
-        Raises LaneUnavailable after ``close``.
-        """
-        ctypes.memmove(target, source, size)
-
     @abstractmethod
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
@@ -327,6 +243,113 @@ class TensorLane(PeerLane):
         process cannot access its memory.
         """
 
+    def used(self, peer: str, descriptor: Any) -> None:
+        """Called when the method that used the tensors has returned, on its thread, before the reply.
+
+        CUDA work that the method queued then precedes what the sender queues after the reply.
+        """
+
+    @abstractmethod
+    def discard(self, peer: str, descriptor: Any) -> None:
+        """Release a descriptor that will not be fetched. Quick; never raises for a peer that is gone."""
+
+
+# --- windows -----------------------------------------------------------------------------------------------
+
+#: Smaller parts take longer to request than to copy (bytes).
+SMALL = 256 << 10
+
+
+class Part(NamedTuple):
+    """A part of a flat tensor that arrives, and the existing tensor to copy it into."""
+
+    offset: int
+    """Where the part begins, in bytes."""
+    target: torch.Tensor
+    """Without autograd; with any strides, on any device."""
+    strides: tuple[int, ...] | None = None
+    """Where the elements lie in the flat tensor, from ``offset`` on: a stride for each dimension of the target, in
+    elements of its dtype, not negative. None: contiguous.
+    """
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """View what the target is to receive of the flat tensor. Raises OutOfBounds."""
+        return view_at(flat, self.offset, (self.target.dtype, tuple(self.target.shape)), self.strides)
+
+
+class Parts(Sequence[Part]):
+    """Parts of a flat tensor which arrive in the same memory again and again, such as that of a model.
+
+    What a lane has worked out about them once, it need not work out again; see ``prepared``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        make: Callable[[int], Part],
+        filled: Sequence[torch.Tensor],
+        nbytes: int,
+        known: dict[Hashable, Any],
+    ) -> None:
+        """
+        Args:
+            number: how many parts there are.
+            make: ``make(index)`` returns one of them.
+            filled: tensors that have the memory of all targets.
+            nbytes: of all targets.
+            known: what lanes have worked out, for as long as the addresses and strides of ``filled`` stay the same.
+        """
+        self._number, self._make, self.filled, self.nbytes, self.known = number, make, filled, nbytes, known
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        if not -self._number <= index < self._number:
+            raise IndexError(index)
+        return self._make(index)
+
+
+def prepared(parts: Sequence[Part], key: Hashable, make: Callable[[], T]) -> T:
+    """Return ``make()``, or what it returned before for these ``Parts`` and this key. It must not hold their memory."""
+    if not isinstance(parts, Parts):
+        return make()
+    found: T | None = parts.known.get(key)
+    if found is None:
+        found = parts.known[key] = make()
+    return found
+
+
+class WindowLane(TensorLane):
+    """A tensor lane whose peers read memory in place: windows, which the owner fills once for many readers.
+
+    A window is a flat tensor in memory from ``lend``, or on a GPU that the lane carries. Exporting it, or parts of it,
+    copies nothing. The owner must not write to it until all that was exported from it has been read: it learns that
+    from its readers, because the lane does not report it, and calls ``fence`` before it writes.
+    """
+
+    def lend(self, size: int) -> torch.Tensor | None:
+        """Allocate ``size`` bytes as a flat uint8 CPU tensor; None without room or support.
+
+        The memory stays allocated while a tensor on it lives.
+        """
+        return None
+
+    def mapped(self, peer: str) -> int:
+        """Bytes of what a peer has lent that are mapped in this process."""
+        return 0
+
+    def move(self, target: int, source: int, size: int) -> None:
+        """Copy ``size`` bytes from one address of this process to another, with all of the lane's copy threads. Blocks.
+
+        Raises LaneUnavailable after ``close``.
+        """
+        ctypes.memmove(target, source, size)
+
+    def prepare(self, peer: str, descriptor: Any) -> None:
+        """Tensors in the same memory will be read soon, not these. Quick; never raises."""
+
+    @abstractmethod
     def scatter_into(
         self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -336,16 +359,6 @@ class TensorLane(PeerLane):
         caller must copy itself: (target, source), where the source may be strided. ``Parts`` come again: see
         ``prepared``.
         """
-        raise NotImplementedError
-
-    def prepare(self, peer: str, descriptor: Any) -> None:
-        """Tensors in the same memory will be fetched soon, not these. Quick; never raises."""
-
-    def used(self, peer: str, descriptor: Any) -> None:
-        """Called when the method that used the tensors has returned, on its thread, before the reply.
-
-        CUDA work that the method queued then precedes what the sender queues after the reply.
-        """
 
     def fence(self, device: int) -> None:
         """Order this thread's CUDA work after the copies of all exports from that GPU that have been fetched.
@@ -353,6 +366,7 @@ class TensorLane(PeerLane):
         Concerns what the thread queues on its current stream from now on. Does not wait for the GPU.
         """
 
-    @abstractmethod
-    def discard(self, peer: str, descriptor: Any) -> None:
-        """Release a descriptor that will not be fetched. Quick; never raises for a peer that is gone."""
+
+def windows(lanes: Mapping[str, TensorLane]) -> list[WindowLane]:
+    """Those of a member's tensor lanes whose peers read memory in place."""
+    return [lane for lane in tuple(lanes.values()) if isinstance(lane, WindowLane)]

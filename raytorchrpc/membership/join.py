@@ -1,4 +1,4 @@
-"""The member's side of joining and leaving a group.
+"""The member's side of a group: it joins, follows the group's changes, and leaves.
 
 The driver calls these functions through Ray (``actor.__ray_call__``), or directly if it is a member itself. Each is
 quick and can be repeated. A group forms in three steps: ``probe`` changes nothing, ``prepare`` starts to listen, and
@@ -7,6 +7,7 @@ quick and can be repeated. A group forms in three steps: ``probe`` changes nothi
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -16,36 +17,42 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
-from raytorchrpc._compat import torch_internals
+from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.current import current_local, set_local
-from raytorchrpc.calls.exposed import take_turns
+from raytorchrpc.calls.current import current_local, member_of, set_local
+from raytorchrpc.calls.exposed import exposed, take_turns
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peer_table import Absence
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.calls.waiting import allow_calls
-from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import PeerAddress, PeerLane, Pending
+from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending, TensorLane
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
-from raytorchrpc.membership.local_setup import asked_for_gpu, endpoint, exposed_methods, open_lanes
-from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Prepared, Probe, Table
+from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
+from raytorchrpc.membership.process_group import collectives_of
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
 from raytorchrpc.process.this_process import default_capacity
-from raytorchrpc.rdt.api import enable_where_possible
+from raytorchrpc.rdt.api import enable_where_possible, load_where_possible
 from raytorchrpc.routing.planner import forbidden
 from raytorchrpc.tensors.devices import CPU
+from raytorchrpc.topology import probe as topology_probe
 from raytorchrpc.topology.device_map import gpu_pairs, inverse, way_back
+from raytorchrpc.topology.endpoint import Endpoint
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_JOINING = Absence("it has not joined yet", for_good=False)
 
-changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
+_changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
 _preparing: tuple[JoinSpec, LocalMember] | None = None
 _joined: tuple[JoinSpec, Table] | None = None
 #: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
@@ -69,7 +76,7 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
 
 def prepare(instance: Any, spec: JoinSpec) -> Prepared:
     """Start to listen for a group that is forming. Leaves nothing behind if it raises BootstrapError."""
-    with changing:
+    with _changing:
         local = _start(instance, spec)
         addresses = open_lanes(spec, local)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
@@ -147,7 +154,7 @@ def commit(instance: Any, table: Table) -> None:
     for name, cause in table.away.items():
         local.peers.mark_away(local.peers.route(name).member.rank, Absence(cause, for_good=False))
     _reach_all(local, table, frozenset(spec.by_tcp))
-    with changing:
+    with _changing:
         if _preparing is not preparing:
             raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
         if (period_s := spec.config.metrics_period_s) != 0:
@@ -162,7 +169,7 @@ def add_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None
     """Add peers. Quick: the first call connects."""
     me, maps = local.me.name, table.info.device_maps
     back = {peer.name: inverse(gpu_pairs(maps.get(peer.name, {}).get(me, {}))) for peer in peers}
-    for lane in lanes_of(local):
+    for lane in _lanes_of(local):
         lane.connect(
             [
                 PeerAddress(peer.name, addresses[lane.name], back[peer.name])
@@ -204,58 +211,6 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
         prepared.retries,
         same_clock=me.node_id == peer.node_id,
     )
-
-
-def extend(local: LocalMember, spec: JoinSpec, table: Table) -> Prepared:
-    """Open the lanes that arrivals need and that are not open yet; returns all addresses of this member."""
-    before = table.peers[spec.name]
-    process_fabric().admit(spec.agent.admitted)
-    addresses = {**before.addresses, **open_lanes(spec, local)}
-    for each in lanes_of(local):
-        changed = each.reach(spec.tcp_host, frozenset(spec.by_tcp))
-        if changed is not None:
-            addresses[each.name] = changed
-    return before._replace(addresses=addresses)
-
-
-def record_arrivals(spec: JoinSpec, table: Table, prepared: Prepared) -> None:
-    """Record the group with its arrivals. ``table`` may hold only what is new."""
-    global _joined
-    if _joined is not None:
-        table = _merged(_joined[1], table)
-    _joined = spec, table._replace(peers={**table.peers, spec.name: prepared})
-
-
-def _merged(known: Table, new: Table) -> Table:
-    """The known table, with the entries of ``new`` added or in place of older ones."""
-    before, now = known.info, new.info
-    coming = {member.name for member in now.members}
-    members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
-    agents = {**before.plan.agents, **now.plan.agents}
-    plan = replace(
-        before.plan,
-        agents={member.name: agents[member.name] for member in members},
-        routes={**before.plan.routes, **now.plan.routes},
-    )
-    maps = {name: dict(now.device_maps.get(name, {})) for name in agents}
-    for name, row in before.device_maps.items():
-        if name not in coming:
-            maps[name] = {**{peer: pairs for peer, pairs in row.items() if peer not in coming}, **maps.get(name, {})}
-    info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
-    return new._replace(info=info, peers={**known.peers, **new.peers})
-
-
-def record_removal(names: Sequence[str]) -> None:
-    """Record the group without these members."""
-    global _joined
-    if _joined is not None:
-        spec, table = _joined
-        members = tuple(member for member in table.info.members if member.name not in names)
-        _joined = spec, table._replace(info=table.info._replace(members=members))
-
-
-def lanes_of(local: LocalMember) -> list[PeerLane]:
-    return [*local.lanes, *local.tensor_lanes.values()]
 
 
 def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
@@ -302,13 +257,13 @@ def leave(instance: Any, generation: str, for_good: bool = False) -> None:
     """
     if for_good:
         _given_up.append(generation)
-    with changing:
+    with _changing:
         _leave(lambda spec: spec.generation == generation)
 
 
 def give_up(instance: Any, attempt: str) -> None:
     """Roll back an attempt to join; a ``prepare`` for it that arrives later is refused. Idempotent."""
-    with changing:
+    with _changing:
         _given_up.append(attempt)
         _leave(lambda spec: spec.attempt == attempt)
 
@@ -338,9 +293,212 @@ def group_info() -> GroupInfo | None:
     return _joined[1].info if _joined else None
 
 
-def member_of(generation: str) -> LocalMember:
-    """This process's membership in that generation of a group. Raises NotAMember if it has left it."""
-    local = current_local()
-    if local is None or local.generation != generation:
-        raise NotAMember(f"this process has left generation {generation} of the group")
-    return local
+# --- what this process brings into a group ----------------------------------------------------------------------------
+
+
+def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> Endpoint:
+    """Describe this process. ``lanes``: lanes of other distributions to look for; see ``Endpoint.lanes``."""
+    node_ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    found = topology_probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
+    return found.changed({"lanes": registry.distributions(lanes)}) if lanes else found
+
+
+def asked_for_gpu(instance: Any) -> bool:
+    """Whether the actor asked Ray for a GPU. For a driver: whether it has initialised CUDA."""
+    if instance is None:  # a driver sees every GPU, and joining a group must not initialise CUDA in it
+        import torch
+
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
+
+
+def exposed_methods(instance: Any) -> dict[str, Any]:
+    """The actor's methods that ``rtr.method`` exposes, by name, with their options."""
+    cls = type(instance)
+    found = {}
+    for name in dir(cls) if instance is not None else ():
+        function = inspect.getattr_static(cls, name, None)  # getattr would run the class's own descriptors
+        note = exposed(function)
+        if note is not None:
+            # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.
+            group = note.concurrency_group or ray_internals.concurrency_group_of(function)
+            found[name] = note._replace(concurrency_group=group)
+    return found
+
+
+def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
+    """Open the lanes of ``spec`` that this member has not open yet; returns the new ones' addresses, by name.
+
+    Raises LaneUnavailable if a message lane cannot open. A tensor lane that cannot is left out with a warning.
+    """
+    setup = LaneSetup(
+        member=spec.name,
+        credentials=spec.credentials,
+        config=spec.config,
+        endpoint=partial(endpoint, spec.name),
+        tcp_host=spec.tcp_host,
+        by_tcp=frozenset(spec.by_tcp),
+        interface=spec.agent.interface,
+        devices=spec.agent.devices,
+        device_maps=spec.device_maps,
+    )
+    opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
+    names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *spec.lanes])
+    missing = [registry.lane(name) for name in names if name not in opened]
+    addresses = {}
+    for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
+        lane = make_lane(row, setup)
+        if isinstance(lane, MessageLane):
+            local.lanes.append(lane)
+            addresses[row.name] = lane.open(partial(local.incoming.serve, lane), local.workers.submit)
+            continue
+        try:
+            addresses[row.name] = lane.open()
+        except LaneUnavailable as error:
+            logger.warning("%s: %s; %s carries its tensors instead", spec.name, error, registry.FABRIC)
+            continue
+        local.tensor_lanes[row.name] = lane
+    return addresses
+
+
+def preload() -> None:
+    """Import what joining a group needs, while the process of an actor starts: a group waits for its slowest member."""
+    for row in registry.LANES:
+        if row.always or row.carries == ("cpu",):
+            registry.resolve(row, row.make)
+    load_where_possible()
+
+
+def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
+    """Make a lane as its row says, not open yet. Raises ConfigurationError if its factory makes something else."""
+    lane = registry.resolve(row, row.make)(setup)
+    expected = TensorLane if row.out_of_band else MessageLane
+    if not isinstance(lane, expected) or lane.name != row.name:
+        raise ConfigurationError(f"{row.make} returned {lane!r}; expected a {expected.__name__} named {row.name!r}")
+    return lane
+
+
+# --- changes of the group: the supervisor calls these, on a thread of the member's own, busy or not ------------------
+
+
+def apply(generation: str, step: int, change: Callable[..., T], *args: Any) -> T:
+    """Run ``change(local, *args)``, one of the functions below; changes run one at a time and in order.
+
+    Refuses one that arrives late, as after a broken network: the supervisor had no answer to it, and sends the full
+    state instead (``resync``).
+    """
+    with _changing:
+        local = member_of(generation)
+        if step <= local.step:
+            raise NotAMember(f"a later change than {step} has taken effect already")
+        local.step = step
+        return change(local, *args)
+
+
+def prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
+    """Open the lanes that the arrivals need, and prepare connections to them; ``activate`` makes them callable.
+
+    Returns this member's own addresses.
+    """
+    global _joined
+    spec, table = arrival.spec, arrival.table
+    process_fabric().admit(spec.agent.admitted)
+    addresses = {**table.peers[spec.name].addresses, **open_lanes(spec, local)}
+    for lane in _lanes_of(local):
+        changed = lane.reach(spec.tcp_host, frozenset(spec.by_tcp))
+        if changed is not None:
+            addresses[lane.name] = changed
+    prepared = table.peers[spec.name]._replace(addresses=addresses)
+    coming = [member for member in table.info.members if member.name in arrival.names]
+    for member in coming:
+        local.peers.mark_away(member.rank, _JOINING)
+        _part(local, member.name, "it left and came back")
+    add_peers(local, table, coming)
+    if _joined is not None:
+        table = _merged(_joined[1], table)
+    _joined = spec, table._replace(peers={**table.peers, spec.name: prepared})
+    return prepared
+
+
+def _merged(known: Table, new: Table) -> Table:
+    """The known table, with the entries of ``new`` added or in place of older ones."""
+    before, now = known.info, new.info
+    coming = {member.name for member in now.members}
+    members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
+    agents = {**before.plan.agents, **now.plan.agents}
+    plan = replace(
+        before.plan,
+        agents={member.name: agents[member.name] for member in members},
+        routes={**before.plan.routes, **now.plan.routes},
+    )
+    maps = {name: dict(now.device_maps.get(name, {})) for name in agents}
+    for name, row in before.device_maps.items():
+        if name not in coming:
+            maps[name] = {**{peer: pairs for peer, pairs in row.items() if peer not in coming}, **maps.get(name, {})}
+    info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
+    return new._replace(info=info, peers={**known.peers, **new.peers})
+
+
+def activate(local: LocalMember, names: Sequence[str]) -> None:
+    """Make arrivals callable: they are members now."""
+    for name in names:
+        local.peers.activate(local.peers.route(name).member.rank)
+
+
+def resync(local: LocalMember, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
+    """Apply the full state of the group after a missed announcement: its members, and those away or dead."""
+    known = {route.member.name: route.member for route in local.peers.routes}
+    members = {member.name: member for member in arrival.table.info.members}
+    dead = {loss.name for loss in away if loss.for_good}
+    remove_peers(local, [name for name in known if name not in members and name not in dead])
+    arriving = tuple(
+        name
+        for name, member in members.items()
+        if name != local.me.name
+        and (name not in known or known[name].incarnation < member.incarnation or name in arrival.names)
+    )
+    for name in known.keys() & set(arrival.names):  # this member was unreachable
+        process_fabric().distrust(known[name].rpc_name)
+    prepared = prepare_arrivals(local, arrival._replace(names=arriving))
+    missing = {loss.name for loss in away}
+    activate(local, [name for name in members if name not in missing])
+    # A member that joined and died meanwhile was never known here.
+    mark_lost(local, [loss for loss in away if loss.name in members or loss.name in known])
+    return prepared
+
+
+def mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
+    """Mark members as lost: calls in flight to them fail, later ones fail at once, and what they held is released."""
+    for loss in losses:
+        member = local.peers.route(loss.name).member
+        if member.incarnation <= loss.incarnation:  # an earlier incarnation was lost before
+            local.peers.mark_away(member.rank, Absence(loss.cause, loss.for_good, loss.ended))
+            process_fabric().distrust(member.rpc_name)
+            _part(local, loss.name, loss.cause)
+    _record_removal([loss.name for loss in losses if loss.for_good])
+
+
+def remove_peers(local: LocalMember, names: Sequence[str]) -> None:
+    for name in names:
+        local.peers.remove_peer(local.peers.route(name).member.rank)
+        _part(local, name, "it was removed from the group")
+    _record_removal(names)
+
+
+def _part(local: LocalMember, name: str, cause: str) -> None:
+    """Disconnect from a peer, and end a process group that includes it."""
+    collectives_of(local).lose(name, cause)
+    for lane in _lanes_of(local):
+        lane.disconnect(name)
+
+
+def _record_removal(names: Sequence[str]) -> None:
+    global _joined
+    if _joined is not None:
+        spec, table = _joined
+        members = tuple(member for member in table.info.members if member.name not in names)
+        _joined = spec, table._replace(info=table.info._replace(members=members))
+
+
+def _lanes_of(local: LocalMember) -> list[PeerLane]:
+    return [*local.lanes, *local.tensor_lanes.values()]

@@ -1,4 +1,4 @@
-"""The messages by which a member joins a group. Data only, picklable."""
+"""The messages by which a member joins a group and follows its changes. Data only, picklable."""
 
 from __future__ import annotations
 
@@ -106,3 +106,25 @@ class Table(NamedTuple):
     """Members that cannot be called for now, and why."""
     silent: tuple[str, ...] = ()
     """Members that did not answer recently: connections to them are not tested."""
+
+
+class Arrival(NamedTuple):
+    """Members that join, as another member needs them."""
+
+    spec: JoinSpec
+    """The receiving member's own, extended for the arrivals."""
+    table: Table
+    """Of the arrivals and the receiving member; of all members for ``resync``."""
+    names: tuple[str, ...]
+    """The arrivals: new members, and restarted ones."""
+
+
+class Loss(NamedTuple):
+    """One member that is away."""
+
+    name: str
+    incarnation: int
+    cause: str
+    for_good: bool
+    ended: bool = False
+    """See ``Absence``."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ipaddress
+import json
 import os
+import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,14 +27,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls.current import member_of, process_member
 from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, takes_timeout
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
-from raytorchrpc.membership import gloo_peers
-from raytorchrpc.membership.join import member_of
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
 from raytorchrpc.patterns import home
 from raytorchrpc.process import fork, tcp, threads
@@ -211,7 +213,7 @@ class Collectives:
         made = _Made(info, group, store, leave)
         if info.backend == "gloo":
             try:
-                gloo_peers.check(store, info.ranks[self._name], info.world_size, listeners, meeting.translated)
+                _check_connections(store, info.ranks[self._name], info.world_size, listeners, meeting.translated)
             except Exception as error:
                 _abort(made, None, str(error))
                 raise error if isinstance(error, BootstrapError) else BootstrapError(_first_line(error)) from error
@@ -315,6 +317,72 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or repr(error)
 
 
+# --- connections that gloo has accepted -------------------------------------------------------------------------------
+
+Address = tuple[str, int]
+
+
+def _check_connections(store: Store, rank: int, size: int, before: tcp.Listeners, translated: Sequence[str]) -> None:
+    """Raise BootstrapError if a listener that is not in ``before`` has accepted a connection that no member made.
+
+    gloo has no authentication: it accepts any connection that names a member which has not connected yet. A connection
+    is identified by its two addresses, so each member publishes its own in the process group's store, which only
+    members can write to, and compares. Every rank calls this after connecting; blocks for all of them. ``translated``:
+    networks in which members appear under translated addresses; connections from there are not checked.
+    """
+    ports = {_ends(fd)[0][1] for inode, fd in tcp.listening().items() if inode not in before}
+    connections = _connections()
+    accepted = {(here, there) for here, there in connections if here[1] in ports}
+    keys = [f"connections/{number}" for number in range(size)]
+    store.set(keys[rank], json.dumps(sorted(connections - accepted)))
+    others = [json.loads(store.get(key)) for number, key in enumerate(keys) if number != rank]
+    made = {(tuple(there), tuple(here)) for connections_there in others for here, there in connections_there}
+    networks = tcp.networks(translated)
+    strangers = [
+        f"{host}:{port}"
+        for _, (host, port) in accepted - made
+        if not any(ipaddress.ip_address(host) in network for network in networks)
+    ]
+    if strangers:
+        raise BootstrapError(
+            f"gloo accepted a connection from {', '.join(strangers)}, which no member made: another process connects "
+            f"to members' ports. Block it (firewall, GroupConfig(interface=...)); if the network translates addresses, "
+            f"name the addresses under which members appear in GroupConfig(torchrpc_from=...)"
+        )
+
+
+def _connections() -> set[tuple[Address, Address]]:
+    """This process's TCP connections: local address, remote address."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                here, there = _ends(int(entry))
+                if there is not None:
+                    found.add((here, there))
+    return found
+
+
+def _ends(fd: int) -> tuple[Address, Address | None]:
+    """The addresses of a TCP socket; the remote one is None for a listener. Raises OSError for other sockets."""
+    sock = socket.socket(fileno=fd)
+    try:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            raise OSError("not a TCP socket")
+        here = _address(sock.getsockname())
+        with contextlib.suppress(OSError):
+            return here, _address(sock.getpeername())
+        return here, None
+    finally:
+        sock.detach()
+
+
+def _address(name: tuple[str, int]) -> Address:
+    return name[0].partition("%")[0].removeprefix("::ffff:"), name[1]
+
+
+# --- the process groups of this process -------------------------------------------------------------------------------
+
 _lock = threading.Lock()
 _collectives: weakref.WeakKeyDictionary[LocalMember, Collectives] = weakref.WeakKeyDictionary()
 
@@ -327,6 +395,24 @@ def collectives_of(local: LocalMember) -> Collectives:
             found = _collectives[local] = Collectives(local.me.name)
             local.at_end.append(found.close)
         return found
+
+
+@takes_timeout
+def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
+    """This member's torch.distributed process group, created by ``Group.process_group``.
+
+    It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
+    themselves. Waits ``timeout`` seconds for one, as after the loss of a member; 0 does not wait.
+
+    Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
+    """
+    return collectives_of(process_member()).get(timeout)[0]
+
+
+@takes_timeout
+def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
+    """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``."""
+    return collectives_of(process_member()).get(timeout)[1]
 
 
 # --- the supervisor calls these two, on a thread of the member's own -------------------------------------------------

@@ -20,6 +20,7 @@ from raytorchrpc.calls.current import current_local
 from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.services import builtin_services
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import windows
 from raytorchrpc.process import this_process
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -59,7 +60,7 @@ class _Kept:
     def let_go(self) -> None:
         """Order later writes on the streams that made the tensors after all reads."""
         local = current_local()
-        lanes = () if local is None else tuple(local.tensor_lanes.values())
+        lanes = () if local is None else windows(local.tensor_lanes)
         for stream in self._streams:
             with torch.cuda.stream(stream):
                 for lane in lanes:

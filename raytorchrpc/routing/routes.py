@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT, Traffic
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
-from raytorchrpc.text import tables as text_tables
+from raytorchrpc.text import list_cell, paragraph, table, terminal_columns
 
 # Groups above this size get one line per kind of route instead of one per pair.
 _TABLE_LIMIT = 8
@@ -160,7 +160,7 @@ class RoutePlan:
         Args:
             width: columns that are available; None: those of the terminal, or 120 where the output is no terminal.
         """
-        width = text_tables.terminal_columns() if width is None else width
+        width = terminal_columns() if width is None else width
         if len(self.agents) > _TABLE_LIMIT:
             rows = _merged_rows(self)
         else:
@@ -248,12 +248,10 @@ def _format(rows: list[tuple[str, str, _Firsts]], width: int) -> str:
     widths = [max(map(len, column)) for column in zip(heads[2:], *lanes, strict=True)]
     free = width - sum(widths) - 2 * len(widths) - 2
     room = [free - min(free // 2, max(len(row[other]) for row in rows)) for other in (1, 0)]
-    table = [
-        (text_tables.list_cell(a, room[0]), text_tables.list_cell(b, room[1]), *cells)
-        for (a, b, _), cells in zip(rows, lanes, strict=True)
+    lines = [
+        (list_cell(a, room[0]), list_cell(b, room[1]), *cells) for (a, b, _), cells in zip(rows, lanes, strict=True)
     ]
     notes = (
-        text_tables.paragraph(f"[{number}] ", f"{lane} ({how}): {reason}", width)
-        for (lane, how, reason), number in numbers.items()
+        paragraph(f"[{number}] ", f"{lane} ({how}): {reason}", width) for (lane, how, reason), number in numbers.items()
     )
-    return "\n".join((text_tables.table(heads, table, width=width), "", *notes))
+    return "\n".join((table(heads, lines, width=width), "", *notes))

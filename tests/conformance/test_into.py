@@ -16,12 +16,11 @@ import torch
 from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Codec
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
 from tests.conformance import test_message_lanes as message_lanes
 from tests.conformance import test_tensor_lanes as tensor_lanes
@@ -135,62 +134,6 @@ def test_each_kind_of_tensor(pair: Pair, make: Make, args: tuple[Any, ...], prep
 def test_large_ones_arrive_there_without_a_stop(pair: Pair) -> None:
     direct = pair.b.run(_fill, pair.send(tensor_lanes._several_large), _plain, tensor_lanes._several_large)
     assert direct == [pair.b.run(_goes_direct)] * 3
-
-
-def _flat(lend: bool) -> list[torch.Tensor]:
-    made = [random((size,), torch.uint8, size) for size in (5 * MIB, 192, 0, 3 * MIB + 64, 256)]
-    return [_lent(tensor) for tensor in made] if lend else made
-
-
-def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    lent = tensors().lane.lend(tensor.nbytes)
-    tensors().kept.setdefault("lent", []).append(lent)
-    return tensor if lent is None else lent.copy_(tensor)
-
-
-_PARTS: list[list[tuple[int, torch.dtype, tuple[int, ...]]]] = [
-    [(0, torch.float32, (7, 3)), (64, torch.bfloat16, (2, 5)), (1 << 20, torch.uint8, (2 * MIB,))],
-    [(128, torch.int64, (8,)), (0, torch.complex32, (2, 2)), (192, torch.int8, (0, 4))],
-    [(0, torch.float64, (0,))],
-    [
-        (3 * MIB, torch.float16, (4, 8)),
-        (0, torch.int32, (MIB // 4,)),
-        # Many small ones; bools of random bytes would be none.
-        *((2 * MIB + 64 * number, dtype, (3,)) for number, dtype in enumerate(ALL_DTYPES) if dtype is not torch.bool),
-        (2 * MIB, torch.uint8, (8192,)),  # over some of these
-        (2 * MIB + (64 << 10) + 192, torch.uint8, (5,)),
-    ],
-    [],
-]
-
-
-@pytest.mark.parametrize("prepare", [_plain, _strided, _turned, _on_the_cpu])
-@pytest.mark.parametrize("lend", [False, True])
-def test_parts_of_flat_tensors_go_where_they_belong(pair: Pair, lend: bool, prepare: Any) -> None:
-    if not pair.a.run(_in_parts):
-        return  # such tensors are fetched whole
-    pair.b.run(_spread, pair.send(_flat, lend), prepare)
-    if pair.a.run(_is_shm):
-        assert pair.used() == 0, "slots are back"
-
-
-def _in_parts() -> bool:
-    return tensors().lane.capabilities.in_parts
-
-
-def _is_shm() -> bool:
-    return tensors().lane.name == "shm"
-
-
-def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor]) -> None:
-    descriptor, shapes = sent
-    parts = [[Part(offset, prepare((dtype, shape))) for offset, dtype, shape in its] for its in _PARTS]
-    left = tensors().lane.scatter_into("a", descriptor, [shape[0] for _, shape in shapes], parts)
-    host_device_copy.copy_into([target for target, _ in left], [source for _, source in left])
-    for whole, its in zip(_flat(False), parts, strict=True):
-        for offset, target, _ in its:
-            expected = view_at(whole, offset, (target.dtype, tuple(target.shape)))
-            assert same(_brought(target), expected), (offset, target.dtype)
 
 
 def test_some_have_no_buffer(pair: Pair) -> None:

@@ -16,7 +16,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
-from raytorchrpc.membership.updates import Loss, apply, mark_lost
+from raytorchrpc.membership.join import apply, mark_lost
+from raytorchrpc.membership.messages import Loss
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold

@@ -30,7 +30,7 @@ NEEDS = {
     "raytorchrpc/cli/digits.py": "demo",
     "raytorchrpc/doctor/gpu_probe.py": "doctor",
     "raytorchrpc/lanes/common/tls.py": "tls",
-    "raytorchrpc/manifest": "cli",
+    "raytorchrpc/manifest.py": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",
     "examples/rl_post_training.py": "llm",

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "routing": {"text", "lanes.registry", "lanes.rules", "lanes.torchrpc.backends", "topology", "config"},
     "calls": {"text", "lanes.base", "process", "tensors", "config"},
     "patterns": {"calls", "lanes.base", "process", "tensors"},
-    "rdt": {"calls", "lanes.nng.offers", "process", "tensors"},
+    "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
     "membership": {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.torchrpc"),

@@ -12,8 +12,7 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Part
-from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable
 
 #: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
 FEW, _SMALL = 4, 1 << 20
@@ -118,12 +117,6 @@ def given(
     """Return the receiver's own tensor, if the piece can arrive in it directly."""
     target = into[piece[0]] if into is not None and len(piece) == 1 else None
     return target if target is not None and target.device == device and target.is_contiguous() else None
-
-
-def part_of(flat: torch.Tensor, part: Part, begin: int = 0) -> torch.Tensor:
-    """Return the view that a part's target is to receive. ``flat``: the flat tensor, from byte ``begin`` on."""
-    offset, target, strides = part
-    return view_at(flat, offset - begin, (target.dtype, tuple(target.shape)), strides)
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ from raytorchrpc.lanes.base import (
     Part,
     PeerAddress,
     TensorCapabilities,
-    TensorLane,
+    WindowLane,
     never_fetched,
     prepared,
 )
@@ -54,12 +54,12 @@ MAPPINGS = 256
 _DEFAULT = 0
 
 
-class CudaIpcLane(TensorLane):
+class CudaIpcLane(WindowLane):
     """One per member. ``export`` does not copy: it keeps the memory, and CUDA events order its use."""
 
     name: ClassVar[str] = "cuda_ipc"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False, in_parts=True
+        devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False
     )
 
     def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS) -> None:
@@ -197,7 +197,7 @@ class CudaIpcLane(TensorLane):
                 descriptor, self._devices, self._events.current, [(torch.uint8, (size,)) for size in sizes]
             )
             for tensor, its in zip(flat, parts, strict=True):
-                left += [(part.target, packing.part_of(tensor, part)) for part in its]
+                left += [(part.target, part.view_of(tensor)) for part in its]
             return left
         _, index, _, places, _, _ = told(descriptor, self._devices)
         cuda = driver()

@@ -24,7 +24,7 @@ from raytorchrpc.lanes.base import (
     Part,
     PeerAddress,
     TensorCapabilities,
-    TensorLane,
+    WindowLane,
     never_fetched,
     prepared,
 )
@@ -65,7 +65,7 @@ class _Copies(NamedTuple):
         return found
 
 
-class ShmLane(TensorLane):
+class ShmLane(WindowLane):
     """One per member. Copies before ``export`` returns, so the sender may change its tensors at once."""
 
     name: ClassVar[str] = "shm"
@@ -75,8 +75,6 @@ class ShmLane(TensorLane):
         same_host=True,
         zero_copy=True,
         takes_cuda=True,
-        in_parts=True,
-        parallel_move=True,
     )
 
     def __init__(self, capacity: int, threads: int | None) -> None:
@@ -242,7 +240,7 @@ class ShmLane(TensorLane):
                 # A storage of its own, which any dtype can be viewed in. It keeps the slot.
                 flat = torch.from_numpy(flats[number].numpy()[start : start + size])
                 rest = [its[index] for index in copies.rest]
-                left += [(part.target, packing.part_of(flat, part)) for part in rest]
+                left += [(part.target, part.view_of(flat)) for part in rest]
         return left
 
     def _copied_directly(self, target: torch.Tensor, room: tuple[int, int], offset: int) -> bool:

@@ -17,6 +17,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
+from raytorchrpc.lanes.base import windows
 from raytorchrpc.patterns.home import register_methods
 from raytorchrpc.patterns.weights.ahead import convert_ahead
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
@@ -73,16 +74,16 @@ class Readable:
 
     def __init__(self, local: LocalMember) -> None:
         self._local = local
-        moves = [lane.move for lane in local.tensor_lanes.values() if lane.capabilities.parallel_move]
+        moves = [lane.move for lane in windows(local.tensor_lanes) if "cpu" in lane.capabilities.devices]
         self.pool = SnapshotPool(self._allocate_shared, local.deadlines, local.cleanup.leave, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
         """Allocate memory that peers on this host read in place, if a lane offers any."""
-        offers = (lane.lend(size) for lane in self._local.tensor_lanes.values())
+        offers = (lane.lend(size) for lane in windows(self._local.tensor_lanes))
         return next((shared for shared in offers if shared is not None), None)
 
     def _fence(self, device: int) -> None:
-        for lane in self._local.tensor_lanes.values():
+        for lane in windows(self._local.tensor_lanes):
             lane.fence(device)
 
     def lose(self, rank: int) -> None:
@@ -282,8 +283,8 @@ class PublishedWeights(Readable, VersionWaits):
 
     def _is_readable(self, whole: torch.Tensor | None) -> bool:
         """Whether members of this host can copy from this memory."""
-        lanes = [lane.capabilities for lane in self._local.tensor_lanes.values() if lane.capabilities.in_parts]
-        return whole is not None and (not whole.is_cuda or any("cuda" in lane.devices for lane in lanes))
+        lanes = windows(self._local.tensor_lanes)
+        return whole is not None and (not whole.is_cuda or any("cuda" in lane.capabilities.devices for lane in lanes))
 
     def _has_far_members(self) -> bool:
         return any(route.member.node_id != self._local.me.node_id for route in self._local.peers.routes)

@@ -16,7 +16,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Part
+from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.delta_pull import Change, apply, divide, messages
@@ -361,4 +361,4 @@ class Pull:
         if device_type is None or not self._requests.is_near(source):
             return None
         lane = self._local.tensor_lanes.get(self._local.peers.route(source).beside.get(device_type, ""))
-        return device_type if lane is not None and lane.capabilities.in_parts else None
+        return device_type if isinstance(lane, WindowLane) else None

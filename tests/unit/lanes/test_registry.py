@@ -16,7 +16,7 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.registry import LANES
-from raytorchrpc.membership.local_setup import make_lane
+from raytorchrpc.membership.join import make_lane
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.distributions import MEMFD, OWN_LANES, UNIX_STREAM, install_own_lanes, write

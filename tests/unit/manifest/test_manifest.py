@@ -14,8 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from raytorchrpc.cli.app import app
-from raytorchrpc.manifest import ClusterOptions, JobOptions, ray_cluster, ray_job, to_yaml
-from raytorchrpc.manifest.options import bytes_of
+from raytorchrpc.manifest import ClusterOptions, JobOptions, bytes_of, ray_cluster, ray_job, to_yaml
 from raytorchrpc.runtime_env import DEFAULTS
 from tests.unit.manifests import BASE, IMAGE, RDMA, SAMPLES, everything
 

@@ -37,12 +37,9 @@ class Lane:
 def feeds() -> Iterator[Feeds]:
     deadlines = Deadlines("test")
     route = SimpleNamespace(member=SimpleNamespace(name="reader"), beside={"cpu": "lane"}, devices_back={})
-    lane = Lane()
-    lane.capabilities = SimpleNamespace(parallel_move=False)  # type: ignore[attr-defined]
-    lane.lend = lambda size: None  # type: ignore[attr-defined]
     peers = SimpleNamespace(route_back=lambda rank: route)
     local: Any = SimpleNamespace(
-        tensor_lanes={"lane": lane},
+        tensor_lanes={"lane": Lane()},
         deadlines=deadlines,
         cleanup=SimpleNamespace(leave=lambda function: function()),
         peers=peers,
