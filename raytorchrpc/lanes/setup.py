@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.lanes import registry
+from raytorchrpc.lanes.base import MessageLane
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
@@ -37,3 +39,12 @@ class LaneSetup:
     def capacity(self) -> int:
         """Most memory for CPU tensors in flight, in bytes: ``GroupConfig.shm_bytes``, or its default."""
         return self.config.shm_bytes or default_capacity()
+
+    def control_lane(self, name: str) -> MessageLane:
+        """Make a message lane by which the same lane of two members makes requests, authenticated like this member.
+
+        ``name``: the lane that uses, opens and closes it.
+        """
+        row = registry.lane("socket")
+        made: MessageLane = registry.resolve(row, row.make)(replace(self, member=f"{self.member}-{name}"))
+        return made

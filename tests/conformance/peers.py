@@ -385,8 +385,13 @@ def cpu_lane(name: str, capacity: int, rank: int = 0) -> TensorLane:
     return lane
 
 
-def nccl_lane(rank: int, timeout_s: float = 60, carrier: PipeCarrier | None = None) -> NcclLane:
-    return NcclLane("abcdef"[rank], Credentials(SECRET, rank), (0,), timeout_s=timeout_s, carrier=carrier)
+def nccl_lane(
+    rank: int, timeout_s: float = 60, carrier: PipeCarrier | None = None, secret: bytes = SECRET, tcp: bool = False
+) -> NcclLane:
+    name, names = "abcdef"[rank], frozenset("abcdef")
+    host, by_tcp = ("127.0.0.1", names) if tcp else (None, frozenset[str]())
+    setup = LaneSetup(name, Credentials(secret, rank), GroupConfig(), unasked, host, by_tcp)
+    return NcclLane(name, (0,), lambda: setup.control_lane("nccl"), timeout_s=timeout_s, carrier=carrier)
 
 
 def meet(peer: str, address: Any) -> None:

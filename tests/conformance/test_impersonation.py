@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -15,9 +14,7 @@ import pytest
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.connections import Acceptor, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
-from raytorchrpc.lanes.nccl import protocol
 from tests.conformance import peers
 from tests.conformance.on_path import Relay, Tamper
 from tests.conformance.peers import EMPTY, SECRET, Message, Node, PeerAddress, Process, answer, wait_until
@@ -62,52 +59,6 @@ def test_who_relays_to_another_member_from_the_place_of_a_dead_one_is_refused(ki
         relay.close()
         caller.lane.close()
         living.lane.close()
-
-
-@pytest.mark.parametrize("by_tcp", [False, True])
-def test_control_connections_of_two_sided_lanes_refuse_such_a_relay(by_tcp: bool) -> None:
-    admitted: list[int] = []
-
-    def acceptor(rank: int) -> Acceptor:
-        def admit(sock: socket.socket, protection: Any, peer: Identity) -> None:
-            admitted.append(peer.rank)
-            sock.close()
-
-        return Acceptor(protocol.SERVICE, "abc"[rank], Credentials(SECRET, rank), lambda: 2, admit)
-
-    caller, dead, living = map(acceptor, range(3))
-    for each in (caller, dead, living):
-        each.open("127.0.0.1")
-    place, target = (each.address.tcp if by_tcp else "\0" + each.address.unix for each in (dead, living))
-    dead.close()
-    relay = bind_when_free(socket.AF_INET if by_tcp else socket.AF_UNIX, place, target)
-    over = threading.Event()
-
-    def let_in() -> None:
-        poll = select.poll()
-        for fd in living.listeners:
-            poll.register(fd, select.POLLIN)
-        while not over.is_set():
-            for fd, _ in poll.poll(50):
-                living.accept(living.listeners[fd])
-
-    def connect(address: SocketAddress) -> None:
-        protocol.connect(address, by_tcp, Credentials(SECRET, 0), caller.address, time.monotonic() + 10).close()
-
-    thread = threading.Thread(target=let_in)
-    thread.start()
-    try:
-        with pytest.raises(protocol.Disconnected, match=EXPECTED):
-            connect(dead.address)
-        assert relay.relayed.wait(20) and admitted == []
-        connect(living.address)
-        assert wait_until(lambda: admitted == [0], 20)  # which was meant
-    finally:
-        over.set()
-        thread.join(10)
-        relay.close()
-        for each in (caller, living):
-            each.close()
 
 
 # --- the proof -----------------------------------------------------------------------------------------------------

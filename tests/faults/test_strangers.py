@@ -14,7 +14,7 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.connections import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.nccl.lane import NcclLane
-from tests.conformance.peers import SECRET, forkserver
+from tests.conformance.peers import SECRET, forkserver, nccl_lane
 from tests.conformance.pipes import PipeCarrier
 from tests.faults.garbage import Door, recorded
 from tests.faults.running import running
@@ -38,10 +38,7 @@ def test_garbage_at_every_socket_harms_nobody(cluster: None, tmp_path: Path, lan
 @pytest.fixture
 def nccl() -> Iterator[list[NcclLane]]:
     """Two members' ends of the nccl lane, with a carrier that needs no GPU."""
-    lanes = [
-        NcclLane(name, Credentials(SECRET, rank), (0,), carrier=PipeCarrier(name), timeout_s=20, tcp_host="127.0.0.1")
-        for rank, name in enumerate("ab")
-    ]
+    lanes = [nccl_lane(rank, 20, PipeCarrier(name), tcp=True) for rank, name in enumerate("ab")]
     addresses = [lane.open() for lane in lanes]
     lanes[0].connect([PeerAddress("b", addresses[1])])
     lanes[1].connect([PeerAddress("a", addresses[0])])
@@ -56,7 +53,7 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
     control = b._peers["a"].control
     assert control.tcp is not None
     known = Credentials(SECRET)
-    identity = listener_identity("nccl", known, control, socket.AF_UNIX)
+    identity = listener_identity("socket", known, control, socket.AF_UNIX)
     doors = [Door("a", "nccl", control.unix, identity), Door("a", "nccl", control.tcp)]
     told = recorded(doors[0], known)
     slowest, fetched = 0.0, 0

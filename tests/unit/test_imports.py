@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lanes.registry": {"config"},
     "lanes.base": {"tensors"},
     "lanes.common": {"lanes.base", "process", "tensors"},
-    "lanes.setup": {"lanes.common", "process", "topology", "config"},
+    "lanes.setup": {"lanes.registry", "lanes.base", "lanes.common", "process", "topology", "config"},
     "lanes.*": {"lanes.base", "lanes.common", "lanes.setup", "process", "tensors", "topology", "config"},
     "lanes.rules": {"lanes.registry", "lanes.torchrpc.backends", "topology", "config"},
     "routing": {"text", "lanes.registry", "lanes.rules", "lanes.torchrpc.backends", "topology", "config"},

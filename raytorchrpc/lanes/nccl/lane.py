@@ -1,8 +1,8 @@
 """The nccl lane: CUDA tensors to another GPU, of this host or of another, by NCCL's own transports.
 
-NCCL is two-sided: both ends post each transfer, in the same order. The receiver therefore requests each transfer on a
-control connection to the sender, which has communicators of two; ``protocol`` defines the order. A connection and its
-communicators end together: when the peer dies, when NCCL fails, or at a deadline. The next fetch makes new ones.
+NCCL is two-sided: both ends post each transfer, in the same order. The receiver therefore requests each transfer of the
+sender, over a message lane of their own; ``protocol`` defines the order. Each pair of GPUs has a communicator of two, a
+channel. It ends at both ends: when the peer ends, when NCCL fails, or at a deadline. The next fetch makes a new one.
 
 ``fetch`` returns when the data has arrived: a CUDA stream that waits for NCCL cannot be told that the peer died, while
 the calling thread can raise an exception.
@@ -10,60 +10,60 @@ the calling thread can raise an exception.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import itertools
 import logging
 import math
-import os
 import random
-import select
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
-from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.connections import Acceptor, SocketAddress
-from raytorchrpc.lanes.common.exports import CallbackExport
-from raytorchrpc.lanes.common.handshake import Credentials, Identity
-from raytorchrpc.lanes.common.protection import Protection
-from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
-from raytorchrpc.lanes.nccl.protocol import (
-    SERVICE,
-    ControlConnection,
-    Disconnected,
-    Kept,
-    Receiving,
-    Sending,
-    TimedOut,
-    connect,
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
+from raytorchrpc.lanes.base import (
+    Export,
+    Message,
+    MessageLane,
+    PeerAddress,
+    Pending,
+    Reply,
+    TensorCapabilities,
+    TensorLane,
 )
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.common.exports import CallbackExport
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier
+from raytorchrpc.lanes.nccl.protocol import End, Kept, NotSent, TimedOut
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.process import fork, threads
+from raytorchrpc.process import threads
+from raytorchrpc.process.workers import DeferredCleanup
 from raytorchrpc.tensors.bounds import checked
+from raytorchrpc.tensors.codec import NOTHING
 from raytorchrpc.tensors.dtypes import Shape
 from raytorchrpc.topology import nccl_env
 
 logger = logging.getLogger(__name__)
 
-#: Pause between attempts to accept while the process has no descriptor left (seconds).
-_ACCEPT_PAUSE_S = 0.05
-#: Longest time that the lane's own thread waits for a peer that it sends something to (seconds).
+# Requests, each followed by the member that makes it: (WATCH), (JOIN, source, ticket), (FETCH, number, ticket),
+# (DISCARD, number), (END, ticket, cause). The answer has one field: None, or why the request is refused. A WATCH is
+# never answered: it fails when the connection to the other member ends.
+WATCH, JOIN, FETCH, DISCARD, END = range(5)
+
+#: Longest time to tell a peer what it need not know (seconds), and for transfers in progress to complete when a lane
+#: closes.
 _PATIENCE_S = 1.0
+_LOST = "connection closed (the process ended or left the group)"
 
 
 class NcclAddress(NamedTuple):
     """Where a member's lane listens, and its GPUs."""
 
-    rank: int
-    control: SocketAddress
+    control: Any
+    """Of its message lane."""
     devices: dict[int, str]
     """A unique identity of each GPU, by the member's own index."""
 
@@ -79,38 +79,32 @@ class NcclLane(TensorLane):
     def __init__(
         self,
         me: str,
-        credentials: Credentials,
         devices: Sequence[int],
+        make_control: Callable[[], MessageLane],
         *,
-        tcp_host: str | None = None,
-        by_tcp: frozenset[str] = frozenset(),
         timeout_s: float = 60.0,
         carrier: Carrier | None = None,
     ) -> None:
-        """``devices``: local CUDA indices that tensors come from or arrive on. ``tcp_host``: address to listen on for
-        the peers ``by_tcp``. ``timeout_s``: for one fetch. The caller sets NCCL's variables before the first lane of
-        the process opens.
+        """``devices``: local CUDA indices that tensors come from or arrive on. ``make_control``: makes the
+        lane for requests to the same lane of peers. ``timeout_s``: for one fetch. The caller sets NCCL's variables
+        before the first lane of the process opens.
         """
-        self._me, self._credentials = me, credentials
-        self._devices, self._tcp_host, self._by_tcp = tuple(devices), tcp_host, by_tcp
+        self._me, self._devices, self._make_control = me, tuple(devices), make_control
         self._timeout_s = timeout_s
         self._carrier = carrier or Carrier()
         self._lock = threading.Lock()
         self._peers: dict[str, NcclAddress] = {}
-        self._dialing: dict[str, threading.Lock] = {}
-        self._receiving: dict[str, Receiving] = {}
-        self._sending: set[Sending] = set()
+        self._watches: dict[str, Pending] = {}
+        self._receiving: dict[tuple[str, int, int], End] = {}
+        """By the sender, its GPU and this process's."""
+        self._joining: dict[str, threading.Lock] = {}
+        """By the sender; held while a channel is made."""
+        self._sending: dict[bytes, End] = {}
+        """By ticket."""
         # Random: a peer may still discard numbers of an earlier process of this member.
         self._numbers = itertools.count(random.SystemRandom().getrandbits(48))
         self._kept: dict[int, Kept] = {}
-        self._discards: collections.deque[tuple[str, int]] = collections.deque()
-        peers = self._peers.__len__
-        self._acceptor = Acceptor(SERVICE, me, credentials, peers, self._serve, "nccl-sender")
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # wakes the lane's own thread
-        self._closed = False
-
-    def __del__(self) -> None:
-        os.close(self._bell)  # not before: any thread that has the lane may ring it
+        self._closed = True  # until it is open
 
     @property
     def outstanding(self) -> int:
@@ -119,30 +113,98 @@ class NcclLane(TensorLane):
 
     def open(self) -> NcclAddress:
         self._identities = dict(self._carrier.open(self._devices))
+        self._control = self._make_control()
         try:
-            control = self._acceptor.open(self._tcp_host)
-            threads.start(self._attend, name=f"raytorchrpc-{self._me}-nccl-attendant")
-        except (OSError, threads.ThreadShortage) as error:
-            self._acceptor.close()
+            control = self._control.open(self._serve, self._spawn)
+            self._cleanup = DeferredCleanup(f"raytorchrpc-{self._me}-nccl")
+        except threads.ThreadShortage as error:
+            self._control.close()
             raise LaneUnavailable(self.name, str(error)) from error
-        self._address = NcclAddress(self._credentials.rank, control, self._identities)
-        fork.register(self)
-        return self._address
+        self._closed = False
+        return NcclAddress(control, self._identities)
+
+    def _spawn(self, work: Callable[[], None]) -> None:
+        threads.start(work, name=f"raytorchrpc-{self._me}-nccl-sender")
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         # A lane opened for one host stays so: torchrpc reaches members that join from other hosts.
-        self._by_tcp = by_tcp
-
-    def after_fork(self) -> list[fork.Address]:
-        """See fork.ForkAware. Transfers in progress are the parent's, and CUDA does not survive a fork."""
-        closed, self._closed = self._closed, True
-        known = [] if closed else [self._address, *self._peers.values()]
-        return [address.control.tcp for address in known if address.control.tcp is not None]
+        self._control.reach(None, by_tcp)
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
-            self._dialing.setdefault(peer.peer, threading.Lock())
+            self._joining.setdefault(peer.peer, threading.Lock())
             self._peers[peer.peer] = peer.address
+        self._control.connect([PeerAddress(peer.peer, peer.address.control) for peer in peers])
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    def _begin(self, peer: str, request: tuple[Any, ...], deadline: float) -> Pending:
+        header = (request[0], self._me, *request[1:])
+        left = max(0.0, deadline - time.monotonic())
+        return self._control.call(peer, Message(header, NOTHING), left, caller_waits=request[0] != WATCH)
+
+    def _ask(self, peer: str, request: tuple[Any, ...], deadline: float) -> str | None:
+        """Make a request; returns why it is refused, or None. Raises PeerLost, RpcTimeout or TimedOut."""
+        return self._answer_to(self._begin(peer, request, deadline), deadline)
+
+    def _answer_to(self, pending: Pending, deadline: float) -> str | None:
+        if not pending.wait(max(0.0, deadline - time.monotonic())):
+            raise TimedOut
+        refusal: str | None = pending.take().header[0]
+        return refusal
+
+    def _watch(self, peer: str, deadline: float) -> Pending:
+        """Have this lane notice when the process of a peer ends. Raises PeerLost or RpcTimeout."""
+        with self._lock:
+            watch = self._watches.get(peer)
+        if watch is None:
+            watch = self._begin(peer, (WATCH,), deadline)
+            with self._lock:
+                self._watches[peer] = watch  # of two threads that begin one, either does
+            watch.add_done_callback(partial(self._lose, peer, watch))
+        return watch
+
+    def _lose(self, peer: str, watch: Pending) -> None:
+        with self._lock:
+            if self._watches.get(peer) is watch:
+                del self._watches[peer]
+        self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
+        """Release everything that concerns a peer which will not answer any more."""
+        for number in [number for number, kept in self._kept.copy().items() if kept.peer == peer]:
+            self._kept.pop(number, None)
+        for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
+            if end.peer == peer:
+                self._abort(end, _LOST)
+
+    def _abort(self, end: End, cause: str) -> None:
+        """End a channel here. Never blocks; idempotent."""
+        end.ended = end.ended or cause
+        self._sending.pop(end.ticket, None)
+        for key in [key for key, other in self._receiving.copy().items() if other is end]:
+            self._receiving.pop(key, None)
+        end.channel.abort()
+
+    def _serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
+        kind, peer, *request = message.header
+        if kind == WATCH:
+            return None
+        if kind == JOIN:
+            return partial(self._join_as_sender, peer, request[0], request[1], reply)
+        if kind == FETCH:
+            return partial(self._send, peer, request[0], request[1], reply)
+        if kind == DISCARD:
+            self._take(peer, *request)
+        else:
+            self._end_of_peer(peer, *request)
+        reply(_answer(None))
+        return None
+
+    def _end_of_peer(self, peer: str, ticket: bytes, cause: str) -> None:
+        for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
+            if (end.peer, end.ticket) == (peer, ticket):
+                self._abort(end, cause)
 
     # --- sending -------------------------------------------------------------------------------------------
 
@@ -151,15 +213,14 @@ class NcclLane(TensorLane):
         source = packing.source_of(tensors, opened, self.name)
         self._check_apart(peer, source, devices[source])
         try:
-            # The connection that fetches from that peer. Its end shows that the peer will not fetch these tensors.
-            watched = self._receiving_from(peer, time.monotonic() + self._timeout_s)
-        except (Disconnected, TimedOut) as error:
-            raise LaneUnavailable(self.name, f"no connection to {peer!r}: {str(error) or 'not in time'}") from error
+            watch = self._watch(peer, time.monotonic() + self._timeout_s)
+        except (PeerLost, RpcTimeout) as error:
+            raise LaneUnavailable(self.name, f"no connection to {peer!r}: {error}") from error
         pieces = [piece for piece in packing.pack(tensors)[1] if piece.nbytes]
         kept = Kept(peer, pieces, self._carrier.mark(source))
         number = next(self._numbers)
         self._kept[number] = kept
-        if self._receiving.get(peer) is not watched:
+        if watch.wait(0):
             self._kept.pop(number, None)
             raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
         descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
@@ -167,7 +228,7 @@ class NcclLane(TensorLane):
 
     def _check_apart(self, peer: str, mine: int, its: int) -> None:
         address = self._peers.get(peer)
-        if address is None:
+        if address is None or self._closed:
             raise LaneUnavailable(self.name, f"member {peer!r} is unknown here, or has left")
         if its not in address.devices:
             raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
@@ -176,34 +237,59 @@ class NcclLane(TensorLane):
                 self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
             )
 
-    def _take(self, rank: int, number: int) -> Kept | None:
-        """Remove and return the export of that number, if it is for this rank."""
+    def _take(self, peer: str, number: int) -> Kept | None:
+        """Remove and return the export of that number, if it is for this peer."""
         kept = self._kept.get(number)
-        if kept is None or (address := self._peers.get(kept.peer)) is None or address.rank != rank:
-            return None
-        return self._kept.pop(number, None)
+        return self._kept.pop(number, None) if kept is not None and kept.peer == peer else None
 
-    def _drop(self, peer: str) -> None:
-        for number in [number for number, kept in self._kept.copy().items() if kept.peer == peer]:
-            self._kept.pop(number, None)
-
-    def _serve(self, sock: socket.socket, protection: Protection | None, peer: Identity) -> None:
-        """Answer a peer's requests until it hangs up. Runs on a thread of its own."""
-        control, rank = ControlConnection(sock, protection), peer.rank
-        sending = Sending(control, self._carrier, self._timeout_s, partial(self._take, rank))
-        with self._lock:
-            self._sending.add(sending)
-            if self._closed:
-                control.close()
+    def _join_as_sender(self, peer: str, source: int, ticket: bytes, reply: Reply) -> None:
+        deadline = time.monotonic() + self._timeout_s
         try:
-            sending.serve()
-        except (Disconnected, TimedOut, Broken) as error:
-            logger.debug("%s: a control connection of rank %d has ended: %s", self._me, rank, error)
-        except Exception:
-            logger.exception("%s cannot send to rank %d", self._me, rank)
-        finally:
-            with self._lock:
-                self._sending.discard(sending)
+            end = End(peer, ticket, self._carrier.join(ticket, SENDER, source))
+            self._sending[ticket] = end
+            if self._closed:
+                self._abort(end, "this member has left the group")
+            self._watch(peer, deadline)
+            end.wait(end.channel.enqueued, deadline)
+        except (Broken, TimedOut, PeerLost, RpcTimeout) as error:
+            if (joined := self._sending.get(ticket)) is not None:
+                self._abort(joined, str(error))
+            reply(_answer(f"the sender cannot join: {str(error) or 'not in time'}"))
+        else:
+            reply(_answer(None))
+
+    def _send(self, peer: str, number: int, ticket: bytes, reply: Reply) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        end = self._sending.get(ticket)
+        if end is None or (kept := self._take(peer, number)) is None:
+            reply(_answer("the sender does not have these tensors any more"))
+            return
+        answered = False
+        try:
+            with end.taking_turn(deadline):
+                end.wait(kept.complete, deadline)
+                kept.channel = end.channel
+                end.channel.send(kept.pieces)
+                reply(_answer(None))  # before it is enqueued: the first transfer waits for the other end
+                answered = True
+                end.wait(end.channel.enqueued, deadline)
+                kept.pieces = []
+        except (Broken, TimedOut, PeerLost) as error:
+            cause = str(error) or f"the sender did not complete a transfer within {self._timeout_s:g} s"
+            logger.debug("%s cannot send to %s: %s", self._me, peer, cause)
+            self._end_at_receiver(end, cause, time.monotonic() + self._timeout_s)
+            if not answered:
+                reply(_answer(cause))
+
+    def _end_at_receiver(self, end: End, cause: str, deadline: float) -> None:
+        """End a channel at both ends, first at the receiver: it must not take for data what an aborted kernel leaves.
+
+        A receiver that does not answer gives up by itself, at its own deadline.
+        """
+        if end.ended is None:
+            with suppress(PeerLost, RpcTimeout, TimedOut):
+                self._ask(end.peer, (END, end.ticket, cause), deadline)
+        self._abort(end, cause)
 
     # --- receiving -----------------------------------------------------------------------------------------
 
@@ -225,129 +311,100 @@ class NcclLane(TensorLane):
                 raise LaneUnavailable(
                     self.name, f"{peer!r} packs tensors in another way; run one release of raytorchrpc everywhere"
                 )
-            receiving = self._receiving_from(peer, deadline)
+            end = self._joined(peer, source, target, deadline)
             try:
-                room, channel = receiving.fetch(number, source, target, pieces, own, deadline)
-            except (LaneUnavailable, PeerLost, torch.OutOfMemoryError):
+                room = end.receive(
+                    lambda: self._ask(peer, (FETCH, number, end.ticket), deadline), pieces, own, deadline
+                )
+            except (NotSent, torch.OutOfMemoryError):
                 raise  # nothing was posted
-            except BaseException:
-                self._end(receiving)  # the two ends may be out of step
+            except BaseException as error:
+                self._end_here(end, str(error) or type(error).__name__)  # the two ends may be out of step
                 raise
         except BaseException as error:
             self.discard(peer, descriptor)
-            if isinstance(error, (Disconnected, TimedOut, Broken)):
-                why = str(error) or f"it did not send tensors within {self._timeout_s:g} s"
-                raise PeerLost(peer, why) from error
+            if isinstance(error, (Broken, NotSent, TimedOut, RpcTimeout)):
+                late = f"it did not send tensors within {self._timeout_s:g} s"
+                raise PeerLost(peer, late if isinstance(error, RpcTimeout) else str(error) or late) from error
             raise
-        channel.make_current(room)
+        end.channel.make_current(room)
         return packing.unpack(room, places, shapes)
 
-    def discard(self, peer: str, descriptor: Any) -> None:
-        # Only recorded: the garbage collector may call this at any point.
-        self._discards.append((peer, descriptor[0]))
-        self._ring()
-
-    def _receiving_from(self, peer: str, deadline: float) -> Receiving:
-        """The connection that fetches from this peer; made if there is none. Raises Disconnected or TimedOut."""
-        if (receiving := self._receiving.get(peer)) is not None:
-            return receiving
-        address, dialing = self._peers.get(peer), self._dialing.get(peer)
-        if address is None or dialing is None or self._closed:
-            raise Disconnected("it is unknown here, or has left")
-        if not dialing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+    def _joined(self, peer: str, source: int, target: int, deadline: float) -> End:
+        """The channel from a GPU of a peer to one of this process; made if there is none."""
+        if (end := self._receiving.get((peer, source, target))) is not None:
+            return end
+        joining = self._joining.get(peer)
+        if joining is None or self._closed:
+            raise PeerLost(peer, "it is unknown here, or has left")
+        if not joining.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimedOut
         try:
-            if (receiving := self._receiving.get(peer)) is not None:
-                return receiving
-            own, by_tcp = self._acceptor.address, peer in self._by_tcp
-            control = connect(address.control, by_tcp, self._credentials, own, deadline)
-            receiving = Receiving(peer, self.name, control, self._carrier)
-            self._add(receiving)
-            return receiving
+            return self._receiving.get((peer, source, target)) or self._join(peer, source, target, deadline)
         finally:
-            dialing.release()
+            joining.release()
 
-    def _add(self, receiving: Receiving) -> None:
-        with self._lock:
-            if self._closed:
-                receiving.end()
-                raise Disconnected("this member has left the group")
-            self._receiving[receiving.peer] = receiving
-        self._ring()
+    def _join(self, peer: str, source: int, target: int, deadline: float) -> End:
+        watch = self._watch(peer, deadline)
+        ticket = self._carrier.ticket()
+        pending = self._begin(peer, (JOIN, source, ticket), deadline)
+        end = End(peer, ticket, self._carrier.join(ticket, RECEIVER, target))
+        try:
+            end.wait(lambda: pending.wait(0) or end.channel.enqueued(), deadline)
+            if (refusal := self._answer_to(pending, deadline)) is not None:
+                raise LaneUnavailable(self.name, refusal)
+            end.wait(end.channel.enqueued, deadline)
+            self._receiving[peer, source, target] = end
+            if watch.wait(0) or self._closed:  # ended meanwhile, before this channel was known
+                raise Broken(_LOST)
+        except BaseException as error:
+            self._end_here(end, str(error) or type(error).__name__)
+            raise
+        return end
 
-    def _end(self, receiving: Receiving) -> None:
-        with self._lock:
-            known = self._receiving.get(receiving.peer) is receiving
-            if known:
-                del self._receiving[receiving.peer]
-        if known and receiving.control.hung_up():  # the peer did: this end has not closed it yet
-            self._drop(receiving.peer)
-        receiving.end()
+    def _end_here(self, end: End, cause: str) -> None:
+        """End a channel as its receiver; the sender is told soon."""
+        if end.ended is None:
+            self._cleanup.leave(self._tell, end.peer, (END, end.ticket, f"the receiver gave up: {cause}"))
+        self._abort(end, cause)
 
-    # --- the lane's own thread -------------------------------------------------------------------------------
+    def _tell(self, peer: str, request: tuple[Any, ...]) -> None:
+        with suppress(PeerLost, RpcTimeout, TimedOut):  # else it has ended, or will notice at its deadline
+            self._ask(peer, request, time.monotonic() + _PATIENCE_S)
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_write(self._bell, 1)
-
-    def _attend(self) -> None:
-        """Accept connections, detect peers that are gone, and send discards."""
-        threads.serve(self._attend_once, f"the nccl attendant of {self._me}", give_up=self.close)
-        self._acceptor.close()
-
-    def _attend_once(self) -> bool:
-        if self._closed:
-            return False
-        listeners = self._acceptor.listeners
-        poll = select.poll()
-        for fd in (self._bell, *listeners):
-            poll.register(fd, select.POLLIN)
-        with self._lock:
-            receiving = {one.control.fd: one for one in self._receiving.values()}
-        for fd in receiving:
-            poll.register(fd, select.POLLRDHUP)
-        for fd, _ in poll.poll():
-            if fd == self._bell:
-                os.eventfd_read(self._bell)
-            elif fd not in listeners:
-                self._end(receiving[fd])
-            elif not self._acceptor.accept(listeners[fd]):
-                time.sleep(_ACCEPT_PAUSE_S)  # else poll would report it again at once
-        receiving.clear()
-        self._send_discards()
-        return True
-
-    def _send_discards(self) -> None:
-        while self._discards and not self._closed:
-            peer, number = self._discards.popleft()
-            deadline = time.monotonic() + _PATIENCE_S
-            try:
-                self._receiving_from(peer, deadline).discard(number, deadline)
-            except Disconnected:
-                self._drop(peer)  # it will not fetch either
-            except TimedOut:
-                continue
+    def discard(self, peer: str, descriptor: Any) -> None:
+        # Only left to a thread: the garbage collector may call this at any point.
+        self._cleanup.leave(self._tell, peer, (DISCARD, descriptor[0]))
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        self._drop(peer)
-        if (receiving := self._receiving.get(peer)) is not None:
-            self._end(receiving)
+        self._control.disconnect(peer)
+        self._forget(peer)
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            receiving, sending = list(self._receiving.values()), list(self._sending)
-        for one in sending:
-            one.end()
-        for other in receiving:
-            self._end(other)
+            closed, self._closed = self._closed, True
+        if closed:
+            return
+        deadline = time.monotonic() + _PATIENCE_S
+        for end in list(self._sending.values()):
+            try:
+                end.wait(end.channel.enqueued, deadline)
+                end.wait(end.channel.mark(), deadline)
+            except (Broken, TimedOut) as error:
+                logger.debug("a transfer did not complete: %s", error)
+                self._end_at_receiver(end, _LOST, time.monotonic() + _PATIENCE_S)
+        self._control.close()
+        for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
+            self._abort(end, _LOST)
+        self._cleanup.stop()
         self._kept.clear()
-        self._ring()
+
+
+def _answer(refusal: str | None) -> Message:
+    return Message((refusal,), NOTHING)
 
 
 def make(setup: LaneSetup) -> NcclLane:
@@ -356,10 +413,5 @@ def make(setup: LaneSetup) -> NcclLane:
     chosen = nccl_env.apply(setup.endpoint(), interface=setup.config.interface)
     logger.debug("%s: set for NCCL: %s", setup.member, chosen)
     return NcclLane(
-        setup.member,
-        setup.credentials,
-        setup.devices,
-        tcp_host=setup.tcp_host,
-        by_tcp=setup.by_tcp,
-        timeout_s=setup.config.rpc_timeout_s,
+        setup.member, setup.devices, partial(setup.control_lane, "nccl"), timeout_s=setup.config.rpc_timeout_s
     )
