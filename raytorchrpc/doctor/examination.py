@@ -1,4 +1,4 @@
-"""Findings that need the evidence of several processes: their routes, and what does not fit together."""
+"""Applies the rules: those of one process's evidence, and those that compare the evidence of several."""
 
 from __future__ import annotations
 
@@ -6,17 +6,45 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import Finding, note, ok, problem, some, warning
+from raytorchrpc.doctor import devices, machine
+from raytorchrpc.doctor.report import LEVELS, Evidence, Finding, NodeReport, Report, note, ok, problem, some, warning
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes.registry import TRAFFIC
 from raytorchrpc.routing import planner
 from raytorchrpc.topology import nccl_env, rdma
 from raytorchrpc.topology.endpoint import Endpoint
 
+#: In display order.
+RULES = (machine.software, devices.gpus, devices.adapters, devices.nccl, machine.memory, machine.network)
 
-def findings(evidence: Sequence[Evidence]) -> Iterator[Finding]:
-    """Pure: equal evidence gives equal findings."""
+
+def examine_evidence(evidence: Evidence) -> tuple[Finding, ...]:
+    """Apply every rule to one process's evidence. Pure."""
+    return tuple(finding for rule in RULES for finding in rule(evidence))
+
+
+def make_report(evidence: Sequence[Evidence], version: str) -> Report:
+    """Report on one or several processes, named after their endpoints. Pure."""
+    nodes = tuple(
+        NodeReport(
+            name=each.endpoint.name or each.endpoint.hostname or "this machine",
+            findings=examine_evidence(each),
+            nccl=devices.nccl_values(each),
+            evidence=each,
+        )
+        for each in evidence
+    )
+    jointly = tuple(together(evidence)) if len(evidence) > 1 else ()
+    levels = [finding.level for findings in (*(node.findings for node in nodes), jointly) for finding in findings]
+    level = max(levels, key=LEVELS.index, default=LEVELS[0])
+    return Report(version=version, level=level, nodes=nodes, together=jointly)
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+
+def together(evidence: Sequence[Evidence]) -> Iterator[Finding]:
+    """Findings about the routes between processes, and about what does not fit together. Pure."""
     endpoints = {each.endpoint.name: each.endpoint for each in evidence}
     yield from _routes(endpoints)
     yield from _containers(endpoints)
