@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks._process import smaps
-from raytorchrpc.calls import gates
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
+from raytorchrpc.calls.server import gates
 
 _COUNTED_ELSEWHERE = ("_Deadline", "_Counter", "_Thread", "_Started", "_Boot")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"

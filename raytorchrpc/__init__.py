@@ -8,13 +8,12 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.combined import gather, wait
-from raytorchrpc.calls.current import await_membership, current_member
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future, gather, wait
+from raytorchrpc.calls.client.stream import Stream
+from raytorchrpc.calls.client.verbs import remote, rpc_async, rpc_sync
+from raytorchrpc.calls.member import await_membership, current_member
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.stream import Stream
-from raytorchrpc.calls.verbs import remote, rpc_async, rpc_sync
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.decorator import method
 from raytorchrpc.errors import (

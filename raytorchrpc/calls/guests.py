@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.peers import Member, PeerRoute
-from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.process.workers import Deadlines
 
 #: A member drops what it holds for a guest that has sent nothing for this time (seconds).
@@ -62,10 +62,13 @@ class Guests:
         self._routes: dict[int, PeerRoute] = {}
         self._seen: dict[int, float] = {}
 
-    def route_back(self, rank: int) -> PeerRoute:
-        """The route for replies to a guest, which has just sent something. It names no lane: a reply takes the
-        connection that brought the request.
+    def route_back(self, rank: int) -> PeerRoute | None:
+        """The route for replies to a guest, which has just sent something; None for a rank that is no guest's.
+
+        It names no lane: a reply takes the connection that brought the request.
         """
+        if not is_guest(rank):
+            return None
         now = time.monotonic()
         with self._lock:
             route = self._routes.get(rank)

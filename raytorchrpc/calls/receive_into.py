@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.out_of_band import PendingTensors, filled, kinds, owned, scatter_into
+from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scatter_into
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders, placed

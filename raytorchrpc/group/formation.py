@@ -15,8 +15,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import described, find, keys_of
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group import ray_calls, worker_ids

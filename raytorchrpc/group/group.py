@@ -15,10 +15,10 @@ from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.member import current_local, process_member
+from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, described, find, keys_of
-from raytorchrpc.calls.stats import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.changes import Change

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids

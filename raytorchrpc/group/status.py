@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.current import member_of
+from raytorchrpc.calls.member import member_of
 from raytorchrpc.calls.metrics import Reading
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from raytorchrpc.calls.stats import GroupStats
+from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import ray_calls

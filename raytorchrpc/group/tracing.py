@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.current import member_of
+from raytorchrpc.calls.member import member_of
 from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.control_connections import ControlConnections

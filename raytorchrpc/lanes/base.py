@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
     header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
     body: the encoded arguments or result.
-    manifests: describe tensors that travel out of band (see ``calls.out_of_band``); builtins only.
+    manifests: describe tensors that travel out of band (see ``calls.payload``); builtins only.
     make_current: the thread that will use the tensors calls it first; CUDA work that the lane queued then precedes that
         thread's own.
     unread_bytes: size of a message for which this process had no memory; its body is lost. 0 if the body arrived.

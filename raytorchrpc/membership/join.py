@@ -23,12 +23,10 @@ import ray
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.current import current_local, member_of, set_local
-from raytorchrpc.calls.exposed import exposed, take_turns
-from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.peer_table import Absence
-from raytorchrpc.calls.peers import Member, PeerRoute, process_token
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.member import LocalMember, current_local, member_of, set_local
+from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
+from raytorchrpc.calls.server.exposed import exposed, take_turns
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending, TensorLane

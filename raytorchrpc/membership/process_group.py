@@ -27,12 +27,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.current import member_of, process_member
-from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import LocalMember, member_of, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, takes_timeout
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
 from raytorchrpc.patterns import home

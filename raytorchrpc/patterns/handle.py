@@ -11,15 +11,13 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, TypeVar
 
 from raytorchrpc.calls import guests, rejoin
-from raytorchrpc.calls import waiting as _waiting
-from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
-from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import LocalMember, current_local, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
+from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop
+from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
+from raytorchrpc.calls.server.services import DeferredReply, WaitableReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.workers import Deadlines
@@ -96,7 +94,7 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
         except RayTorchRpcError:
             pending.cancel()
             raise
-    _waiting.wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
+    _wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.errors import ConfigurationError
 
 #: Creates an object at its home: (member, name, settings) -> the object.

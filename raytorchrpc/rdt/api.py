@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.event_loops import refuse_on_loop
+from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)

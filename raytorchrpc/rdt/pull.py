@@ -15,12 +15,11 @@ import torch
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import scope as _scope
-from raytorchrpc.calls.current import current_local
-from raytorchrpc.calls.future import Call
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Call
+from raytorchrpc.calls.member import LocalMember, current_local
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
 from raytorchrpc.process import this_process, threads
 from raytorchrpc.process.workers import Workers

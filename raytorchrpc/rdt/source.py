@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.current import current_local
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.calls.member import current_local
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.process import this_process

@@ -18,7 +18,7 @@ from ray.experimental.rdt.tensor_transport_manager import (
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.out_of_band import Runs, runs_of
+from raytorchrpc.calls.payload import Runs, runs_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.rdt import distributed
 from raytorchrpc.rdt import pull as pulls

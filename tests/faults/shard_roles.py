@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import Empty, NotAMember, NotFound, PeerLost, RpcTimeout
 from raytorchrpc.patterns.weights.coordinator import SHARDS
 

@@ -24,7 +24,7 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._resources import held, measurable_memory, settle
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from tests.faults.control import Control
 from tests.faults.faults import KB, MB
 
@@ -292,7 +292,7 @@ class Worker:
         restless = settle(seconds)
         now = held()
         names = sorted(name for name in now.python_threads if not name.startswith("test-"))
-        local = current.process_member()
+        local = process_member()
         far = sum(route.member.node_id != local.me.node_id for route in local.peers.routes)
         return {
             "restless": restless, "fds": now.fds, "threads": now.threads, "arena": now.arena_used,

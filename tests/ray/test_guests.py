@@ -13,7 +13,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.group import guest
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch, Peer

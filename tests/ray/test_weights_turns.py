@@ -10,7 +10,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.patterns.weights import relayed, selection
 from raytorchrpc.patterns.weights.published import KIND
 from tests.conformance.peers import wait_until
@@ -81,7 +81,7 @@ def pull_once_read(store: rtr.WeightStore) -> list[float]:
 
 def has_a_leader(version: int) -> bool:
     """At the home: whether a reader pulls a version for others."""
-    services = current.process_member().services
+    services = process_member().services
     (relays,) = (services.get(KIND, name).relays for name in services.names(KIND) if name == "in turn")
     return wait_until(lambda: any(what[0] == version and found for what, found in relays._rounds.items()), 20)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
 
 Policy = Literal["block", "drop_oldest", "latest"]

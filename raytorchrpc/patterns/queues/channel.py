@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.scope import Limit, Scope, current_scope, on_loop
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
     ConfigurationError,

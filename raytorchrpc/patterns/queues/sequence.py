@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps
 from raytorchrpc.patterns.queues.items import Item

@@ -14,7 +14,7 @@ from typing import Any
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.metrics import QueueStats
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import register_methods
 from raytorchrpc.patterns.queues.buffer import Batch, BatchId, Buffer, Policy

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.queues.buffer import Batch, Buffer, Getter

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import register_methods

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.calls.weight_counters import StoreKey
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import register_methods

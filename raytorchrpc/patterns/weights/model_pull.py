@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.coordinator import Committed

@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
-from raytorchrpc.calls.event_loops import refuse_on_loop
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.scope import refuse_on_loop
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from raytorchrpc.calls.counters import PullCounter, StoreKey
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.weight_counters import PullCounter, StoreKey
 
 
 class Publishing:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.weight_counters import StoreKey
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.patterns.home import register_methods

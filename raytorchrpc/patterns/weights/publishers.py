@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import ConfigurationError, NotFound, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name
 from raytorchrpc.patterns.home import factories, register_methods, setting_names

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.guests import is_guest
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
-from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.patterns.handle import Handle, run

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RpcTimeout
 from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.feeds import Feed, feeds_of

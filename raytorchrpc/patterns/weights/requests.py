@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.weight_counters import PullCounter
 from raytorchrpc.errors import NotAMember, RayTorchRpcError
 
 #: The address of the object that serves tensors: a store's, or that of a member's relayed weights.

@@ -8,14 +8,13 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.current import process_member
-from raytorchrpc.calls.event_loops import refuse_on_loop
-from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.counters import StoreKey, WeightStats
+from raytorchrpc.calls.member import LocalMember, process_member
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.services import builtin_services
-from raytorchrpc.calls.waiting import keep_admission
-from raytorchrpc.calls.weight_counters import StoreKey, WeightStats
+from raytorchrpc.calls.scope import refuse_on_loop
+from raytorchrpc.calls.server.gates import keep_admission
+from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, overload
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row

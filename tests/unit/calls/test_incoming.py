@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.incoming import IncomingCalls
 from raytorchrpc.calls.protocol import CALL, FETCH, OK, RAISED, ControlHeader, ReplyHeader, RequestHeader
-from raytorchrpc.calls.services import DeferredReply, builtin_services
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.incoming import IncomingCalls
+from raytorchrpc.calls.server.services import DeferredReply, builtin_services
 from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
 from raytorchrpc.process.workers import Deadlines

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from benchmarks import _scale_report
-from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.group.guest import directory_of
 from raytorchrpc.group.roster import Roster

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.selection import Selection

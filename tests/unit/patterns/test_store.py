@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotAMember, NotFound
 from raytorchrpc.patterns.queues.buffer import Buffer, Policy
 from raytorchrpc.patterns.queues.items import (

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.peer_table import Absence
+from raytorchrpc.calls.peers import Absence
 from raytorchrpc.patterns.weights.coordinator import SHARDS
 from raytorchrpc.patterns.weights.published import LEASE
 from raytorchrpc.patterns.weights.usable import PATIENCE_S

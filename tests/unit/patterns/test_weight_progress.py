@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.counters import WeightStats
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.spans import Event, Tracer
-from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import pull
 from raytorchrpc.patterns.weights.published import TENSORS

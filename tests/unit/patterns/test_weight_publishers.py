@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.patterns.weights.coordinator import SHARDS, Coordinator, Publisher
 from raytorchrpc.process.workers import Deadlines
 from tests.unit.members import Members

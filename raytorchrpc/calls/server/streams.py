@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
-from raytorchrpc.calls import waiting
-from raytorchrpc.calls.cancellation import CancellableJob
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.gates import Admission
-from raytorchrpc.calls.job import Callee, Job
+from raytorchrpc.calls.client.stream import NEXT
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import OK, REMOTE, STREAM, RequestHeader
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
-from raytorchrpc.calls.stream import NEXT
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.gates import Admission, allow_calls, wait_serving
+from raytorchrpc.calls.server.served_call import Callee, CancellableJob, Job
+from raytorchrpc.calls.server.services import DeferredReply, WaitableReply, builtin_services
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING
+
+
+class StreamTable:
+    """The streams that are open, by number; see ``services.Served``. Thread-safe."""
+
+    instance_id = 0
+
+    def __init__(self) -> None:
+        self._streams: dict[int, StreamJob] = {}
+        self._numbers = itertools.count(1)
+
+    def add(self, stream: StreamJob) -> int:
+        """Returns its number."""
+        number = next(self._numbers)
+        self._streams[number] = stream
+        return number
+
+    def find(self, number: int) -> StreamJob | None:
+        """The stream of that number, if it is open."""
+        return self._streams.get(number)
+
+    def remove(self, number: int) -> None:
+        """The stream has ended. Idempotent."""
+        self._streams.pop(number, None)
+
+    def end(self, number: int) -> None:
+        """Its caller has closed it."""
+        if (stream := self._streams.get(number)) is not None:
+            stream.close()
+
+    def lose(self, rank: int) -> None:
+        """Close the streams of a member that is away or gone."""
+        for stream in list(self._streams.values()):
+            if stream.caller == rank:
+                stream.close()
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """A member that was away has no streams."""
+
+    def close(self, error: Exception) -> None:
+        """Close all streams."""
+        for stream in list(self._streams.values()):
+            stream.close()
+
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +215,10 @@ class StreamJob(CancellableJob):
         return MAX_TIMEOUT_S if self._position or deadline is None else max(0.0, deadline - time.monotonic())
 
     def _next_request(self) -> ItemRequest | None:
-        with waiting.allow_calls():  # those that wait already, as in any wait; the next request may be here
+        with allow_calls():  # those that wait already, as in any wait; the next request may be here
             pass
         while isinstance(found := self._look(), DeferredReply):
-            if not waiting.wait_serving(WaitableReply(found), self._patience()) and not self._position:
+            if not wait_serving(WaitableReply(found), self._patience()) and not self._position:
                 return None
         return found
 

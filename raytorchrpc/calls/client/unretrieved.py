@@ -7,7 +7,7 @@ import threading
 import time
 
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.peer_table import PeerTable
+from raytorchrpc.calls.peers import PeerTable
 from raytorchrpc.calls.protocol import ReplyHeader
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from raytorchrpc.calls import deferred
-from raytorchrpc.calls.current import current_local
-from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
-from raytorchrpc.calls.future import Call, Future, result_of
+from raytorchrpc.calls.client import deferred
+from raytorchrpc.calls.client.future import Call, Future, result_of
+from raytorchrpc.calls.member import current_local
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
+from raytorchrpc.calls.scope import on_loop, refuse_on_loop
 
 #: Tensors to receive a result into: a list or a tuple.
 Into = Sequence[torch.Tensor] | None

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import gates
-from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.scope import Scope, current_scope
+from raytorchrpc.calls.scope import Scope, current_scope, on_loop
+from raytorchrpc.calls.server import gates
 
 MARK = "__raytorchrpc_method__"
 

@@ -13,10 +13,10 @@ from contextvars import copy_context
 from typing import Any
 
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.future import Call, call_back
+from raytorchrpc.calls.client.future import Call, call_back
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.scope import on_loop
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import CancelledError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Deadlines

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from raytorchrpc.calls import gates, protocol
-from raytorchrpc.calls.cancellation import CancellableCalls, CancellableJob
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.gates import Work
-from raytorchrpc.calls.job import Callee, Job
-from raytorchrpc.calls.out_of_band import PendingTensors
-from raytorchrpc.calls.peer_table import PeerTable
+from raytorchrpc.calls import protocol
+from raytorchrpc.calls.payload import PendingTensors
+from raytorchrpc.calls.peers import PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
-from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.gates import Work
+from raytorchrpc.calls.server.served_call import Callee, CancellableCalls, CancellableJob, Job
+from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import CancelledError, LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply

@@ -7,17 +7,30 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.event_loops import refuse_on_loop
-from raytorchrpc.calls.future import Future, until_done
+from raytorchrpc.calls.client.future import Call, Future, until_done
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.sender import Sender
+from raytorchrpc.calls.scope import Limit, Scope, current_scope, refuse_on_loop
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes.base import MessageLane
 from raytorchrpc.process import fork
+
+
+class Sender(Protocol):
+    """See ``outgoing.OutgoingCalls``."""
+
+    def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> Call:
+        """Send a call once."""
+
+    def budget(self, peer: str, method: str, timeout: float | None) -> float:
+        """Seconds until the deadline of a call that is made now. Raises RpcTimeout."""
+
+    def notify(self, route: PeerRoute, lane: MessageLane, kind: int, number: int, *, later: bool = False) -> None:
+        """As ``control``, but wait for no reply and ignore errors. ``later``: for finalizers."""
+
 
 T = TypeVar("T")
 

@@ -1,34 +1,130 @@
-"""One method call being served: from its admission to its reply."""
+"""Calls whose callers can cancel them, at the callee."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import math
 import threading
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.gates import Admission, Gate, Work
-from raytorchrpc.calls.out_of_band import PendingTensors
-from raytorchrpc.calls.payload import PayloadStep
+from raytorchrpc.calls.payload import PayloadStep, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import OK, REMOTE, RequestHeader
-from raytorchrpc.calls.replies import Replies
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
+from raytorchrpc.calls.scope import Limit, Scope, current_scope, on_loop
+from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.gates import Admission, Gate, Work
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.calls.spans import ServedSpan, Tracer
-from raytorchrpc.calls.stream_table import StreamTable
-from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout, SerializationError
+from raytorchrpc.errors import (
+    CancelledError,
+    LaneUnavailable,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+    SerializationError,
+)
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, unpicklable
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
+from raytorchrpc.tensors.cuda_streams import handoff_streams
+from raytorchrpc.tensors.exceptions import encode_exception
+
+logger = logging.getLogger(__name__)
+
+#: A member without memory for a reply tries for this long to report that (seconds).
+_REPORT_SHORTAGE_S = 10.0
+
+
+class _Kept(NamedTuple):
+    message: Message
+    fetched: Callable[[], None]
+    """Cancels the drop at the deadline."""
+
+
+class Replies:
+    """Answers requests, with results or exceptions. Thread-safe."""
+
+    def __init__(self, name: str, codec: Codec, deadlines: Deadlines) -> None:
+        """``name``: of this member."""
+        self._name, self._codec, self._deadlines = name, codec, deadlines
+        self._kept: dict[int, _Kept] = {}
+        self._numbers = itertools.count()
+        # Encoded now: it is for when there is no memory to encode anything.
+        starved = MemoryError(f"{name} has no memory for its answer; the call may have run there")
+        self._starved = Message((RAISED,), encode_exception(codec, starved))
+        self._starved_remote = Message((True, starved), NOTHING)
+
+    def refusal(self, kind: int, error: BaseException) -> Message:
+        """The reply with an exception, to a request of that kind."""
+        if kind == REMOTE:
+            return Message((True, error), NOTHING)
+        return Message((RAISED,), encode_exception(self._codec, error))
+
+    def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
+        """Reply with an exception. Blocks while it is sent; does not raise."""
+        self.send(reply, lambda: self.refusal(kind, error), kind)
+
+    def send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
+        """Reply with what ``make`` returns. Blocks while it is sent; does not raise."""
+        try:
+            try:
+                reply(make())
+            except LaneUnavailable as error:  # a kept result that no lane takes
+                reply(self.refusal(CALL, error))
+        except PeerLost as lost:
+            logger.debug("%s could not answer a call: %s", self._name, lost)  # the caller's lane reports it
+        except Exception as error:
+            threads.report(error, f"{self._name} could not answer a call")
+            if threads.is_shortage(error):
+                self.report_shortage(kind, reply)
+
+    def report_shortage(self, kind: int, reply: Reply) -> None:
+        """Reply that there is no memory for the result, as soon as there is memory for that. Blocks."""
+        starved = self._starved_remote if kind == REMOTE else self._starved
+        try:
+            threads.persist(lambda: reply(starved), _REPORT_SHORTAGE_S)
+        except Exception as error:
+            logger.debug("%s could not answer a call: %s", self._name, error)
+
+    # --- results that another lane has to carry --------------------------------------------------------------
+
+    def keep(self, body: Encoded, seconds: float) -> Message:
+        """Keep a result until the caller fetches it, or for ``seconds``; returns the reply that announces it."""
+        number = next(self._numbers)
+        fetched = self._deadlines.at(time.monotonic() + seconds, partial(self._drop, number))
+        self._kept[number] = _Kept(Message((OK,), body, handoff_streams(body.tensors)), fetched)
+        return Message((KEPT, number), NOTHING)
+
+    def _drop(self, number: int) -> None:
+        self._kept.pop(number, None)
+
+    def take(self, number: int) -> Message:
+        """Take a kept result. Raises RpcTimeout if it was dropped."""
+        kept = self._kept.pop(number, None)
+        if kept is None:
+            raise RpcTimeout(f"the result was kept for {self._name!r}'s caller until its deadline, and dropped")
+        kept.fetched()
+        return kept.message
+
+    def kept(self) -> int:
+        """How many results are kept."""
+        return len(self._kept)
+
+    def close(self) -> None:
+        """Drop all kept results."""
+        self._kept.clear()
 
 
 class Callee:
@@ -44,15 +140,18 @@ class Callee:
         replies: Replies,
         workers: Workers,
         deadlines: Deadlines,
+        streams: Any,
     ) -> None:
-        """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor."""
+        """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor.
+        ``streams``: a ``streams.StreamTable``.
+        """
         self.name, self.instance, self.local = name, instance, local
         self.codec, self.payloads, self.replies, self.workers = codec, payloads, replies, workers
         self.is_async = instance is not None and ray_internals.actor_is_async()
         self.deadlines = deadlines
         self.tasks: set[asyncio.Task[None]] = set()
         """The jobs on event loops."""
-        self.streams = StreamTable()
+        self.streams = streams
 
     def review(self, gate: Gate, due: float) -> None:
         """Review the jobs that wait at the gate when that is due (``time.monotonic``), and as long as there are any."""
@@ -321,3 +420,85 @@ class _InContext:
 def _in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:
     """An awaitable of ``coroutine`` that runs it inside an existing distributed autograd context."""
     return coroutine if context_id == torch_internals.NO_CONTEXT else _InContext(coroutine, context_id)
+
+
+#: Cancellations that are remembered because their calls may not have arrived yet: a lane may change the order.
+_MOST_EARLY = 1024
+
+
+class CancellableJob(Job):
+    """A job whose caller may cancel it. Its reply is dropped then, because the caller gets another one at once."""
+
+    _cancelled = False
+    _task: asyncio.Task[Any] | None = None
+    """Once the job has begun on an event loop."""
+
+    def cancel(self) -> None:
+        """Do not run the job, or cancel its coroutine; a method that runs on a thread continues. Quick."""
+        self._cancelled = True
+        if self._task is not None:
+            self._on_its_loop(self._task.cancel, self._why())
+        elif not self.exposed.concurrent:
+            gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
+            if gate is not None and gate.withdraw(self):
+                self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
+
+    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._task.get_loop().call_soon_threadsafe(function, *args)
+
+    def _why(self) -> str:
+        return f"the caller of {self.label} cancelled it"
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if on_loop():
+            self._task = asyncio.current_task()
+        if self._cancelled:  # asked after the task is known: one of the two threads sees the other's
+            raise CancelledError(self._why())
+        return super()._arguments()
+
+
+class CancellableCalls:
+    """The jobs of one member that may be cancelled, by the numbers of their calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, tuple[CancellableJob, Reply]] = {}
+        self._early: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, number: int, job: CancellableJob) -> None:
+        """Let the caller cancel the job until it replies."""
+        reply, jobs, replies_itself = job.reply, self._jobs, False
+
+        def reply_unless_cancelled(message: Message) -> None:
+            nonlocal replies_itself
+            if not replies_itself:
+                if jobs.pop(number, None) is None:  # atomic: either this or ``cancel`` gets it
+                    raise PeerLost("the caller", "it cancelled the call")
+                replies_itself = True  # again, if this reply cannot be sent
+            reply(message)
+
+        job.reply = reply_unless_cancelled
+        jobs[number] = job, reply
+        if self._early:
+            with self._lock:
+                cancelled = number in self._early
+                self._early.pop(number, None)
+            if cancelled:
+                job.cancel()
+
+    def cancel(self, number: int) -> Reply | None:
+        """Cancel a job; returns how to reply to its call. None if it has replied, or has not arrived."""
+        found = self._jobs.pop(number, None)
+        if found is None:
+            with self._lock:
+                self._early[number] = None
+                if len(self._early) > _MOST_EARLY:
+                    self._early.popitem(last=False)
+            found = self._jobs.pop(number, None)  # it may have arrived just now
+            if found is None:
+                return None
+        job, reply = found
+        job.cancel()
+        return reply

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raytorchrpc.calls.future import Call, call_back
-from raytorchrpc.calls.peer_table import PeerTable
+from raytorchrpc.calls.client.future import Call, call_back
+from raytorchrpc.calls.client.unretrieved import UnretrievedFailures
+from raytorchrpc.calls.peers import PeerTable
 from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.unretrieved import UnretrievedFailures
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.workers import Deadlines, Workers
 
