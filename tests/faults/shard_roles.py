@@ -20,7 +20,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import Empty, NotAMember, NotFound, PeerLost, RpcTimeout
-from raytorchrpc.patterns.weights.coordinator import SHARDS
+from raytorchrpc.patterns.weights.publishers import SHARDS
 
 PUBLISHERS = ("p0", "p1", "p2")
 READERS = ("r0", "r1")

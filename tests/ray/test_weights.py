@@ -16,8 +16,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import process_member
-from raytorchrpc.patterns.weights.match import LayoutMatch
-from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.patterns.weights.source_pull import LayoutMatch, Pull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,20 +16,113 @@ from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.guests import is_guest
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
-from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.delta_pull import Change, apply, divide, messages
-from raytorchrpc.patterns.weights.feeds import feeds_of
-from raytorchrpc.patterns.weights.match import LayoutMatch
-from raytorchrpc.patterns.weights.published import lease_is_valid_until
-from raytorchrpc.patterns.weights.relayed import Origin, PullInTurn, RelayedPull
+from raytorchrpc.patterns.weights.deltas import Change, apply, bytes_of, span_of
+from raytorchrpc.patterns.weights.feeds import Origin, PullInTurn, RelayedPull, Requests, feeds_of
+from raytorchrpc.patterns.weights.plan import Row, check_fits, tied_mismatch
+from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
+from raytorchrpc.patterns.weights.pull_plan import Filled, KnownLayout, Offsets, Selection, Tie
 from raytorchrpc.patterns.weights.relays import Advice
-from raytorchrpc.patterns.weights.requests import Requests
-from raytorchrpc.patterns.weights.selection import Offsets, Selection
+from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import Places
-from raytorchrpc.patterns.weights.versions import VersionLease
+
+
+class LayoutMatch:
+    """What one pull brings from one home. The response to a lease request may fill the targets."""
+
+    def __init__(
+        self, store: str, known: KnownLayout | None, planned: Filled | None = None, to_prepare: str | None = None
+    ) -> None:
+        """
+        Args:
+            known: the layout of the pull before.
+            planned: what to bring of that layout.
+            to_prepare: the type of the device whose memory lanes are to prepare, while the pull is planned.
+        """
+        self._store, self.known, self.planned, self.to_prepare = store, known, planned, to_prepare
+        self.filled = False  # the targets have their tensors already
+        self.lease: VersionLease | None = None  # as soon as the home has answered; it may have to be released
+
+    @property
+    def layout(self) -> KnownLayout:
+        assert self.known is not None
+        return self.known
+
+    @property
+    def leased(self) -> VersionLease:
+        assert self.lease is not None
+        return self.lease
+
+    @property
+    def device_type(self) -> str | None:
+        """The type of the device that all targets are on, if a lane can write each of them in place; else None."""
+        return None if self.planned is None else self.planned.device_type
+
+    @property
+    def device_type_of_answer(self) -> str | None:
+        """None also if the response to the lease request cannot bring the tensors: they have to be converted first."""
+        return None if self.planned is None or self.planned.converts else self.planned.device_type
+
+    @property
+    def ties(self) -> Sequence[Tie]:
+        """The pairs of published tensors that go into one tensor of the model."""
+        return () if self.planned is None else self.planned.ties
+
+    def set_lease(self, lease: VersionLease) -> None:
+        """Take the answer of the home. Raises NotFound if it names an unknown layout."""
+        self.lease = lease
+        if lease.lease and lease.rows is not None:
+            self.known, self.planned = KnownLayout.of(lease.layout, lease.rows), None  # the plan was for another one
+        elif lease.lease and (self.known is None or self.known.number != lease.layout):
+            raise NotFound(f"the home of {self._store!r} did not say what it has; pull again")
+
+    def selection(self) -> Selection:
+        """Return what the pull brings. There is a plan."""
+        assert self.planned is not None
+        return self.planned.selection.only(self.leased.changed)
+
+    def doubtful(self) -> list[Tie]:
+        """Return the pairs for one tensor of the model that the home has published as two tensors."""
+        first = {place: one for one, place in self.leased.ties} if self.ties else {}
+        return [tie for tie in self.ties if len({first.get(place, place) for place in tie.places}) > 1]
+
+    def check_equal(self, ties: Sequence[Tie], equal: Sequence[bool]) -> None:
+        """Raise ConfigurationError, which names them, if some of these pairs are not ``equal``."""
+        both = zip(ties, equal, strict=True)
+        check_fits(self._store, [tied_mismatch(*tie[1:]) for tie, is_equal in both if not is_equal])
+
+    def bytes_of(self, selection: Selection) -> int:
+        """The size of what the pull brings. Quick for all of it: to ask each tensor takes a while."""
+        if self.planned is not None and selection is self.planned.selection:
+            return self.planned.nbytes
+        return selection.nbytes
+
+    def parts_of(self, selection: Selection) -> Sequence[Sequence[Part]]:
+        """Return which part of the home's memory goes to each target. ``selection``: see there."""
+        if self.planned is not None and selection is self.planned.selection:
+            return self.planned.parts
+        return selection.parts(self.layout)
+
+    def parts_of_answer(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
+        """Take a whole response of the home, and return which parts of its tensors go where; see ``Spread``.
+
+        ``device_type``: of the device on which the answer has all tensors in one piece, if it has. None: fill nothing.
+        """
+        if answer is None:
+            return None
+        fields, pieces = answer
+        self.set_lease(VersionLease(*fields))
+        if not pieces or self.device_type_of_answer != device_type or self.leased.deltas:
+            return None
+        selection = self.selection()
+        if not selection.targets or self.doubtful():
+            return None
+        self.filled = True
+        return self.parts_of(selection)
+
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -362,3 +456,52 @@ class Pull:
             return None
         lane = self._local.tensor_lanes.get(self._local.peers.route(source).beside.get(device_type, ""))
         return device_type if isinstance(lane, WindowLane) else None
+
+
+def divide(
+    selection: Selection, deltas: Mapping[int, int], rows: Sequence[Row], times: int
+) -> tuple[list[Change], Selection]:
+    """Divide what a pull brings: what comes as deltas, and what comes whole.
+
+    Args:
+        deltas: the places that have a delta, and how many elements each has.
+        times: how often the source sends a delta for each time that it would send the whole tensors.
+    """
+    changes: list[Change] = []
+    rest: list[int] = []
+    for index, ((place, conversion), target, region) in enumerate(zip(*selection, strict=True)):
+        change = None
+        if conversion is None and place in deltas and _is_writable(target):
+            shape = rows[place][2]
+            change = _change(place, region, shape, target, deltas[place])
+        if change is not None and (change.bytes * times < target.nbytes or change.is_tiny):
+            changes.append(change)
+        else:
+            rest.append(index)
+    if all(change.is_tiny for change in changes):
+        return [], selection
+    return changes, selection.at(rest)
+
+
+def _change(place: int, region: Region, shape: tuple[int, ...], target: torch.Tensor, count: int) -> Change:
+    elements, (first, last) = math.prod(shape), span_of(region)
+    share = math.ceil(count * (last - first) / elements)
+    return Change(place, region, shape, target, bytes_of(share, elements, target.itemsize))
+
+
+def _is_writable(target: torch.Tensor) -> bool:
+    """Whether integers can be written to the memory of a tensor: not if that is another than it looks."""
+    return target.numel() > 0 and bool(target.data_ptr()) and not target.is_neg() and not target.is_conj()
+
+
+def messages(changes: Iterable[Change], size: int) -> list[list[Change]]:
+    """Divide into messages of at most about ``size`` bytes; a larger delta is a message of its own."""
+    found: list[list[Change]] = []
+    filled = 0
+    for change in changes:
+        if not found or filled + change.bytes > size:
+            found.append([])
+            filled = 0
+        found[-1].append(change)
+        filled += change.bytes
+    return found
