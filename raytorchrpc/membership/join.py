@@ -37,7 +37,7 @@ from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, 
 from raytorchrpc.membership.process_group import collectives_of
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
 from raytorchrpc.process.this_process import default_capacity
-from raytorchrpc.rdt.api import enable_where_possible, load_where_possible
+from raytorchrpc.rdt import enable_where_possible, load_where_possible
 from raytorchrpc.routing.planner import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology import probe as topology_probe

@@ -15,7 +15,7 @@ from raytorchrpc.lanes.cuda_ipc import events
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
 from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.lanes.nixl.memory import check_members
-from raytorchrpc.rdt.pull import filled
+from raytorchrpc.rdt.transfer import filled
 from raytorchrpc.tensors.bounds import OutOfBounds, checked, within
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import view_at
