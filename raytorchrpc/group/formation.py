@@ -41,16 +41,6 @@ def current_owner() -> Owner:
     return Owner(context.get_job_id(), context.get_actor_id())
 
 
-def current_session() -> tuple[str, ...]:
-    """Identifies this process's connection to Ray; empty if there is none. A job id alone would repeat in the next
-    cluster that a process starts.
-    """
-    if not ray.is_initialized():
-        return ()
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
-
-
 def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> dict[str, Any]:
     """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError."""
     if not ray.is_initialized():

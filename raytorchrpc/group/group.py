@@ -23,7 +23,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
-from raytorchrpc.group.formation import current_session, participants_of, with_named_maps
+from raytorchrpc.group.formation import participants_of, with_named_maps
 from raytorchrpc.group.guest import own_groups
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace, check_events
@@ -55,7 +55,7 @@ class Group:
         """``host``: in the process that formed the group; None for a copy."""
         self._first_info = info
         self._host = host
-        self._session = () if host is None else current_session()
+        self._session = () if host is None else ray_internals.current_session()
         if host is not None:
             own_groups.add(info.generation, host)
 
@@ -397,7 +397,7 @@ def _check_name(name: Any) -> None:
 
 def _forget_ended_sessions() -> None:
     """Drop groups of a Ray session that is over: their actors are gone."""
-    session = current_session()
+    session = ray_internals.current_session()
     for group in list(_groups.values()):
         if group._session != session:
             group.shutdown()

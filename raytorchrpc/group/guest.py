@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import ray
 
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import guests, protocol
 from raytorchrpc.calls.guests import LEASE_S, RENEW, new_rank
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
-from raytorchrpc.group.formation import current_session
-from raytorchrpc.group.state import GroupState
+from raytorchrpc.group.roster import Directory
 from raytorchrpc.lanes.base import PeerAddress, Pending
-from raytorchrpc.lanes.common.connections import SocketAddress
-from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership import join
 from raytorchrpc.process import fork
@@ -35,23 +31,6 @@ from raytorchrpc.topology.endpoint import Endpoint
 _CONNECT_S = 2.0
 
 
-class Contact(NamedTuple):
-    """How a guest reaches one member."""
-
-    member: Member
-    address: SocketAddress
-    by_tcp: bool
-
-
-class Directory(NamedTuple):
-    """What a guest needs to reach the members of a group."""
-
-    credentials: Credentials
-    config: GroupConfig
-    contacts: Mapping[str, Contact]
-    """By the member's name."""
-
-
 class Host(Protocol):
     """Knows the group: the supervisor, or a handle of it."""
 
@@ -59,22 +38,11 @@ class Host(Protocol):
         """The members as they are now, for the process that ``endpoint`` describes. Raises BootstrapError."""
 
 
-def directory_of(state: GroupState, endpoint: Endpoint) -> Directory:
-    """Describe a group to the process that ``endpoint`` describes."""
-    roster, prepared = state.roster, state.prepared
-    contacts = {
-        name: Contact(record.member, prepared[name].addresses["socket"], roster.reached_by_tcp(name, endpoint))
-        for name, record in roster.records.items()
-        if name in prepared
-    }
-    return Directory(roster.credentials, roster.config, contacts)
-
-
 class Guest:
     """This process as a guest of one group. Connects when it is first used. Thread-safe."""
 
     def __init__(self, host: Host) -> None:
-        self._host, self._session = host, current_session()
+        self._host, self._session = host, ray_internals.current_session()
         self._lock = threading.Lock()
         self._local: LocalMember | None = None
         self._lane: SocketLane | None = None
@@ -94,7 +62,7 @@ class Guest:
     @property
     def lasts(self) -> bool:
         """Whether this process is connected to the same cluster as when it fetched the group."""
-        return current_session() == self._session
+        return ray_internals.current_session() == self._session
 
     def local(self, home: Any = None) -> LocalMember:
         """What carries out this guest's operations, with a route to ``home``, if that is a member. Blocks to connect.
