@@ -17,7 +17,7 @@ import torch
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
 
-_COUNTED_ELSEWHERE = ("_Deadline", "_Counter", "_Thread", "_Started", "_Boot")
+_COUNTED_ELSEWHERE = ("_Deadline", "PairStats", "_Thread", "_Started", "_Boot")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
