@@ -22,8 +22,7 @@ from raytorchrpc.process import fork
 from raytorchrpc.process.workers import DeferredCleanup
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.cuda_streams import check_mapped
-from raytorchrpc.tensors.devices import CPU, Device
+from raytorchrpc.tensors.devices import CPU, Device, check_mapped
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
 from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, outbound, to_cpu
 

@@ -41,7 +41,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines, Workers
-from raytorchrpc.tensors import host_device_copy, unpicklable
+from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.exceptions import decode_exception
 
@@ -456,7 +456,7 @@ class OutgoingCalls:
             body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
         except SerializationError as error:
             label = f"{route.member.name}.{method}"
-            raise SerializationError(unpicklable.argument(self.codec, label, args, kwargs or {}, error)) from error
+            raise SerializationError(self.codec.explain_argument(label, args, kwargs or {}, error)) from error
         path = current_scope.get().path
         return RequestHeader(kind, self._rank, route.token, method, path, budget, until, None, number), body
 

@@ -36,7 +36,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import Deadlines, Workers
-from raytorchrpc.tensors import host_device_copy, unpicklable
+from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception
@@ -360,7 +360,7 @@ class Job:
             return self.callee.codec.encode(result, keep_graph=keep_graph, own=self.exposed.frozen)
         except SerializationError as error:
             what = f"the result of {self.label}"
-            raise SerializationError(unpicklable.explain(self.callee.codec, what, result, error)) from error
+            raise SerializationError(self.callee.codec.explain(what, result, error)) from error
 
     def _answer(self, body: Encoded, result: Any) -> None:
         for tensors in self.pending:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, checked
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.connections import Acceptor, SocketAddress
 from raytorchrpc.lanes.common.exports import CallbackExport
@@ -47,7 +47,6 @@ from raytorchrpc.lanes.nccl.protocol import (
 )
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, threads
-from raytorchrpc.tensors.bounds import checked
 from raytorchrpc.tensors.dtypes import Shape
 from raytorchrpc.topology import nccl_env
 

@@ -14,7 +14,7 @@ import torch
 
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.weights.shards import Region, strides_of
-from raytorchrpc.tensors.dtypes import as_copyable
+from raytorchrpc.tensors.dtypes import as_copyable, unrecorded
 
 #: A tensor has a delta if at most this share of its elements has changed. Indices take more bytes than most elements.
 MOST_CHANGED = 1 / 8
@@ -196,8 +196,7 @@ def apply(changes: Sequence[Change], answer: tuple[Runs, list[torch.Tensor]]) ->
     targets = [change.target for change in changes]
     begins = [0] * len(flat)
     moved: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
-    # Tensors made under inference mode can only be written under it.
-    with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
+    with unrecorded(targets):
         for change, (group, count) in zip(changes, runs, strict=True):
             device, begin = change.target.device, begins[group]
             if (group, device) not in moved:

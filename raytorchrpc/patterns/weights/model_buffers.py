@@ -5,8 +5,8 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams, nothing
+from raytorchrpc.tensors.dtypes import unrecorded
 
 _INSTEAD = "swap(in_place=True) copies into the tensors instead"
 
@@ -248,11 +249,6 @@ def _obstacle(tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None
     return None
 
 
-def _unrecorded(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-    # Tensors made under inference mode can only be written under it.
-    return torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad()
-
-
 class ModelBuffers:
     """Memory for one more version of a model. Holds no reference to the model."""
 
@@ -345,7 +341,7 @@ class ModelBuffers:
         moved = [name for name, spec in self.specs.items() if spec.slot in slots]
         owners = [model.local[name] for name in moved]
         self._take_from_pull()
-        with _unrecorded(owners):
+        with unrecorded(owners):
             buffers = [self.tensors[name] for name in moved]
             theirs = [owner.data for owner in owners]
             all_have_buffers = False
@@ -379,7 +375,7 @@ class ModelBuffers:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
         model.check_lasting(self.names)
         self._take_from_pull()
-        with _unrecorded(targets):
+        with unrecorded(targets):
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
         self._wait_for_readers = follow_streams(self._streams)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from raytorchrpc.tensors.bounds import OutOfBounds, within
+from raytorchrpc.tensors.dtypes import OutOfBounds, within
 
 
 class Box(NamedTuple):

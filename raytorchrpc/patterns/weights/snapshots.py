@@ -25,7 +25,7 @@ from raytorchrpc.patterns.weights.shards import Region, cut
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
-from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, view_at
+from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, unrecorded, view_at
 
 _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
@@ -109,8 +109,7 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
             others[0].append(target)
             others[1].append(source)
     targets, sources = others
-    # Tensors made under inference mode can only be written under it.
-    with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
+    with unrecorded(targets):
         host_device_copy.copy_into(targets, sources)
 
 
