@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raytorchrpc.calls.peers import Member, PeerRoute
-from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.services import builtin_services
+from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.process.workers import Deadlines
 
 #: A member drops what it holds for a guest that has sent nothing for this time (seconds).
@@ -97,4 +96,4 @@ def _renew(local: Any, caller: int) -> None:
     """Does nothing: that the request arrived is what counts."""
 
 
-builtin_services[RENEW] = Exposed(_renew, True, None, False, False, False, frozen=True, service=True)
+SERVICES = {RENEW: service(_renew)}

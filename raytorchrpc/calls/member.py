@@ -12,6 +12,7 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.outgoing import OutgoingCalls
 from raytorchrpc.calls.counters import CallCounters, WeightCounters
 from raytorchrpc.calls.flow_control import CreditWindows
+from raytorchrpc.calls.guests import SERVICES as GUEST_SERVICES
 from raytorchrpc.calls.guests import Guests
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
@@ -20,6 +21,7 @@ from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee, Replies
 from raytorchrpc.calls.server.services import Services
+from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
 from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
@@ -42,8 +44,12 @@ class LocalMember:
         instance: Any,
         methods: Mapping[str, Exposed],
         max_bytes: int,
+        services: Mapping[str, Exposed] | None = None,
     ) -> None:
-        """``max_bytes``: of arguments in flight to one peer. Raises ThreadShortage."""
+        """``max_bytes``: of arguments in flight to one peer. ``services``: that upper packages have every member serve.
+
+        Raises ThreadShortage.
+        """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
         self.step = 0
@@ -92,7 +98,8 @@ class LocalMember:
             self.deadlines,
             StreamTable(),
         )
-        self.incoming = IncomingCalls(token, methods, callee, self.peers)
+        served = {**GUEST_SERVICES, **STREAM_SERVICES, **(services or {})}
+        self.incoming = IncomingCalls(token, methods, served, callee, self.peers)
         self.services.open("stream", "", lambda: callee.streams)
 
     def _mapped(self, peer: str) -> int:

@@ -33,11 +33,12 @@ from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending, 
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
+from raytorchrpc.membership import process_group
 from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
-from raytorchrpc.membership.process_group import collectives_of
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.patterns import home
 from raytorchrpc.process.this_process import default_capacity
-from raytorchrpc.rdt import enable_where_possible, load_where_possible
+from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.planner import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology import probe as topology_probe
@@ -127,7 +128,8 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
     methods = exposed_methods(instance)
     take_turns()
-    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
+    services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
+    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes, services)
     _preparing = spec, local  # from here on ``leave`` undoes it
     if spec.config.switch_interval_s is not None:
         local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
@@ -485,7 +487,7 @@ def remove_peers(local: LocalMember, names: Sequence[str]) -> None:
 
 def _part(local: LocalMember, name: str, cause: str) -> None:
     """Disconnect from a peer, and end a process group that includes it."""
-    collectives_of(local).lose(name, cause)
+    process_group.collectives_of(local).lose(name, cause)
     for lane in _lanes_of(local):
         lane.disconnect(name)
 

@@ -31,10 +31,10 @@ from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember, member_of, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, takes_timeout
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
-from raytorchrpc.patterns import home
 from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
@@ -445,7 +445,7 @@ def _operate(
     return result
 
 
-home.register_service(_STORE, _operate)
+SERVICES = {_STORE: service(_operate)}
 
 
 def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:

@@ -17,7 +17,7 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop
 from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
-from raytorchrpc.calls.server.services import DeferredReply, WaitableReply, builtin_services
+from raytorchrpc.calls.server.services import DeferredReply, WaitableReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.workers import Deadlines
@@ -356,7 +356,7 @@ class Handle:
         ``wait_s``: how long the operation may wait at the home; None: as long as a call.
         """
         if self._is_home(local):
-            answer = builtin_services[service].function(local, local.me.rank, *args)
+            answer = local.incoming.services[service].function(local, local.me.rank, *args)
             return (yield answer) if isinstance(answer, DeferredReply) else answer
         return (yield from self._response(self._send(local, service, args, wait_s)))
 

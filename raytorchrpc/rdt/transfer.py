@@ -26,7 +26,7 @@ from raytorchrpc.calls.member import LocalMember, current_local
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.services import DeferredReply, builtin_services
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.process import this_process, threads
@@ -129,7 +129,7 @@ def _pull(instance: Any, object_id: str, process: str, to_cpu: bool) -> list[tor
     return [tensor.cpu() for tensor in kept.tensors] if to_cpu else kept.tensors
 
 
-builtin_services[PULL] = Exposed(_pull, True, None, False, False, False, frozen=True)
+SERVICES = {PULL: Exposed(_pull, True, None, False, False, False, frozen=True)}
 
 
 def _on_cpu(kept: _Kept) -> Encoded:

@@ -36,4 +36,4 @@ def make_callee(
     replies = Replies("callee", codec, deadlines)
     workers = Workers("test")
     callee = Callee("callee", None, local, codec, payloads, replies, workers, deadlines, StreamTable())
-    return IncomingCalls(TOKEN, methods or {}, callee, peers)
+    return IncomingCalls(TOKEN, methods or {}, {}, callee, peers)

@@ -15,6 +15,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.common.pending import PendingReply
+from raytorchrpc.patterns.home import services
 
 GENERATION = "generation"
 
@@ -136,7 +137,9 @@ class Members:
     def __init__(self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None) -> None:
         """``methods``: of each member; they get None for their actor."""
         self.members = {
-            name: LocalMember("group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30)
+            name: LocalMember(
+                "group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30, services()
+            )
             for rank, name in enumerate(("home", "a", "b"))
         }
         self.lanes = {name: DirectLane() for name in self.members}

@@ -33,6 +33,11 @@ class Exposed(NamedTuple):
     """The class of its jobs, if it is a special one."""
 
 
+def service(function: Callable[..., Any]) -> Exposed:
+    """A method of the package's own that every member serves; see ``Exposed.service``."""
+    return Exposed(function, True, None, False, False, False, frozen=True, service=True)
+
+
 def exposed(function: Any) -> Exposed | None:
     """What ``@method`` recorded; None for a function without it."""
     note: Exposed | None = getattr(function, MARK, None)

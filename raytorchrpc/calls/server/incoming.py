@@ -15,7 +15,6 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Work
 from raytorchrpc.calls.server.served_call import Callee, CancellableCalls, CancellableJob, Job
-from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import CancelledError, LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
@@ -30,9 +29,18 @@ class IncomingCalls:
     tracer: Tracer | None = None
     """While the group is traced."""
 
-    def __init__(self, token: str, methods: Mapping[str, Exposed], callee: Callee, peers: PeerTable) -> None:
-        """``token``: of this process; see ``peers.process_token``. ``methods``: by name."""
-        self.token, self.methods, self.callee, self._peers = token, methods, callee, peers
+    def __init__(
+        self,
+        token: str,
+        methods: Mapping[str, Exposed],
+        services: Mapping[str, Exposed],
+        callee: Callee,
+        peers: PeerTable,
+    ) -> None:
+        """``token``: of this process; see ``peers.process_token``. ``methods``: of the actor, by name; ``services``:
+        those of the package's own.
+        """
+        self.token, self.methods, self.services, self.callee, self._peers = token, methods, services, callee, peers
         self._cancellable = CancellableCalls()
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
@@ -104,7 +112,7 @@ class IncomingCalls:
         self.callee.replies.send(reply, lambda: answer)
 
     def _exposed(self, name: str) -> Exposed:
-        exposed = self.methods.get(name) or builtin_services.get(name)
+        exposed = self.methods.get(name) or self.services.get(name)
         if exposed is None:
             raise NoSuchMethod(self._why_not(name))
         return exposed

@@ -18,9 +18,6 @@ from raytorchrpc.errors import NotAMember, NotFound
 
 T = TypeVar("T", bound="Served")
 
-#: Methods of the package's own that every member serves: name -> an ``Exposed``.
-builtin_services: dict[str, Any] = {}
-
 
 def _unchanged(value: Any) -> Any:
     return value

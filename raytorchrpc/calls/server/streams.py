@@ -18,7 +18,7 @@ from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission, allow_calls, wait_serving
 from raytorchrpc.calls.server.served_call import Callee, CancellableJob, Job
-from raytorchrpc.calls.server.services import DeferredReply, WaitableReply, builtin_services
+from raytorchrpc.calls.server.services import DeferredReply, WaitableReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane
 from raytorchrpc.tensors import host_device_copy
@@ -304,4 +304,4 @@ def _never(*_: Any) -> None:
     raise AssertionError("an ItemRequest answers itself")
 
 
-builtin_services[NEXT] = Exposed(_never, True, None, False, False, False, service=True, job=ItemRequest)
+SERVICES = {NEXT: Exposed(_never, True, None, False, False, False, service=True, job=ItemRequest)}

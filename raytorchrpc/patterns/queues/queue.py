@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, Empty
 from raytorchrpc.patterns.handle import Steps, arun, checked_count, run
-from raytorchrpc.patterns.home import factories, setting_names
+from raytorchrpc.patterns.home import Kind
 from raytorchrpc.patterns.queues.buffer import Buffer
 from raytorchrpc.patterns.queues.channel import Channel, Consumer
 from raytorchrpc.patterns.queues.services import HomeStore
@@ -141,5 +141,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
     return store
 
 
-factories[Queue.kind] = _create
-setting_names[Queue.kind] = ("maxsize", "max_bytes", "producers")
+KINDS = {Queue.kind: Kind(_create, ("maxsize", "max_bytes", "producers"))}

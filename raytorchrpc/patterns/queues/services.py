@@ -16,7 +16,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.metrics import QueueStats
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.patterns.home import register_methods
+from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.queues.buffer import Batch, BatchId, Buffer, Policy
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
 from raytorchrpc.patterns.queues.sequence import ReorderBuffer, SequenceMark
@@ -121,7 +121,7 @@ class HomeStore(Store):
         self.add_buffer(key, Buffer(maxsize, max_bytes or self._local.max_bytes, policy, caller, process))
 
 
-register_methods(
+SERVICES = object_services(
     {
         PUT: HomeStore.serve_put,
         SKIP: lambda store, caller, sequence_id, first: store.arrivals.skip(caller, sequence_id, first),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, get_args
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps, arun, checked_count, request_ids, run
-from raytorchrpc.patterns.home import factories, setting_names
+from raytorchrpc.patterns.home import Kind
 from raytorchrpc.patterns.queues.buffer import Policy
 from raytorchrpc.patterns.queues.channel import RETURNS, Channel, Consumer
 from raytorchrpc.patterns.queues.services import CANCEL, SUBSCRIBE, HomeStore
@@ -182,5 +182,4 @@ def _create(local: LocalMember, name: str, settings: Any) -> HomeStore:
     return HomeStore(local, f"topic {name!r}", settings, settings[0], shared=True)
 
 
-factories[Topic.kind] = _create
-setting_names[Topic.kind] = ("publishers",)
+KINDS = {Topic.kind: Kind(_create, ("publishers",))}

@@ -19,7 +19,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import give_up_at
-from raytorchrpc.patterns.home import register_methods
+from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.published import Readable, lease_end
 from raytorchrpc.patterns.weights.pull_plan import Selection
@@ -378,7 +378,7 @@ def feeds_of(local: LocalMember, store: StoreKey, homes: Sequence[str], address:
     return feeds
 
 
-register_methods({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece, CONFIRM: Feeds.serve_confirm})
+SERVICES = object_services({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece, CONFIRM: Feeds.serve_confirm})
 
 
 #: A pull comes in this many pieces at most, of at least so many bytes each.

@@ -21,7 +21,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.patterns.handle import give_up_at
-from raytorchrpc.patterns.home import register_methods
+from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.model_tensors import ties_of
 from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row
@@ -553,7 +553,7 @@ class PublishedWeights(Readable, VersionWaits):
             self._versions.clear()
 
 
-register_methods(
+SERVICES = object_services(
     {
         WAIT: lambda weights, _, version, wait_s: weights.wait(version, time.monotonic() + wait_s),
         LEASE: PublishedWeights.serve_lease,

@@ -22,7 +22,7 @@ from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, give_up_at, member_name
-from raytorchrpc.patterns.home import factories, register_methods, setting_names
+from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
 
@@ -303,17 +303,6 @@ def _settle(freed: _Freed) -> None:
         reply.settle(kept)
 
 
-register_methods(
-    {
-        STAGED: lambda store, _, publisher, version, carried, wait_s: store.staged(
-            Publisher(*publisher), version, time.monotonic() + wait_s, carried
-        ),
-        LOOK: lambda store, _, version: store.look(version),
-        NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),
-    }
-)
-
-
 class Shards(Handle):
     """The shards of one publisher."""
 
@@ -469,7 +458,15 @@ def _open_shards(local: LocalMember, name: str, settings: Any) -> PublishedShard
     return shards
 
 
-factories[KIND] = _open
-setting_names[KIND] = setting_names[SHARDS] = ("keep", "track", "publishers")
-factories[SHARDS] = _open_shards
-register_methods({RETIRE: lambda weights, _, oldest: weights.retire_before(oldest)})
+_SETTING_NAMES = ("keep", "track", "publishers")
+KINDS = {KIND: Kind(_open, _SETTING_NAMES), SHARDS: Kind(_open_shards, _SETTING_NAMES)}
+SERVICES = object_services(
+    {
+        STAGED: lambda store, _, publisher, version, carried, wait_s: store.staged(
+            Publisher(*publisher), version, time.monotonic() + wait_s, carried
+        ),
+        LOOK: lambda store, _, version: store.look(version),
+        NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),
+        RETIRE: lambda weights, _, oldest: weights.retire_before(oldest),
+    }
+)

@@ -17,7 +17,6 @@ from raytorchrpc.calls.member import LocalMember, process_member
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.gates import keep_admission
-from raytorchrpc.calls.server.services import builtin_services
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
@@ -352,7 +351,7 @@ class WeightStore(Handle):
     def _outlast(local: LocalMember, member: str, service: str, args: tuple[Any, ...], until: float) -> Any:
         """Send a request that waits for the member to come back. Raises RpcTimeout at ``until``."""
         if member == local.me.name:
-            return builtin_services[service].function(local, local.me.rank, *args)
+            return local.incoming.services[service].function(local, local.me.rank, *args)
         options = CallOptions(max(0.001, until - time.monotonic()), retry=_OFTEN)
         return Future(local.outgoing.call(member, service, args, {}, options)).wait()
 
