@@ -25,7 +25,6 @@ from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
 from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import NotAMember
 from raytorchrpc.lanes.base import MessageLane, TensorLane, windows
 from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
@@ -167,14 +166,6 @@ def process_member(timeout_s: float | None = None) -> LocalMember:
 def current_local() -> LocalMember | None:
     """This process's membership, or None."""
     return _current.local
-
-
-def member_of(generation: str) -> LocalMember:
-    """This process's membership in that generation of a group. Raises NotAMember if it has left it."""
-    local = _current.local
-    if local is None or local.generation != generation:
-        raise NotAMember(f"this process has left generation {generation} of the group")
-    return local
 
 
 def set_local(local: LocalMember | None) -> None:

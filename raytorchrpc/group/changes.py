@@ -202,13 +202,12 @@ class Announcer:
     def _announce(self, change: Callable[..., Any], arguments: Arguments, patience_s: float) -> dict[str, Any]:
         """Apply a change, one of ``join``'s, in each of these members; returns the answers in time."""
         self._step += 1
-        group, generation = self._state.roster.name, self._state.roster.generation
-        asked = {name: (generation, self._step, change, *args) for name, args in arguments.items()}
+        asked = {name: (self._step, change, *args) for name, args in arguments.items()}
         results, failures = self._connections.call_all(join.apply, asked, time.monotonic() + patience_s)
         for name, error in failures.items():
             self.behind[name] = time.monotonic()
             if not isinstance(error, PeerLost):  # the failure detector reports that
-                logger.info("group %r: %s missed a change and will be resynchronised: %s", group, name, error)
+                logger.info("%s missed a change of its group and will be resynchronised: %s", name, error)
         return results
 
     def prepare_arrivals(
@@ -286,8 +285,7 @@ class Announcer:
         self.behind[name] = math.inf
         self._step += 1
         step = self._step
-        generation, arrival, away = self._state.roster.generation, self._arrival(name, ()), self._away(name)
-        arguments = {name: (generation, step, join.resync, arrival, away)}
+        arguments = {name: (step, join.resync, self._arrival(name, ()), self._away(name))}
 
         def resync() -> None:
             answers: dict[str, Any] = {}

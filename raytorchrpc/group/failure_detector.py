@@ -59,11 +59,16 @@ class FailureDetector:
         self._submit, self._dialled = submit, dialled
 
     def watch(self, names: Sequence[str], patience_s: float = _CONNECT_S) -> None:
-        """Connect to these members. Blocks, for each at most ``patience_s``; one that cannot be reached is lost."""
+        """Connect to these members; this process itself, if it is one of them, is not watched.
+
+        Blocks, for each at most ``patience_s``; one that cannot be reached is lost.
+        """
         roster = self._state.roster
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         for name in names:
             self._set_address(name)
+            if roster.records[name].handle is None:
+                continue
             incarnation = roster.records[name].member.incarnation
             try:
                 self._connect(name, incarnation, patience_s)

@@ -61,7 +61,7 @@ class Supervisor:
         """The latest incarnation of each member that could not be admitted."""
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
-        self._connections = ControlConnections(roster.credentials, roster.local)
+        self._connections = ControlConnections(roster.credentials)
         self._restarts = ray_calls.RestartedActors(roster.generation)
         self._announcer = Announcer(self._state, self._connections, self._submit)
         parts = self._state, self._connections, self._restarts
@@ -70,7 +70,7 @@ class Supervisor:
         self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
         try:
             self._restarts.post(roster)
-            self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
+            self._detector.watch(list(roster.records))
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
@@ -378,7 +378,7 @@ class Supervisor:
         state.recover(handles)
         self._events.put(Change(kind, tuple(handles)))
         # Last: one that does not answer is lost again, until it can be watched.
-        self._detector.watch([name for name, handle in handles.items() if handle is not None], *patience)
+        self._detector.watch(list(handles), *patience)
 
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the handles of those that were asked to leave."""

@@ -23,7 +23,7 @@ import ray
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.member import LocalMember, current_local, member_of, set_local
+from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
 from raytorchrpc.calls.server.exposed import exposed, take_turns
 from raytorchrpc.calls.server.gates import allow_calls
@@ -381,14 +381,15 @@ def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
 # --- changes of the group: the supervisor calls these, on a thread of the member's own, busy or not ------------------
 
 
-def apply(generation: str, step: int, change: Callable[..., T], *args: Any) -> T:
+def apply(local: LocalMember, step: int, change: Callable[..., T], *args: Any) -> T:
     """Run ``change(local, *args)``, one of the functions below; changes run one at a time and in order.
 
     Refuses one that arrives late, as after a broken network: the supervisor had no answer to it, and sends the full
     state instead (``resync``).
     """
     with _changing:
-        local = member_of(generation)
+        if local is not current_local():
+            raise NotAMember(f"{local.me.name!r} has left the group")
         if step <= local.step:
             raise NotAMember(f"a later change than {step} has taken effect already")
         local.step = step

@@ -106,7 +106,7 @@ class IncomingCalls:
     def _ask(self, message: Message, reply: Reply) -> None:
         try:
             function, arguments = self.callee.codec.decode(*message.body)
-            answer = Message((protocol.OK,), self.callee.codec.encode(function(*arguments)))
+            answer = Message((protocol.OK,), self.callee.codec.encode(function(self.callee.local, *arguments)))
         except Exception as error:
             answer = self.callee.replies.refusal(protocol.ASK, error)
         self.callee.replies.send(reply, lambda: answer)
