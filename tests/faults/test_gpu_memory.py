@@ -16,7 +16,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls.member import process_member
 from tests.conformance.peers import wait_until
-from tests.faults.ray_here import ray_here
+from tests.faults.running import ray_here
 
 pytestmark = pytest.mark.gpu
 

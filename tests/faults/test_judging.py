@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.pattern_judging import Life, judge
-from tests.faults.pattern_plan import Object
-from tests.faults.pattern_records import Record, stamp
+from tests.faults.judging import Life, judge, judge_memory, judge_rest
+from tests.faults.records import Record, stamp
+from tests.faults.scenarios import Object
 
 QUEUE, TOPIC = Object("queue", "q", "home"), Object("topic", "t", "home")
 PLAIN, TRACKED = Object("weights", "w", "home", "same"), Object("weights", "k", "home", "same", True)
@@ -56,6 +56,16 @@ def pulled(
     return record("pull", of, at, version=version, since=None, ends={**usual, **(tensors or {})}, **more)
 
 
+def called(call: str = "1", op: str = "call", **more: Any) -> Record:
+    data = {"kind": "check empty", "may_have_run": None, "life": 2} if op == "call" else {}
+    return record(op, of=Object("calls", call, "home"), held=0, handle="", **{**data, **more})
+
+
+def ran(call: str = "1") -> Record:
+    return called(call, "ran")
+
+
+NOT_SENT = called(verdict="PeerLost", may_have_run=False)
 CLOSE, ENDED = record("close", at=30, handle=""), record("get", at=31, verdict="Closed")
 SUBSCRIBED = record("subscribe", TOPIC, 5, policy="block", handle="s")
 CLOSE_TOPIC, TOPIC_ENDED = record("close", TOPIC, 30, handle=""), record("next", TOPIC, 31, "end", handle="s", limit=1)
@@ -119,7 +129,10 @@ GOOD: dict[str, list[Record]] = {
     "it stood still": [record("get", lasted=60, still=59.5)],
     "an iteration waits": [record("next", lasted=60, allowed=None)],
     "what came with the last message": [got([1], 101, op="next", held=1, life=1)],
-    "a call": [record("call", held=0, life=2, good=True, at=110)],
+    "a call": [called(at=110), ran()],
+    "a call that was sent again": [called("1-again"), *[ran("1-again")] * 4],
+    "a call that was not sent": [NOT_SENT, called("2", verdict="PeerLost", may_have_run=True), ran("2")],
+    "shards": [record("publish_shards", kept=6, held=0), record("read_shards", verdict="Empty", held=0)],
 }
 BAD: dict[str, tuple[str, list[Record]]] = {
     "two versions": ("MIXTURE", [pulled(4, tensors={"b": [stamp(2, 3, "b", False)] * 2})]),
@@ -138,7 +151,16 @@ BAD: dict[str, tuple[str, list[Record]]] = {
     "an item of another queue": ("CROSSED", [got([1], of=Object("queue", "r", "home"))._replace(object="q")]),
     "put into the next queue": ("STALE", [put([1], 110, held=1)]),
     "an old handle waits on": ("STALE", [record("get", at=110, verdict="Empty", held=1)]),
-    "a call from the past": ("STALE", [record("call", held=0, life=1, good=True, at=110)]),
+    "a call from the past": ("STALE", [called(life=1, at=110), ran()]),
+    "a call that ran nowhere": ("NOWHERE", [called(), ran("2")]),
+    "a call that ran twice": ("TWICE", [called(), ran(), ran()]),
+    "a call that was sent again too often": ("TWICE", [called("1-again"), *[ran("1-again")] * 5]),
+    "a call that ran although it had not": ("RAN", [NOT_SENT, ran()]),
+    "too many versions": ("KEPT", [record("publish_shards", kept=7, held=0)]),
+    "an error of shards that no fault explains": (
+        "UNDOCUMENTED",
+        [record("read_shards", verdict="ProtocolError", held=0)],
+    ),
     "not found too early": ("TOO EARLY", [record("get", verdict="NotFound")]),
     "an end that nobody made": ("SILENT END", [record("next", TOPIC, verdict="end", allowed=None)]),
     "an end before it was made": ("SILENT END", [record("next", verdict="end", at=29), CLOSE]),
@@ -163,7 +185,7 @@ BAD: dict[str, tuple[str, list[Record]]] = {
     "too long besides standing still": ("LATE", [record("get", lasted=60, still=50)]),
     "an iteration is not told": ("LATE", [record("next", at=90, lasted=30, verdict="PeerLost", allowed=None, held=1)]),
     "another item than was put": ("CORRUPT", [got([1], good=False)]),
-    "another answer than was due": ("CORRUPT", [record("call", held=0, life=2, good=False)]),
+    "another answer than was due": ("UNDOCUMENTED", [called(verdict="other: Corrupt('1')"), ran()]),
     "an error of its own": ("UNDOCUMENTED", [record("get", verdict="other: KeyError('x')")]),
 }
 
@@ -193,3 +215,28 @@ def test_a_shortage_and_a_partition_excuse_what_they_explain_and_nothing_else() 
 def test_what_a_handle_shows_again_is_counted() -> None:
     (found,) = judge([got([number], 20 + number, life=1) for number in range(1, 5)], LIVES, STORES)
     assert found.endswith("(and 3 more)")
+
+
+def test_only_a_siege_makes_unknown_calls_strangers() -> None:
+    assert judge([ran("2")], LIVES, STORES) == []
+    (found,) = judge([called(), ran(), ran("1>"), ran("2")], LIVES, STORES, besieged=True)
+    assert found.startswith("UNKNOWN: ")
+
+
+def test_what_a_process_holds_at_rest() -> None:
+    first = {"fds": 20, "threads": 9, "arena": 0, "under way": 0, "anonymous": 0, "far": 0, "restless": ""}
+    first |= {"open": {}, "names": []}
+    assert list(judge_rest(first, {**first, "fds": 26}, 0, 0)) == []
+    assert list(judge_rest(first, {**first, "fds": 75, "far": 1}, 1, 0)) == []
+    for what, value in (("fds", 27), ("threads", 34), ("arena", 1), ("under way", 1), ("anonymous", 26 << 20)):
+        (found,) = judge_rest(first, {**first, what: value}, 0, 0)
+        assert found.startswith(f"LEAK: {what} grew by")
+    assert list(judge_rest(first, {**first, "anonymous": 26 << 20}, 0, 80 << 20)) == []
+    (found,) = judge_rest(first, {**first, "restless": "a call"}, 0, 0)
+    assert found == "RESTLESS: a call"
+
+
+def test_memory_of_processes_that_go_on() -> None:
+    most: dict[tuple[str, int], int] = {}
+    for memory, leaks in ((100 << 20, 0), (150 << 20, 0), (170 << 20, 1)):
+        assert len(list(judge_memory([record("publish_shards", memory=memory)], most))) == leaks
