@@ -40,8 +40,7 @@ from raytorchrpc.group.changes import Change
 from raytorchrpc.group.group import Group, get_group, init_group
 from raytorchrpc.membership import join
 from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
-from raytorchrpc.patterns.queues.queue import Queue
-from raytorchrpc.patterns.queues.topic import Subscription, Topic
+from raytorchrpc.patterns.queues.handles import Queue, Subscription, Topic
 from raytorchrpc.patterns.weights.conversions import BlockFp8
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.store import WeightStore

@@ -189,7 +189,7 @@ def _answer_timeout(seconds: float) -> float:
     return min(MAX_TIMEOUT_S, seconds + ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
 
 
-def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], None]) -> DeferredReply:
+def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], Any]) -> DeferredReply:
     """Call ``give_up`` at ``until``, or when ``reply`` is cancelled, unless it is settled before. Returns ``reply``."""
     cancel_deadline = deadlines.at(until, give_up)
 

@@ -14,10 +14,7 @@ from raytorchrpc.calls.server.exposed import Exposed, service
 from raytorchrpc.errors import ConfigurationError
 
 #: The modules of this package that define services of every member (``SERVICES``) and kinds of objects (``KINDS``).
-_DEFINED_IN = (
-    *("queues.services", "queues.queue", "queues.topic"),
-    *("weights.feeds", "weights.published", "weights.publishers"),
-)
+_DEFINED_IN = ("queues.services", "weights.feeds", "weights.published", "weights.publishers")
 OPEN, FIND = "raytorchrpc.open", "raytorchrpc.find"
 
 

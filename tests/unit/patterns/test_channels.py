@@ -17,7 +17,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.home import OPEN
-from raytorchrpc.patterns.queues import sequence
+from raytorchrpc.patterns.queues import store
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
@@ -148,7 +148,7 @@ def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
 def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "_HOLD_S", 0.05)
+    monkeypatch.setattr(store, "_HOLD_S", 0.05)
     lane = members.lanes["a"]
 
     async def put() -> None:
