@@ -11,7 +11,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, NamedTuple
 
@@ -181,8 +181,8 @@ _GRACE_S = 1.0
 #: The id of the task that creates an actor is this and the actor's id.
 _INIT_TASK = "f" * 16
 
-#: The groups that this process has formed and not ended, and whether each is detached. ``group.group`` sets it.
-groups_formed_here: Callable[[], Mapping[str, bool]] = dict
+#: The groups that this process has formed and not ended, and whether each is detached.
+formed_here: dict[str, bool] = {}
 
 
 class _Waiter(NamedTuple):
@@ -424,11 +424,10 @@ def _actor_here() -> str | None:
 
 def _no_group(actor_id: str | None) -> str:
     """Why this process, which holds that actor or none, cannot call members, and what to do."""
-    formed = groups_formed_here()
     if actor_id is not None and _was_member:
         return "this process is in no group any more: its group has ended, or this actor was removed from it"
-    if formed:
-        name, detached = list(formed.items())[-1]
+    if formed_here:
+        name, detached = list(formed_here.items())[-1]
         if detached:
             return (
                 f"this process is in no group: it formed the detached group {name!r}, which a driver cannot join; call "

@@ -125,7 +125,7 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     with this member. A restarted actor waits here until it is a member of its group again.
     """
     local, since = current_local(), time.monotonic()
-    if local is None and home is not None and (found := _as_guest(home)) is not None:
+    if local is None and home is not None and (found := guests.own_groups.find(home)) is not None:
         local = found[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
@@ -141,15 +141,6 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
 
 
-def _as_guest(home: Any) -> tuple[LocalMember, Member] | None:
-    """See ``calls.guests.OwnGroups.find``."""
-    return None if guests.own_groups is None else guests.own_groups.find(home)
-
-
-def _groups_of_guest() -> list[LocalMember]:
-    return [] if guests.own_groups is None else guests.own_groups.everywhere()
-
-
 def member_name(target: Any, argument: str) -> str:
     """The name of the member that ``target`` stands for: a name, rank or handle, or a Member.
 
@@ -163,7 +154,7 @@ def member_name(target: Any, argument: str) -> str:
         return target.name
     if isinstance(target, str) and not target.isdecimal():
         return target
-    found = _as_guest(target)
+    found = guests.own_groups.find(target)
     if found is None:
         raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
     return found[1].name
@@ -260,7 +251,7 @@ class Handle:
         """
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
-        searched = [local] if local is not None else _groups_of_guest() or [process_member(timeout)]
+        searched = [local] if local is not None else guests.own_groups.everywhere() or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
             if (handle := cls._find_in(local, name, timeout, silent)) is not None:
