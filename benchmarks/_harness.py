@@ -1,4 +1,4 @@
-"""What the benchmarks share: their actors, the engine of ``raytorchrpc bench``, timing, tables."""
+"""What the benchmarks share: the engine of ``raytorchrpc bench``, actors of their own, timing, one table."""
 
 from __future__ import annotations
 
@@ -52,28 +52,17 @@ class Line:
     def ratio(self) -> float:
         return self.ours / self.peer if self.peer else float("inf")
 
-    @property
-    def verdict(self) -> str:
-        """The target and whether it is met; empty without one."""
-        return "" if self.target is None else f"<= {self.target:g} {'ok' if self.ratio <= self.target else 'MISSED'}"
+    def cells(self) -> tuple[str, ...]:
+        met = "ok" if self.target is None or self.ratio <= self.target else "MISSED"
+        target = "" if self.target is None else f"<= {self.target:g} {met}"
+        figures = f"{self.ours:.4g}", f"{self.peer:.4g}", self.unit, f"{self.ratio:.3f}"
+        return self.what, *figures, target, self.peer_name
 
 
 def show(title: str, lines: Sequence[Line]) -> None:
     """Print a table, and append each line as a row of JSON to the file that BENCH_JSON names."""
     heads = ("", "ours", "peer", "", "ratio", "target", "")
-    rows = [
-        (
-            line.what,
-            f"{line.ours:.4g}",
-            f"{line.peer:.4g}",
-            line.unit,
-            f"{line.ratio:.3f}",
-            line.verdict,
-            line.peer_name,
-        )
-        for line in lines
-    ]
-    print(f"\n{plain(Table(title, heads, tuple(rows)))}")
+    print(f"\n{plain(Table(title, heads, tuple(line.cells() for line in lines)))}")
     if path := os.environ.get("BENCH_JSON"):
         with open(path, "a") as file:
             for line in lines:
@@ -108,7 +97,7 @@ def await_gpu() -> None:
 def interleaved(
     runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3, block: int = BLOCK
 ) -> dict[str, float]:
-    """Median seconds of each function.
+    """Median milliseconds of each function.
 
     They alternate, so that drift of the machine affects all of them, in blocks, so that each is as warm as in its own
     loop: after another one's run, cold caches and idle cores cost more than a small call itself.
@@ -120,28 +109,33 @@ def interleaved(
     for turn in rounds(dict.fromkeys(runs, repeats), block):
         for name, count in turn:
             seconds[name] += [timed(runs[name]) for _ in range(count)]
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
 
 
-def engine(rows: Sequence[Row], cases: Sequence[Case], device: Device = "cpu", **effort: Any) -> Run:
+def engine(
+    rows: Sequence[Row], cases: Sequence[Case], device: Device = "cpu", *, budget_s: float = 1800.0, **effort: Any
+) -> Run:
     """Measure these rows by the engine of ``raytorchrpc bench``; prints what has no figure."""
     if not environment:
         rows = [replace(row, bare_ends=range(99)) for row in rows]
-    run = measure(Options(tuple(rows), (device,), tuple(cases), 1800.0, **effort), "", lambda text, part: None)
+    run = measure(Options(tuple(rows), (device,), tuple(cases), budget_s, **effort), "", lambda text, part: None)
     for line in not_measured(run):
         print(f"  not measured: {line}")
     return run
 
 
-def ratios(run: Run, ours: str, peers: Mapping[str, str], target: Callable[[str, str], float | None]) -> list[Line]:
-    """A line for each case and peer (row -> name) that were measured. ``target``: by (case, peer)."""
+def ratios(
+    run: Run, ours: str, peers: Mapping[str, str], targets: Mapping[tuple[str, str], float] | None = None
+) -> list[Line]:
+    """A line for each case and peer (row -> name) that were measured. ``targets``: by (case, peer's row)."""
     lines = []
     for cell in run.cells:
         for row, name in peers.items():
             peer = run.cell(row, cell.device, cell.label, cell.pattern)
             if cell.row == ours and cell.median is not None and peer is not None and peer.median is not None:
                 what = ", ".join(filter(None, (cell.pattern, cell.label)))
-                lines.append(Line(what, cell.median, peer.median, cell.unit, name, target(what, row)))
+                target = (targets or {}).get((what, row))
+                lines.append(Line(what, cell.median, peer.median, cell.unit, name, target))
     return lines
 
 
@@ -150,16 +144,12 @@ def ratios(run: Run, ours: str, peers: Mapping[str, str], target: Callable[[str,
 
 @contextmanager
 def local_ray(cpus: int = 4) -> Iterator[None]:
-    """Run a local Ray without a dashboard for the duration of the block, or use the one that runs."""
-    if ray.is_initialized():
-        yield
-        return
+    """Run a local Ray without a dashboard for the duration of the block."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:
-        end_idle()
         ray.shutdown()
 
 
@@ -180,60 +170,29 @@ class End:
         await_gpu()
 
 
-_idle: dict[tuple[Any, ...], list[Any]] = {}
-"""Actors that a benchmark has left to the next, by what they were started with."""
-
-
 @contextmanager
-def actors(count: int, *, gpus: Sequence[str | None] = (), fresh: bool = False, **env: str) -> Iterator[list[Any]]:
-    """So many living actors, started with ``runtime_env()``; of those that earlier benchmarks used, unless ``fresh``.
+def actors(count: int, *, gpus: Sequence[str] = (), **env: str) -> Iterator[list[Any]]:
+    """So many living actors, started with ``runtime_env()``; they end with the block.
 
     ``gpus``: CUDA_VISIBLE_DEVICES of each actor in turn.
     """
-    wanted = []
+    ends = []
     for rank in range(count):
-        gpu = gpus[rank % len(gpus)] if gpus else None
-        wanted.append((gpu, *sorted(env.items())))
-    found = []
-    for key in wanted:
-        idle = [] if fresh else _idle.get(key, [])
-        found.append(idle.pop() if idle else _start(key[0], env))
+        visible = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
+        options = {"num_cpus": 0, "num_gpus": 0.05 if gpus else 0}
+        variables = {"env_vars": {**environment, **env, **visible}}
+        ends.append(ray.remote(End).options(**options, runtime_env=variables).remote())
     try:
-        ray.get([each.run.remote(_reset) for each in found], timeout=TIMEOUT_S)
-        yield found
-        ray.get([each.run.remote(_reset) for each in found], timeout=TIMEOUT_S)
-    except BaseException:
-        for each in found:
-            ray.kill(each)
-        raise
-    for key, each in zip(wanted, found, strict=True):
-        _idle.setdefault(key, []).append(each)
-
-
-def end_idle() -> None:
-    """End the actors that the next benchmark would have used."""
-    for each in [each for some in _idle.values() for each in some]:
-        ray.kill(each)
-    _idle.clear()
-
-
-def _start(gpu: str | None, env: Mapping[str, str]) -> Any:
-    variables = {**environment, **env, **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})}
-    options = {"num_cpus": 0, "num_gpus": 0 if gpu is None else 0.05, "runtime_env": {"env_vars": variables}}
-    return ray.remote(End).options(**options).remote()
-
-
-_THREADS = torch.get_num_threads()
-
-
-def _reset(end: End) -> None:
-    end.__dict__.clear()
-    torch.set_num_threads(_THREADS)
+        each(ends, lambda end: None)  # wait until they have started
+        yield ends
+    finally:
+        for end in ends:
+            ray.kill(end)
 
 
 @contextmanager
 def group_of(
-    *names: str, gpus: Sequence[str | None] = (), config: rtr.GroupConfig | None = None, **env: str
+    *names: str, gpus: Sequence[str] = (), config: rtr.GroupConfig | None = None, **env: str
 ) -> Iterator[tuple[rtr.Group, dict[str, Any]]]:
     """A group of ``actors`` with these names."""
     with actors(len(names), gpus=gpus, **env) as found:

@@ -1,4 +1,4 @@
-"""The resources that a member holds: memory, descriptors, threads, and the package's own state for calls."""
+"""The resources that a process holds: memory, descriptors, threads, and the package's own state for calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,41 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks._process import smaps
-from raytorchrpc.calls import gates
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
+from raytorchrpc.calls.server import gates
 
-_COUNTED_ELSEWHERE = ("_Deadline", "_Counter", "_Thread", "_Started", "_Boot")
+_COUNTED_ELSEWHERE = ("_Deadline", "PairStats", "_Thread", "_Started", "_Boot")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def smaps() -> dict[str, int]:
+    """Bytes by field of ``smaps_rollup``, and ``Private``, the sum of the private fields."""
+    lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if line.endswith("kB")]
+    fields = {name.rstrip(":"): int(size) * 1024 for name, size, _ in lines}
+    return fields | {"Private": sum(size for name, size in fields.items() if name.startswith("Private_"))}
+
+
+def footprint() -> dict[str, int]:
+    """Private bytes and PSS (with a share of shared memory), and the number of descriptors, sockets and threads."""
+    memory, targets = smaps(), []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return {
+        "private": memory["Private"],
+        "pss": memory["Pss"],
+        "descriptors": len(targets),
+        "sockets": sum(target.startswith("socket:") for target in targets),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 @dataclass(frozen=True)
@@ -28,13 +52,8 @@ class Held:
 
     anonymous: int
     """Heaps and stacks: memory that is neither a file nor shared."""
-    rss: int
-    pss: int
-    uss: int
     arena_used: int
     """Bytes of the shm lane's arena that are in use, by its own count."""
-    arena_pages: int
-    """Bytes of the arena that were ever used; they stay allocated until the group ends."""
     fds: int
     threads: int
     python_threads: tuple[str, ...]
@@ -48,24 +67,19 @@ class Held:
     """Segments of peers' GPU memory that the cuda_ipc lane keeps mapped."""
     by_class: Counter[str] = field(repr=False)
     gpu_allocated: int = 0
-    gpu_reserved: int = 0
 
 
 def held() -> Held:
     """Measure this process, after collecting garbage and returning free memory to the kernel."""
     gc.collect()
-    _trim()
-    memory, member = smaps(), process_member()
-    by_class = _objects()
-    arena = _arena()
-    on_gpu = torch.cuda.is_initialized()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    member = process_member()
+    by_class = Counter(f"{cls.__module__}.{cls.__qualname__}" for cls in map(type, gc.get_objects()) if _ours(cls))
     return Held(
-        anonymous=memory["Anonymous"],
-        rss=memory["Rss"],
-        pss=memory["Pss"],
-        uss=memory["Private"],
+        anonymous=smaps()["Anonymous"],
         arena_used=_arena_used(),
-        arena_pages=os.fstat(arena.address.fd).st_blocks * 512 if arena else 0,
         fds=len(os.listdir("/proc/self/fd")),
         threads=len(os.listdir("/proc/self/task")),
         python_threads=tuple(sorted(thread.name for thread in threading.enumerate())),
@@ -75,8 +89,7 @@ def held() -> Held:
         objects=sum(by_class.values()) - by_class[_MAPPED],
         mapped=by_class[_MAPPED],
         by_class=by_class,
-        gpu_allocated=torch.cuda.memory_allocated() if on_gpu else 0,
-        gpu_reserved=torch.cuda.memory_reserved() if on_gpu else 0,
+        gpu_allocated=torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
     )
 
 
@@ -109,19 +122,9 @@ def settle(seconds: float) -> str:
         threading.Event().wait(0.01)
 
 
-def _arena() -> Any:
-    lane: Any = process_member().tensor_lanes.get("shm")
-    return lane._arena if lane is not None else None
-
-
 def _arena_used() -> int:
     lane: Any = process_member().tensor_lanes.get("shm")
     return lane.in_use() if lane is not None else 0
-
-
-def _objects() -> Counter[str]:
-    classes = (type(thing) for thing in gc.get_objects())
-    return Counter(f"{cls.__module__}.{cls.__qualname__}" for cls in classes if _ours(cls))
 
 
 def _ours(cls: type) -> bool:
@@ -138,9 +141,3 @@ def measurable_memory() -> None:
     if hasattr(libc, "mallopt"):
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(option, 128 << 10)
-
-
-def _trim() -> None:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -31,6 +32,8 @@ KINDS = {
 CUDA_KINDS = {"cuda 20 KB": 40, "cuda 1 MB": 20, "cuda 10 MB": 4, "many cuda": 4}
 #: What the caller does with the results, and the frequency in a thousand.
 WAITS = {"wait": 880, "window": 30, "abandon": 40, "keep": 40, "callback": 10}
+ALONE = ("wait", "keep")
+"""Of these each is one call, which may be large."""
 WINDOW, ABANDONED, KEPT = 16, 8, 24
 ABANDON_S = 1.0
 MANY = 40
@@ -138,36 +141,25 @@ class Caller:
     def drive(self, calls: int) -> None:
         """Make that many calls."""
         for wait, drawn in self._draws(calls):
-            if wait in ("wait", "keep"):
-                ((peer, call),) = drawn
-                value = self._at_once(peer, call)
-                if wait == "keep":
-                    self._keep(call, value)
+            if wait in ALONE:
+                self._at_once(wait, *drawn[0])
                 continue
-            begun = self._begin_all(drawn)
-            if wait == "window":
-                for call, future in begun:
-                    self._judged(call, future.wait)
-            elif wait == "callback":
-                self._call_back(begun)
-        self._drop_all()
+            for call, future in self._begin(wait, drawn):
+                with self._judging(call):
+                    self._check(call, future.wait())
+        self._drop_kept(0)
 
     async def drive_on_loop(self, calls: int) -> None:
         """The same, with ``await``."""
         for wait, drawn in self._draws(calls):
             if drawn[0][1].by_rref:  # torch's RRefs cannot be awaited
-                self._at_once(*drawn[0])
+                self._at_once(wait, *drawn[0])
                 continue
-            begun = self._begin_all(drawn)
-            if wait == "callback":
-                self._call_back(begun)
-            elif wait != "abandon":
-                for call, future in begun:
-                    value = await self._awaited(call, future)
-                    if wait == "keep":
-                        self._keep(call, value)
+            for call, future in self._begin(wait, drawn):
+                with self._judging(call):
+                    self._check(call, await future, wait)
             await asyncio.sleep(0)
-        self._drop_all()
+        self._drop_kept(0)
 
     def _draws(self, calls: int) -> Iterator[tuple[str, list[tuple[str, Case]]]]:
         """Yields (wait, [(peer, case)]) until that number of calls is reached."""
@@ -181,7 +173,7 @@ class Caller:
             count = min(calls, {"window": WINDOW, "abandon": ABANDONED}.get(wait, 1))
             calls -= count
             self._tally.calls += count
-            drawn = [self._draw(alone=wait in ("wait", "keep")) for _ in range(count)]
+            drawn = [self._draw(alone=wait in ALONE) for _ in range(count)]
             if wait == "abandon":  # the callee keeps the result until the deadline
                 drawn = [(peer, call._replace(timeout=ABANDON_S)) for peer, call in drawn]
             yield wait, drawn
@@ -199,63 +191,52 @@ class Caller:
     def _pick(self, weights: dict[str, int]) -> str:
         return self._random.choices(list(weights), list(weights.values()))[0]
 
-    def _at_once(self, peer: str, call: Case) -> Any:
-        if call.by_rref:
-            return self._judged(call, lambda: getattr(rtr.remote(peer), call.method)(*call.args).to_here())
-        return self._judged(call, lambda: getattr(rtr.rpc_sync(peer, timeout=call.timeout), call.method)(*call.args))
+    def _at_once(self, wait: str, peer: str, call: Case) -> None:
+        with self._judging(call):
+            if call.by_rref:
+                value = getattr(rtr.remote(peer), call.method)(*call.args).to_here()
+            else:
+                value = getattr(rtr.rpc_sync(peer, timeout=call.timeout), call.method)(*call.args)
+            self._check(call, value, wait)
 
-    def _begin_all(self, drawn: list[tuple[str, Case]]) -> list[tuple[Case, Any]]:
-        """The calls with their Futures, without those that failed at once (counted if unexpected)."""
+    def _begin(self, wait: str, drawn: list[tuple[str, Case]]) -> Iterator[tuple[Case, Any]]:
+        """Send the calls; returns those to wait for: neither abandoned ones, nor those with a callback."""
         begun = []
         for peer, call in drawn:
-            try:
+            with self._judging(call):
                 begun.append((call, getattr(rtr.rpc_async(peer, timeout=call.timeout), call.method)(*call.args)))
-            except Exception as error:
-                self._judge_error(call, error)
-        return begun
-
-    def _judged(self, call: Case, wait: Callable[[], Any]) -> Any:
-        try:
-            return self._judge_value(call, wait())
-        except Exception as error:
-            self._judge_error(call, error)
-
-    async def _awaited(self, call: Case, future: Any) -> Any:
-        try:
-            return self._judge_value(call, await future)
-        except Exception as error:
-            self._judge_error(call, error)
-
-    def _judge_error(self, call: Case, error: Exception) -> None:
-        if call.raises is None or not isinstance(error, call.raises):
-            self._tally.wrong(f"{call.method}: {error!r}")
-
-    def _judge_value(self, call: Case, value: Any) -> Any:
-        if (call.raises is not None and not call.may_answer) or not call.right(value):
-            self._tally.wrong(f"{call.method} returned {value!r}")
-        return value
-
-    def _call_back(self, begun: list[tuple[Case, Any]]) -> None:
-        """Check the results in callbacks."""
-        for call, future in begun:
-            self._tally.promised += 1
-            future.add_done_callback(functools.partial(self._called_back, call))
+        if wait == "callback":
+            for call, future in begun:
+                self._tally.promised += 1
+                future.add_done_callback(functools.partial(self._called_back, call))
+        return iter(() if wait in ("abandon", "callback") else begun)
 
     def _called_back(self, call: Case, future: Any) -> None:
-        self._judged(call, future.wait)
+        with self._judging(call):
+            self._check(call, future.wait())
         with self._tally.lock:
             self._tally.kept_promises += 1
 
-    def _keep(self, call: Case, value: Any) -> None:
-        """Hold a result for a while, and verify it again when it is dropped."""
-        if value is not None:
-            self._kept.append((call, value))
-        if len(self._kept) > KEPT:
-            self._judge_value(*self._kept.popleft())
+    @contextmanager
+    def _judging(self, call: Case) -> Iterator[None]:
+        """Count an exception that the call should not raise."""
+        try:
+            yield
+        except Exception as error:
+            if call.raises is None or not isinstance(error, call.raises):
+                self._tally.wrong(f"{call.method}: {error!r}")
 
-    def _drop_all(self) -> None:
-        while self._kept:
-            self._judge_value(*self._kept.popleft())
+    def _check(self, call: Case, value: Any, wait: str = "wait") -> None:
+        """Verify a result; with "keep", hold it for a while, and verify it again when it is dropped."""
+        if (call.raises is not None and not call.may_answer) or not call.right(value):
+            self._tally.wrong(f"{call.method} returned {value!r}")
+        if wait == "keep" and value is not None:
+            self._kept.append((call, value))
+            self._drop_kept(KEPT)
+
+    def _drop_kept(self, most: int) -> None:
+        while len(self._kept) > most:
+            self._check(*self._kept.popleft())
 
 
 class Tally:
@@ -335,12 +316,10 @@ class Soaker:
             list(pool.map(lambda caller: caller.drive(calls // threads), self._callers(seed, threads)))
 
     def _callers(self, seed: int, count: int) -> list[Caller]:
-        me = rtr.current_member()
-        group = rtr.get_group("soak")
+        me, group = rtr.current_member(), rtr.get_group("soak")
         peers = [member.name for member in group.members if member != me]
         cuda = all(group.device_map(me.name, peer) for peer in peers)
-        rank = me.rank
-        return [Caller(peers, 64 * seed + 8 * rank + place, self.tally, cuda) for place in range(count)]
+        return [Caller(peers, 64 * seed + 8 * me.rank + place, self.tally, cuda) for place in range(count)]
 
     def settle(self, seconds: float) -> str:
         """As ``settle``, but also waits for callbacks."""

@@ -82,20 +82,14 @@ def main(pick: Pick) -> None:
         took = measured(settings, transports, pick(iterations, iterations // 2, 1), pick(3, 2, 1))
         medians = {name: statistics.median(values) for name, values in took.items()}
         short = case.partition(":")[0]
-        target = round(1 / 3, 3) if short == "transport-bound" else NO_SLOWER
-        for ours, peer, bound in (
-            *(("auto", "nng", target), ("auto", "ray", NO_SLOWER), ("auto", "torchrpc", NO_SLOWER)),
-            *(("torchrpc", "nng", None), ("nng", "ray", None)),
-        ):
-            if {ours, peer} <= medians.keys():
-                lines.append(Line(f"{short}, {ours}", medians[ours], medians[peer], "s", peer, bound))
+        bounds = {("auto", "ray"): NO_SLOWER, ("auto", "torchrpc"): NO_SLOWER, ("torchrpc", "nng"): None}
+        bounds |= {("auto", "nng"): round(1 / 3, 3) if short == "transport-bound" else NO_SLOWER, ("nng", "ray"): None}
+        lines += [Line(f"{short}, {ours}", medians[ours], medians[peer], "s", peer, bound)
+                  for (ours, peer), bound in bounds.items() if {ours, peer} <= medians.keys()]  # fmt: skip
         texts += [case, "  " + ", ".join(f"{key}={value}" for key, value in dataclasses.asdict(settings).items())]
         for name, values in took.items():
-            seconds = "  ".join(f"{value:.2f}" for value in values)
-            against = (f"{medians[name] / medians[p]:>6.2f} x {p}" for p in ("nng", "ray") if p in medians)
-            texts.append("   ".join((f"  {name:<10}{medians[name]:>8.2f} s", *against, f"({seconds})")))
+            texts.append(f"  {name:<10}{medians[name]:>8.2f} s ({'  '.join(f'{value:.2f}' for value in values)})")
     show(f"Atari DQN, 1 learner ({device}) and {collectors} collectors: seconds for 100 iterations (medians)", lines)
     print("\n".join(texts))
     figures = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in PUBLISHED.items())
-    ratio = PUBLISHED["torchrpc (TCP)"] / PUBLISHED["nng"]
-    print(f"published (100 epochs, another program and machine): {figures} (torchrpc (TCP) = {ratio:.2f} x nng)")
+    print(f"published (100 epochs, another program and machine): {figures}")

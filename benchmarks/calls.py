@@ -18,4 +18,4 @@ def main(pick: Pick) -> None:
     effort = {"repeats": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
     run = engine(choose(names, PATTERN_ROWS), cases, **effort)
     peers = {"ray": "Ray actor call", "bare-torchrpc": "torch rpc_sync"}
-    show("Calls between two actors of one host (medians)", ratios(run, "auto", peers, lambda *key: TARGETS.get(key)))
+    show("Calls between two actors of one host (medians)", ratios(run, "auto", peers, TARGETS))

@@ -36,6 +36,6 @@ def main(pick: Pick) -> None:
         for case in ends[:-1]:
             # Where the kernel provides huge pages only on request.
             matters = "[madvise]" in mode and name != "shm" and case == "both"
-            targets = {"quiet, 640 MB": 0.7} if matters else {}
-            lines = ratios(run, case, {"neither": "neither"}, lambda what, _, targets=targets: targets.get(what))
+            targets = {("quiet, 640 MB", "neither"): 0.7} if matters else {}
+            lines = ratios(run, case, {"neither": "neither"}, targets)
             show(f"runtime_env(), {case}: large CPU tensors by {name}, one host (medians)", lines)

@@ -36,10 +36,11 @@ TARGETS = {
 
 
 class EmptyTransport(TensorTransportManager):  # type: ignore[misc]
-    """Moves nothing: the receiver gets its own tensors of the right shapes."""
+    """Moves nothing: the receiver gets tensors of its own, of the right shapes."""
 
     def __init__(self) -> None:
-        self._tensors: dict[Any, list[torch.Tensor]] = {}
+        self._key: Any = None
+        self._tensors: list[torch.Tensor] = []
 
     def tensor_transport_backend(self) -> str:
         return "EMPTY"
@@ -52,24 +53,21 @@ class EmptyTransport(TensorTransportManager):  # type: ignore[misc]
     def can_abort_transport() -> bool:
         return True
 
-    def actor_has_tensor_transport(self, actor: Any) -> bool:
+    def actor_has_tensor_transport(self, *_: Any) -> bool:
         return True
 
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> TensorTransportMetadata:
-        meta = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
-        return TensorTransportMetadata(meta, rdt_object[0].device.type if rdt_object else None)
+    def extract_tensor_transport_metadata(self, _: str, tensors: list[torch.Tensor]) -> TensorTransportMetadata:
+        return TensorTransportMetadata([(tensor.shape, tensor.dtype) for tensor in tensors], tensors[0].device.type)
 
-    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Any = None) -> CommunicatorMetadata:
+    def get_communicator_metadata(self, *_: Any) -> CommunicatorMetadata:
         return CommunicatorMetadata()
 
-    def recv_multiple_tensors(
-        self, obj_id: str, meta: TensorTransportMetadata, communicator: CommunicatorMetadata, target_buffers: Any = None
-    ) -> list[torch.Tensor]:
-        key = (meta.tensor_device, *meta.tensor_meta)
-        if key not in self._tensors:
-            self._tensors.clear()  # those of the last load
-            self._tensors[key] = [torch.ones(s, dtype=d, device=meta.tensor_device) for s, d in meta.tensor_meta]
-        return list(self._tensors[key])
+    def recv_multiple_tensors(self, _: str, meta: TensorTransportMetadata, *__: Any) -> list[torch.Tensor]:
+        key = meta.tensor_device, meta.tensor_meta
+        if key != self._key:
+            self._key = key
+            self._tensors = [torch.ones(s, dtype=d, device=meta.tensor_device) for s, d in meta.tensor_meta]
+        return list(self._tensors)
 
     def send_multiple_tensors(self, *_: Any) -> None:
         raise NotImplementedError("one-sided")
@@ -89,20 +87,15 @@ def _row(name: str, transport: str | None, **more: Any) -> Row:
 def main(pick: Pick) -> None:
     ray.experimental.register_tensor_transport("EMPTY", ["cpu", "cuda"], EmptyTransport, torch.Tensor)
     rtr.rdt.enable()
-    zero_copy = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
     ours, store, empty = _row(OURS, "TORCHRPC"), _row(PLAIN, None), _row(EMPTY, "EMPTY")
-    gloo, nixl = _row("RDT gloo", "gloo"), _row("RDT nixl", "nixl", needs=("nixl",))
-    others = [_row("Ray, zero-copy tensors", None, env=zero_copy), gloo, nixl]
-    _compare(
-        "CPU tensors by ObjectRef, one host",
-        [ours, store, *pick(others, others, []), *pick([empty], [empty], [])],
-        "cpu",
-        pick,
-    )
+    nixl = _row("RDT nixl", "nixl", needs=("nixl",))
+    zero_copy = _row("Ray, zero-copy tensors", None, env={"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"})
+    others = [zero_copy, _row("RDT gloo", "gloo"), nixl, empty]
+    _compare("CPU tensors by ObjectRef, one host", [ours, store, *pick(others, others, [])], "cpu", pick)
     gpus = gpu_count()
     if gpus:
-        rows = [_row(OURS, "TORCHRPC", one_gpu=True), _row("RDT cuda_ipc", "cuda_ipc", one_gpu=True),
-                _row(EMPTY, "EMPTY", one_gpu=True)]  # fmt: skip
+        transports = {OURS: "TORCHRPC", "RDT cuda_ipc": "cuda_ipc", EMPTY: "EMPTY"}
+        rows = [_row(name, transport, one_gpu=True) for name, transport in transports.items()]
         _compare("CUDA tensors by ObjectRef between two actors on one GPU", rows, "cuda", pick)
     if gpus > 1:
         store = _row(PLAIN, None, max_bytes=pick(None, QUICK_STORE, QUICK_STORE))
@@ -113,11 +106,11 @@ def main(pick: Pick) -> None:
 
 
 def _compare(title: str, rows: list[Row], device: Device, pick: Pick) -> None:
-    sizes = [*(Case(size=size) for size in pick(SIZES[device], SIZES[device], (20_000,))), pick(MANY, MANY, MANY)]
-    run = engine(rows, sorted(sizes, key=lambda case: case.size), device)
+    sizes = [*(Case(size=size) for size in pick(SIZES[device], SIZES[device], (20_000,))), MANY]
+    run = engine(rows, sorted(sizes, key=lambda case: case.size), device, budget_s=pick(1800, 1800, 10))
     for table in tables(run)[:1]:
         print(f"\n{plain(table._replace(title=f'{title}: milliseconds'))}")
     peers = {row.name: row.name for row in rows if row.name != OURS}
-    show(f"{title} (medians): {OURS} against the others", ratios(run, OURS, peers, lambda *key: TARGETS.get(key)))
-    for floor in ratios(run, EMPTY, {PLAIN: PLAIN}, lambda *_: None):
+    show(f"{title} (medians): {OURS} against the others", ratios(run, OURS, peers, TARGETS))
+    for floor in ratios(run, EMPTY, {PLAIN: PLAIN}):
         print(f"  {floor.what}: Ray's overhead alone ({EMPTY}) is {floor.ratio:.2f} x {PLAIN}")

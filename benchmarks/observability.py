@@ -48,8 +48,8 @@ def _measure(pick: Pick, against: str | None, folder: Path) -> None:
     ]
     rows += [row("other", against)] if against is not None else []
     run = engine(rows, [Case("quiet")], repeats=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))
-    lines = [*ratios(run, "metrics", {"off": "all off"}, lambda *_: None),
-             *ratios(run, "traced", {"off": "all off"}, lambda *_: None)]  # fmt: skip
+    lines = [*ratios(run, "metrics", {"off": "all off"}),
+             *ratios(run, "traced", {"off": "all off"})]  # fmt: skip
     if against is not None:
-        lines += ratios(run, "off", {"other": against}, lambda *_: 1.02)
+        lines += ratios(run, "off", {"other": against}, {("quiet, nothing", "other"): 1.02})
     show("Cost of metrics_period_s=1, and of tracing, for an empty call (medians)", lines)

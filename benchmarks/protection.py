@@ -85,7 +85,7 @@ def main(pick: Pick) -> None:
                 lane.close()
             for mode in ("unix", "authenticated", "tls"):
                 what = f"{mode}, {size / 1e3:g} kB, {kind.name}"
-                lines.append(Line(what, took[mode] * 1e3, took["bare"] * 1e3, "ms", "bare TCP"))
+                lines.append(Line(what, took[mode], took["bare"], "ms", "bare TCP"))
     finally:
         protection.Tagged = _TAGGED  # type: ignore[misc]
         mine.send(None)

@@ -4,14 +4,13 @@ against gathering whole tensors and broadcasting them by torch.distributed.
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Line, Pick, each, gpu_count, group_of, interleaved, show, timed
-from benchmarks._models import COLUMNS, MODELS, ROWS, TINY, Model
+from benchmarks._harness import Line, Pick, each, gpu_count, group_of, interleaved, show
+from benchmarks._weights import COLUMNS, MODELS, ROWS, TINY, Model, copies, publish, pulls, size_of, sums
 
 PUBLISHERS, READERS = ("t0", "t1"), ("g0", "g1")
 
@@ -20,7 +19,7 @@ def load(end: Any, store: Any, model: Model, device: str) -> int:
     """Make this end's shards; returns their bytes."""
     name = rtr.current_member().name
     trains, number = name in PUBLISHERS, int(name[1])
-    end.number, end.device, end.store = number, device, store
+    end.store, end.number, end.device = store, number, device
     end.model = {
         weight: _shard(shape, ROWS if trains else divided, number, device)
         for weight, (shape, divided) in model.weights().items()
@@ -28,7 +27,7 @@ def load(end: Any, store: Any, model: Model, device: str) -> int:
     if trains:
         for shard in end.model.values():
             shard.tensor.normal_()
-    return sum(shard.tensor.nbytes for shard in end.model.values())
+    return size_of(end.model)
 
 
 def meet(end: Any, store: Any, device: str) -> None:
@@ -39,28 +38,8 @@ def meet(end: Any, store: Any, device: str) -> None:
     (store.publish if trains else store.pull)(model)
 
 
-def publish(end: Any) -> int:
-    return end.store.publish(end.model)
-
-
-def pull(end: Any, repeats: int) -> list[float]:
-    """Seconds of each pull."""
-    return [timed(lambda: end.store.pull(end.model)) for _ in range(repeats)]
-
-
-def copies(end: Any, repeats: int) -> float:
-    """Median seconds of copies of this end's shards within its device, one for each tensor."""
-    others = [shard.tensor.clone() for shard in end.model.values()]
-
-    def copy() -> None:
-        for shard, other in zip(end.model.values(), others, strict=True):
-            other.copy_(shard.tensor)
-
-    return interleaved({"copy": copy}, repeats, warmup=1)["copy"]
-
-
 def gather(end: Any, repeats: int) -> float:
-    """Median seconds to gather whole tensors at the first trainer and to broadcast them."""
+    """Median milliseconds to gather whole tensors at the first trainer and to broadcast them."""
     group: Any = rtr.process_group()
     dist = torch.distributed
 
@@ -73,11 +52,6 @@ def gather(end: Any, repeats: int) -> float:
             dist.broadcast(whole, group_src=0, group=group)
 
     return interleaved({"sync": sync}, repeats, warmup=1)["sync"]
-
-
-def digest(end: Any) -> dict[str, float]:
-    """Sums of what is there, by name."""
-    return {name: float(shard.tensor.double().sum()) for name, shard in end.model.items()}
 
 
 def _shard(shape: tuple[int, ...], divided: int | None, number: int, device: str) -> rtr.Shard:
@@ -99,22 +73,20 @@ def main(pick: Pick) -> None:
 def _measure(model: Model, device: str, gpus: int, repeats: int) -> list[Line]:
     places = [str(place % gpus) for place in range(4)] if gpus else []
     with group_of(*PUBLISHERS, *READERS, gpus=places) as (group, ends):
-        store: Any = rtr.WeightStore(model.name, publishers=PUBLISHERS)
-        trainers, readers = [ends[name] for name in PUBLISHERS], [ends[name] for name in READERS]
-        size = sum(each(list(ends.values()), load, store, model, device)[2:])
+        everybody, trainers, readers = [*ends.values()], [*ends.values()][:2], [*ends.values()][2:]
+        size = sum(each(everybody, load, rtr.WeightStore(model.name, publishers=PUBLISHERS), model, device)[2:])
         each(trainers, publish)
-        each(list(ends.values()), meet, rtr.WeightStore("first", publishers=PUBLISHERS), device)
-        first = max(took[0] for took in each(readers, pull, 1)) * 1e3
-        _check(each(trainers, digest), each(readers, digest))
-        warm = max(map(statistics.median, each(readers, pull, repeats))) * 1e3
-        copied = max(each(readers, copies, repeats)) * 1e3
+        each(everybody, meet, rtr.WeightStore("first", publishers=PUBLISHERS), device)
+        first = max(each(readers, pulls, 1))
+        _check(each(trainers, sums), each(readers, sums))
+        warm, copied = (max(each(readers, work, repeats)) for work in (pulls, copies))
         lines = [
             Line(f"{model.name}, {size / 1e9:.3g} GB", warm, copied, "ms", "copies within"),
             Line(f"{model.name}, the first pull", first, warm, "ms", "a later one", 2.0),
         ]
         if gpus != 1:
             group.process_group("nccl" if gpus else "gloo", members=PUBLISHERS)
-            gathered = max(each(trainers, gather, min(repeats, 3))) * 1e3
+            gathered = max(each(trainers, gather, min(repeats, 3)))
             lines.append(Line(model.name, warm, gathered, "ms", "gather to one trainer, broadcast", 0.2))
         return lines
 

@@ -19,7 +19,7 @@ def main(pick: Pick) -> None:
     rows = [Row("shared", "lane", "group", "", options={"share": True}, one_gpu=True),
             Row("copied", "lane", "group", "", one_gpu=True)]  # fmt: skip
     run = engine(rows, [SMALL, LARGE], "cuda")
-    lines = ratios(run, "shared", {"copied": "the same, copied"}, lambda *_: None)
+    lines = ratios(run, "shared", {"copied": "the same, copied"})
     small, large = (run.cell("shared", "cuda", case.label, "quiet") for case in (SMALL, LARGE))
     lines.insert(0, Line(LARGE.label, large.median, small.median, "ms", SMALL.label, 1.2))
     show("CUDA tensors by share=True between two actors on one GPU (medians)", lines)

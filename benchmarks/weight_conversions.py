@@ -9,7 +9,7 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._harness import Line, Pick, each, gpu_count, group_of, on, show, timed
-from benchmarks._models import MODELS, TINY, Model
+from benchmarks._weights import MODELS, TINY, Model, pull, size_of
 
 BLOCK, SUFFIX = 128, "_scale_inv"
 #: Later pulls of each version: they find converted tensors.
@@ -29,17 +29,15 @@ def reference(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def load(end: Any, store: Any, model: Model, device: str) -> int:
     """Make a model in bfloat16 and one in fp8; returns the bytes of the first."""
-    end.store, end.round = store, 0
-    shapes = {name: shape for name, (shape, _) in model.weights().items()}
-    end.model = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
-    end.fp8 = {}
+    end.store, end.round, end.fp8 = store, 0, {}
+    end.model = {name: torch.empty(shape, dtype=torch.bfloat16, device=device)
+                 for name, (shape, _) in model.weights().items()}  # fmt: skip
     for name, tensor in end.model.items():
         is_matrix = tensor.dim() == 2
         end.fp8[name] = torch.empty_like(tensor, dtype=torch.float8_e4m3fn if is_matrix else None)
         if is_matrix:
-            blocks = [-(-extent // BLOCK) for extent in tensor.shape]
-            end.fp8[name + SUFFIX] = torch.empty(blocks, device=device)
-    return sum(tensor.nbytes for tensor in end.model.values())
+            end.fp8[name + SUFFIX] = torch.empty([-(-extent // BLOCK) for extent in tensor.shape], device=device)
+    return size_of(end.model)
 
 
 def publish(end: Any) -> None:
@@ -50,10 +48,9 @@ def publish(end: Any) -> None:
     timed(lambda: end.store.publish(end.model))
 
 
-def pull(end: Any, fp8: bool) -> float:
-    """Seconds of a pull of the newest version."""
-    convert = rtr.BlockFp8() if fp8 else False
-    return timed(lambda: end.store.pull(end.fp8 if fp8 else end.model, convert=convert))
+def pull_converted(end: Any) -> float:
+    """Seconds of a pull of the newest version in fp8."""
+    return timed(lambda: end.store.pull(end.fp8, convert=rtr.BlockFp8()))
 
 
 def check(end: Any) -> None:
@@ -76,17 +73,14 @@ def _measure(gpus: int, device: str, model: Model, pick: Pick) -> list[Line]:
     took: dict[str, list[float]] = {"bfloat16": [], "first": [], "later": []}
     with group_of("publisher", "reader", gpus=[str(gpu) for gpu in range(min(gpus, 2))]) as (_, ends):
         publisher, reader = ends.values()
-        store = rtr.WeightStore("fp8", home="publisher")
-        size, _ = each([publisher, reader], load, store, model, device)
+        size, _ = each([publisher, reader], load, rtr.WeightStore("fp8", home="publisher"), model, device)
         for number in range(pick(8, 4, 2)):
             on(publisher, publish)
-            times = {
-                "first": [on(reader, pull, True)],
-                "later": [on(reader, pull, True) for _ in range(LATER)],
-                "bfloat16": [on(reader, pull, False) for _ in range(1 + LATER)][1:],
-            }
-            for kind, seconds in times.items():
-                took[kind] += seconds if number else []  # at first, plans are made
+            first, *later = [on(reader, pull_converted) for _ in range(1 + LATER)]
+            _, *plain = [on(reader, pull) for _ in range(1 + LATER)]
+            if number:  # at first, plans are made
+                for kind, seconds in (("first", [first]), ("later", later), ("bfloat16", plain)):
+                    took[kind] += seconds
         on(reader, check)
     ms = {kind: statistics.median(seconds) * 1e3 for kind, seconds in took.items()}
     what, peer = f"{model.name}, {size / 1e9:.3g} GB in bfloat16", "a pull in bfloat16"

@@ -11,7 +11,7 @@ from torch import nn
 
 import raytorchrpc as rtr
 from benchmarks._harness import Line, Pick, await_gpu, each, gpu_count, group_of, on, show, timed
-from benchmarks._models import MODELS, TINY, Model
+from benchmarks._weights import MODELS, TINY, Model, check_same, publish, pull, size_of, sums
 
 #: The time of the steps that one prefetch accompanies.
 ROUND_S = 0.5
@@ -26,18 +26,17 @@ class Layer(nn.Module):
     def __init__(self, shapes: Model) -> None:
         super().__init__()
         hidden, queries, keys, inner = shapes.hidden, shapes.queries, shapes.keys, shapes.inner
-        ends = ((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden))
-        self.q, self.k, self.v, self.o = (nn.Linear(*pair, bias=False) for pair in ends)
-        ends = ((hidden, inner), (hidden, inner), (inner, hidden))
-        self.gate, self.up, self.down = (nn.Linear(*pair, bias=False) for pair in ends)
+        ends = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+        ends |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+        self.parts = nn.ModuleDict({name: nn.Linear(*pair, bias=False) for name, pair in ends.items()})
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        normal = self.norm1(tokens)
-        scores = (self.k(normal) * self.v(normal)).mean(-1, keepdim=True)
-        tokens = tokens + self.o(self.q(normal) * scores.sigmoid())
+        parts, normal = self.parts, self.norm1(tokens)
+        scores = (parts["k"](normal) * parts["v"](normal)).mean(-1, keepdim=True)
+        tokens = tokens + parts["o"](parts["q"](normal) * scores.sigmoid())
         normal = self.norm2(tokens)
-        return tokens + self.down(nn.functional.silu(self.gate(normal)) * self.up(normal))
+        return tokens + parts["down"](nn.functional.silu(parts["gate"](normal)) * parts["up"](normal))
 
 
 def load(end: Any, store: Any, shapes: Model, device: str) -> int:
@@ -48,35 +47,28 @@ def load(end: Any, store: Any, shapes: Model, device: str) -> int:
         layers = [Layer(shapes) for _ in range(shapes.layers)]
         end.model = nn.Sequential(nn.Embedding(shapes.vocabulary, shapes.hidden), *layers).bfloat16()
     end.store, end.tokens = store, torch.randint(shapes.vocabulary, (TOKENS[device],), device=device)
-    return sum(parameter.nbytes for parameter in end.model.parameters())
+    return size_of(end.model)
 
 
-def digest(end: Any) -> list[float]:
-    """Sums of the weights."""
-    return [float(parameter.double().sum()) for parameter in end.model.parameters()]
-
-
-def publish(end: Any) -> int:
+def publish_new(end: Any) -> int:
+    """Returns the version."""
     with torch.no_grad():
         for parameter in end.model.parameters():
             parameter.normal_(std=0.02)
-    return end.store.publish(end.model)
+    return publish(end)
 
 
-def pull(end: Any) -> float:
-    """Seconds that a loop would wait for a pull."""
-    return timed(lambda: end.store.pull(end.model))
-
-
-def _compute(end: Any, count: int) -> None:
+def compute(end: Any, count: int) -> None:
+    """Forward and backward passes."""
     for _ in range(count):
         end.model(end.tokens).float().square().mean().backward()
         end.model.zero_grad()
+    await_gpu()
 
 
 def steps(end: Any, count: int) -> float:
     """Seconds of so many forward and backward passes."""
-    return timed(lambda: _compute(end, count))
+    return timed(lambda: compute(end, count))
 
 
 def count_steps(end: Any, round_s: float) -> int:
@@ -87,21 +79,17 @@ def count_steps(end: Any, round_s: float) -> int:
 
 def beside(end: Any, count: int) -> tuple[float, float, int]:
     """Seconds of the steps with a prefetch and a swap, those of these two calls, and the version."""
-    stalls, version = [], 0
-
-    def both() -> None:
-        nonlocal version
-        began = time.perf_counter()
-        arriving = end.store.prefetch(end.model)
-        stalls.append(time.perf_counter() - began)
-        _compute(end, count)
-        await_gpu()
-        arriving.wait()
-        began = time.perf_counter()
-        version = arriving.swap()
-        stalls.append(time.perf_counter() - began)
-
-    return timed(both), sum(stalls), version
+    await_gpu()
+    began = time.perf_counter()
+    arriving = end.store.prefetch(end.model)
+    stall = time.perf_counter() - began
+    compute(end, count)
+    arriving.wait()
+    swapped = time.perf_counter()
+    version = arriving.swap()
+    stall += time.perf_counter() - swapped
+    await_gpu()
+    return time.perf_counter() - began, stall, version
 
 
 def main(pick: Pick) -> None:
@@ -112,30 +100,28 @@ def main(pick: Pick) -> None:
 
 
 def _measure(gpus: int, device: str, shapes: Model, pick: Pick) -> list[Line]:
-    alone, with_it, stalls, pulls = [], [], [], []
+    ms: list[tuple[float, ...]] = []
     with group_of("publisher", "reader", gpus=[str(gpu) for gpu in range(min(gpus, 2))]) as (_, ends):
         publisher, reader = ends.values()
         _, size = each([publisher, reader], load, rtr.WeightStore("prefetch", home="publisher"), shapes, device)
-        count = 0
+        count = on(reader, count_steps, pick(ROUND_S, ROUND_S, 0.02))
         for number in range(pick(20, 5, 3)):
-            version = on(publisher, publish)
-            count = count or on(reader, count_steps, pick(ROUND_S, ROUND_S, 0.02))
-            without = on(reader, steps, count) if number % 2 else 0.0
+            version = on(publisher, publish_new)
+            before = on(reader, steps, count) if number % 2 else 0.0
             took, stall, got = on(reader, beside, count)
-            without = without or on(reader, steps, count)
+            alone = before or on(reader, steps, count)
             if got != version:
                 raise RuntimeError(f"version {got} was swapped in, not {version}")
-            pulled = on(reader, pull)
-            for times, seconds in ((alone, without), (with_it, took), (stalls, stall), (pulls, pulled)):
-                times += [seconds * 1e3] if number > 1 else []  # at first, plans and buffers are made
-        on(publisher, publish)
+            ms.append((alone * 1e3, took * 1e3, stall * 1e3, on(reader, pull) * 1e3))
+        on(publisher, publish_new)
         on(reader, beside, 1)
-        if on(publisher, digest) != on(reader, digest):
-            raise RuntimeError("the weights arrived changed")
-    what, median = f"{shapes.name}, {size / 1e9:.3g} GB", statistics.median
-    slower = median(seconds / without for seconds, without in zip(with_it, alone, strict=True))
+        check_same(on(publisher, sums), on(reader, sums))
+    ms = ms[2:] or ms  # at first, plans and buffers are made
+    alone, _, stall, pulled = map(statistics.median, zip(*ms, strict=True))
+    slower = statistics.median(took / without for without, took, *_ in ms)
+    what = f"{shapes.name}, {size / 1e9:.3g} GB"
     return [
-        Line(f"{what}: stall of prefetch() and swap()", median(stalls), MOST_STALL_MS, "ms", "limit", 1.0),
-        Line(f"{what}: stall", median(stalls), median(pulls), "ms", "a pull"),
-        Line(f"{what}: {count} steps", slower * median(alone), median(alone), "ms", "without", MOST_SLOWER),
+        Line(f"{what}: stall of prefetch() and swap()", stall, MOST_STALL_MS, "ms", "limit", 1.0),
+        Line(f"{what}: stall", stall, pulled, "ms", "a pull"),
+        Line(f"{what}: {count} steps", slower * alone, alone, "ms", "without", MOST_SLOWER),
     ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Line, Pick, each, gpu_count, group_of, interleaved, on, show
+from benchmarks._harness import Line, Pick, await_gpu, each, gpu_count, group_of, interleaved, on, show
+from benchmarks._weights import publish, size_of, sums
 
 #: Tensors of 32 MiB on GPUs, of 4 MiB on CPUs.
 TENSORS, SIDES = {"cuda": 128, "cpu": 16}, {"cuda": (4096, 4096), "cpu": (2048, 1024)}
@@ -22,37 +22,26 @@ ROUND_S = {"cuda": 0.2, "cpu": 1.0}
 def load(end: Any, store: Any, device: str, count: int) -> int:
     """Make the model; returns its bytes."""
     value = float(rtr.current_member().name == "publisher")
-    end.store, end.device = store, device
-    end.model = {
-        f"{number}": torch.full(SIDES[device], value, dtype=torch.bfloat16, device=device) for number in range(count)
-    }
-    return sum(tensor.nbytes for tensor in end.model.values())
-
-
-def publish(end: Any) -> int:
-    return end.store.publish(end.model)
+    make = {"dtype": torch.bfloat16, "device": device}
+    end.store = store
+    end.model = {f"{number}": torch.full(SIDES[device], value, **make) for number in range(count)}
+    return size_of(end.model)
 
 
 def pull(end: Any, rounds: int, begin: float, period_s: float) -> list[float]:
-    """Seconds of each round, of which the first begins at ``begin`` (``time.monotonic``)."""
+    """Milliseconds of each round, of which the first begins at ``begin`` (``time.monotonic``)."""
     took = []
     for number in range(rounds):
         at = begin + number * period_s
         time.sleep(max(0.0, at - time.monotonic()))
         end.store.pull(end.model)
-        if end.device == "cuda":
-            torch.cuda.synchronize()
-        took.append(time.monotonic() - at)
+        await_gpu()
+        took.append((time.monotonic() - at) * 1e3)
     return took
 
 
-def values(end: Any) -> set[float]:
-    """What has arrived."""
-    return {value for tensor in end.model.values() for value in (float(tensor.min()), float(tensor.max()))}
-
-
 def broadcast(end: Any, rounds: int) -> float:
-    """Median seconds of a broadcast of the model, in one tensor."""
+    """Median milliseconds of a broadcast of the model, in one tensor."""
     group: Any = rtr.process_group()
     whole = torch.cat([tensor.view(-1) for tensor in end.model.values()])
     run = {"broadcast": lambda: torch.distributed.broadcast(whole, group_src=0, group=group)}
@@ -65,7 +54,7 @@ def main(pick: Pick) -> None:
     rounds, period_s = pick(15, 5, 1), pick(ROUND_S[device], ROUND_S[device], 0.1)
     # Readers on all GPUs but the publisher's.
     places = ["0", *(str(1 + number % (gpus - 1)) for number in range(max(READERS)))] if gpus > 1 else []
-    names = [f"reader{number}" for number in range(1, 1 + max(READERS))]
+    names = [f"reader{number}" for number in READERS]
     with group_of("publisher", *names, gpus=places) as (group, ends):
         publisher, *readers = ends.values()
         store = rtr.WeightStore("whole", home="publisher")
@@ -75,16 +64,17 @@ def main(pick: Pick) -> None:
         for count in READERS:
             for repeats in (pick(3, 3, 1), rounds):  # at first they get to know one another
                 pulls = each(readers[:count], pull, repeats, time.monotonic() + pick(0.5, 0.5, 0.1), period_s)
-            took[count] = statistics.median(map(max, zip(*pulls, strict=True))) * 1e3
-        if any(arrived != {1.0} for arrived in each(readers, values)):
+            took[count] = statistics.median(map(max, zip(*pulls, strict=True)))
+        if any(arrived != on(publisher, sums) for arrived in each(readers, sums)):
             raise RuntimeError("the weights arrived changed")
         alone = min(len(readers), gpus - 1) if device == "cuda" else len(readers)
         members = ["publisher", *names[:alone]]
         group.process_group("nccl" if device == "cuda" else "gloo", members=members)
-        by_broadcast = max(each([ends[name] for name in members], broadcast, rounds)) * 1e3
-    what = {count: f"{count} reader{'s' if count > 1 else ''}, {size / 1e9:.3g} GB" for count in READERS}
-    lines = [Line(what[count], took[count], by_broadcast, "ms", f"broadcast to {alone}") for count in READERS]
-    if device == "cuda":
-        lines[-1] = replace(lines[-1], target=1.2)
-    lines.append(Line(what[READERS[-1]], took[READERS[-1]], took[1], "ms", "one reader"))
+        by_broadcast = max(each([ends[name] for name in members], broadcast, rounds))
+    lines = []
+    for count, ms in took.items():
+        what = f"{count} reader{'s' if count > 1 else ''}, {size / 1e9:.3g} GB"
+        target = 1.2 if device == "cuda" and count == max(READERS) else None
+        lines.append(Line(what, ms, by_broadcast, "ms", f"broadcast to {alone}", target))
+    lines.append(Line(what, ms, took[1], "ms", "one reader"))
     show(f"Weights from one publisher to readers that pull at once, {device}, {gpus} GPUs (medians)", lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import ray
@@ -9,8 +10,9 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._harness import Line, Pick, actors, each, gpu_count, group_of, interleaved, on, show, timed
+from benchmarks._weights import check_same, copies, publish, pull, pulls, sums
 
-READERS = 4
+#: Repeats by bytes.
 SIZES = {10_000_000: 7, 1 << 30: 3}
 CUDA_SIZES = {10_000_000: 100, 1 << 30: 50}
 
@@ -27,20 +29,6 @@ def load(end: Any, store: Any, size: int, device: str = "cpu", dtype: torch.dtyp
     end.model = {name: tensor.to(dtype) for name, tensor in model_of(4 * size // dtype.itemsize, device).items()}
 
 
-def publish(end: Any) -> int:
-    return end.store.publish(end.model)
-
-
-def pull(end: Any, version: int | None = None) -> float:
-    """Seconds of a pull."""
-    return timed(lambda: end.store.pull(end.model, version))
-
-
-def pulls(end: Any, repeats: int) -> float:
-    """Median seconds of one pull."""
-    return interleaved({"pull": lambda: pull(end, 1)}, repeats)["pull"]
-
-
 def put(end: Any) -> list[Any]:
     return [ray.put(end.model)]
 
@@ -53,8 +41,7 @@ def get(end: Any, ref: list[Any]) -> None:
 def step(end: Any, share: float) -> float:
     """Change a share of the elements, and publish; returns the seconds that publishing took."""
     for tensor in end.model.values():
-        bits = tensor.view(torch.int16)
-        bits[torch.rand(tensor.shape, device=tensor.device) < share] += 1
+        tensor += (torch.rand(tensor.shape, device=tensor.device) < share).to(tensor.dtype)
     return timed(lambda: publish(end))
 
 
@@ -67,18 +54,8 @@ def follow(end: Any, knows: bool) -> float:
     return timed(newest)
 
 
-def digest(end: Any) -> int:
-    return sum(int(tensor.view(torch.int16).sum(dtype=torch.int64)) for tensor in end.model.values())
-
-
-def copies(end: Any, repeats: int) -> float:
-    """Seconds for one copy within this process."""
-    other = {name: tensor.clone() for name, tensor in end.model.items()}
-    return interleaved({"copy": lambda: [other[name].copy_(t) for name, t in end.model.items()]}, repeats)["copy"]
-
-
 def raw(end: Any, size: int, repeats: int) -> dict[str, float]:
-    """Seconds of copies between the GPUs in a process that has both: per tensor, and all in one."""
+    """Milliseconds of copies between the GPUs in a process that has both: for each tensor, and all in one."""
     source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
     whole = torch.cat(list(source.values()))
     there = torch.empty_like(whole, device="cuda:1")
@@ -92,7 +69,7 @@ def raw(end: Any, size: int, repeats: int) -> dict[str, float]:
         there.copy_(whole, non_blocking=True)
         torch.cuda.synchronize(1)
 
-    return interleaved({"tensors": tensors, "one": one}, repeats)
+    return interleaved({"raw copies, one for each tensor": tensors, "one raw copy of as many bytes": one}, repeats)
 
 
 def main(pick: Pick) -> None:
@@ -100,7 +77,7 @@ def main(pick: Pick) -> None:
     kinds = ("Ray, zero-copy tensors", "1"), ("Ray by default", "0")
     for peer, zero_copy in pick(kinds, kinds, kinds[:1]):
         env = {} if pick(False, False, True) else {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": zero_copy}
-        _cpu(sizes, peer, env)
+        _cpu(sizes, pick(4, 4, 2), peer, env)
     _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
     if gpu_count() >= 2:
         _cuda({size: repeats for size, repeats in CUDA_SIZES.items() if size <= max(sizes)})
@@ -108,21 +85,22 @@ def main(pick: Pick) -> None:
         print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpu_count()}")
 
 
-def _cpu(sizes: dict[int, int], peer: str, env: dict[str, str]) -> None:
+def _cpu(sizes: dict[int, int], count: int, peer: str, env: dict[str, str]) -> None:
     lines = []
-    with group_of("learner", *(f"reader{number}" for number in range(READERS)), **env) as (_, ends):
+    with group_of("learner", *(f"reader{number}" for number in range(count)), **env) as (_, ends):
         learner, *readers = ends.values()
         for size, repeats in sizes.items():
             each([learner, *readers], load, rtr.WeightStore(f"{size}", home="learner"), size)
-            runs = {
-                "store": lambda: each(readers, pull, on(learner, publish)),
-                "ray": lambda: each(readers, get, on(learner, put)),
-            }
-            took = interleaved(runs, repeats, warmup=2, block=1)
-            copied = on(learner, copies, 3) * 1e3
-            what, ours = f"CPU, {size / 1e6:.4g} MB to {READERS} actors", took["store"] * 1e3
-            lines.append(Line(what, ours, took["ray"] * 1e3, "ms", f"{peer}: put, get into the model", 0.3))
-            lines.append(Line(what, ours, copied, "ms", "one copy of it within a process"))
+
+            def through_store() -> None:
+                on(learner, publish)
+                each(readers, pull)
+
+            runs = {"store": through_store, "ray": lambda: each(readers, get, on(learner, put))}
+            ms = interleaved(runs, repeats, warmup=2, block=1)
+            what = f"CPU, {size / 1e6:.4g} MB to {count} actors"
+            lines.append(Line(what, ms["store"], ms["ray"], "ms", f"{peer}: put, get into the model", 0.3))
+            lines.append(Line(what, ms["store"], on(learner, copies, 3), "ms", "one copy of it within a process"))
     show("Weights from one actor to others of its host (medians)", lines)
 
 
@@ -132,18 +110,17 @@ def _changes(size: int, repeats: int) -> None:
     They come over TCP, as between hosts: on one host whole tensors are copied from where they were published.
     """
     config = rtr.GroupConfig(lanes=("socket", "torchrpc"), always_tcp=True)
+    took: dict[str, list[float]] = {"publish all": [], "all": [], "publish 1 %": [], "1 %": []}
     with group_of("learner", "reader", config=config) as (_, ends):
         learner, reader = ends.values()
         store: Any = rtr.WeightStore("changes", home="learner", track=True)
         each([learner, reader], load, store, size, "cpu", torch.bfloat16)
-        took: dict[str, list[float]] = {"publish all": [], "all": [], "publish 1 %": [], "1 %": []}
         for _ in range(repeats + 1):
             for share, what in ((1.0, "all"), (0.01, "1 %")):
                 took[f"publish {what}"].append(on(learner, step, share))
                 took[what].append(on(reader, follow, share < 1))
-            if on(learner, digest) != on(reader, digest):
-                raise RuntimeError("the weights arrived changed")
-    ms = {what: sorted(seconds[1:])[repeats // 2] * 1e3 for what, seconds in took.items()}
+            check_same(on(learner, sums), on(reader, sums))
+    ms = {what: statistics.median(seconds[1:]) * 1e3 for what, seconds in took.items()}
     what = f"CPU, TCP, {size / 1e6:.4g} MB, 1 % of the elements changed"
     lines = [
         Line(what, ms["1 %"], ms["all"], "ms", "a pull of all", 0.15),
@@ -162,12 +139,9 @@ def _cuda(sizes: dict[int, int]) -> None:
         for size, repeats in sizes.items():
             each([learner, reader], load, rtr.WeightStore(f"{size}", home="learner"), size, "cuda")
             on(learner, publish)
-            took = on(reader, pulls, repeats) * 1e3
+            on(reader, pulls, 3)
+            took = on(reader, pulls, repeats)
             target = 1.3 if size > 1e8 else None
-            for name, peer in (
-                ("tensors", "raw copies, one for each tensor"),
-                ("one", "one raw copy of as many bytes"),
-            ):
-                peer_ms = copied[size][name] * 1e3
-                lines.append(Line(f"CUDA, {size / 1e6:.4g} MB", took, peer_ms, "ms", peer, target))
+            lines += [Line(f"CUDA, {size / 1e6:.4g} MB", took, ms, "ms", peer, target)
+                      for peer, ms in copied[size].items()]  # fmt: skip
     show("Weights from one GPU to another (medians)", lines)

@@ -8,13 +8,12 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.combined import gather, wait
-from raytorchrpc.calls.current import await_membership, current_member
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future, gather, wait
+from raytorchrpc.calls.client.stream import Stream
+from raytorchrpc.calls.client.verbs import remote, rpc_async, rpc_sync
+from raytorchrpc.calls.member import await_membership, current_member
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.stream import Stream
-from raytorchrpc.calls.verbs import remote, rpc_async, rpc_sync
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.decorator import method
 from raytorchrpc.errors import (
@@ -41,8 +40,7 @@ from raytorchrpc.group.changes import Change
 from raytorchrpc.group.group import Group, get_group, init_group
 from raytorchrpc.membership import join
 from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
-from raytorchrpc.patterns.queues.queue import Queue
-from raytorchrpc.patterns.queues.topic import Subscription, Topic
+from raytorchrpc.patterns.queues.handles import Queue, Subscription, Topic
 from raytorchrpc.patterns.weights.conversions import BlockFp8
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.store import WeightStore

@@ -9,7 +9,8 @@ from typing import Any, TypeVar, overload
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.exposed import (
+from raytorchrpc.calls.options import checked_retry
+from raytorchrpc.calls.server.exposed import (
     MARK,
     Exposed,
     generate_in_turn,
@@ -17,8 +18,7 @@ from raytorchrpc.calls.exposed import (
     take_turn,
     take_turn_on_loop,
 )
-from raytorchrpc.calls.options import checked_retry
-from raytorchrpc.calls.served_streams import StreamJob
+from raytorchrpc.calls.server.streams import StreamJob
 from raytorchrpc.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])

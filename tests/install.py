@@ -30,7 +30,7 @@ TRIALS = {
         "import raytorchrpc.manifest",
     ],
     "demo": ["import raytorchrpc.cli.digits"],
-    "doctor": ["import pynvml, raytorchrpc.doctor.gpu_probe"],
+    "doctor": ["import pynvml, raytorchrpc.doctor.collector"],
     "bench": ["import raytorchrpc.bench.fit, raytorchrpc.bench.plots, raytorchrpc.cli.bench, matplotlib"],
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
@@ -42,7 +42,7 @@ TRIALS = {
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (
     "for found in pkgutil.walk_packages(raytorchrpc.__path__, 'raytorchrpc.'):\n"
     "    if not found.name.startswith(('raytorchrpc.cli', 'raytorchrpc.bench', 'raytorchrpc.manifest')) "
-    "and not found.name.endswith(('__main__', '.gpu_probe')):\n"
+    "and not found.name.endswith('__main__'):\n"
     "        importlib.import_module(found.name)\n"
     "print('imported', raytorchrpc.__file__)"
 )

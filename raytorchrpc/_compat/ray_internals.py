@@ -32,6 +32,18 @@ def runs_tasks() -> bool:
     return bool(_worker().mode == WORKER_MODE)
 
 
+def current_session() -> tuple[str, ...]:
+    """Identifies this process's connection to Ray; empty if there is none. A job id alone would repeat in the next
+    cluster that a process starts.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return ()
+    context = ray.get_runtime_context()
+    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
+
+
 def actor_max_concurrency() -> int:
     """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor)."""
     return int(_worker().core_worker.current_actor_max_concurrency())

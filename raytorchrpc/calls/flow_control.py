@@ -11,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from raytorchrpc.calls import waiting
-from raytorchrpc.calls.event_loops import on_loop
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.scope import current_scope
+from raytorchrpc.calls.scope import current_scope, on_loop
+from raytorchrpc.calls.server.gates import wait_serving
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 
@@ -177,7 +176,7 @@ class CreditWindows:
         began = time.monotonic()
         request = window.enqueue(size)
         try:
-            if not waiting.wait_serving(request, patience_s):
+            if not wait_serving(request, patience_s):
                 raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {in_flight}")
         except BaseException:
             request.cancel()

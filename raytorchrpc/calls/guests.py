@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.peers import Member, PeerRoute
-from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.calls.server.exposed import service
+from raytorchrpc.errors import ConfigurationError, NotAMember
+from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines
 
 #: A member drops what it holds for a guest that has sent nothing for this time (seconds).
@@ -25,21 +26,96 @@ RENEW = "raytorchrpc.renew"
 _GUESTS_BELOW = -1  # the rank of a supervisor
 
 
-class OwnGroups(Protocol):
-    """The groups that this process has formed or fetched without being a member."""
+class Guest(Protocol):
+    """This process as a guest of one group."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether this process can still reach the group."""
+
+    def local(self, home: Any = None) -> Any:
+        """A LocalMember with a route to ``home``, if the group has that member. Blocks to connect.
+
+        Raises NotAMember if the group has ended.
+        """
+
+    def close(self) -> None:
+        """End all operations and free everything. Idempotent, never raises."""
+
+
+class OwnGroups:
+    """The groups that this process has formed or fetched and that have not ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guests: dict[str, Guest] = {}
+        """By the generation of the group."""
+
+    def add(self, generation: str, guest: Guest) -> None:
+        """This process formed or fetched this group. Idempotent."""
+        with self._lock:
+            self._guests.setdefault(generation, guest)
+
+    def remove(self, generation: str) -> None:
+        """The group ends, as far as this process is concerned. Idempotent, never raises."""
+        with self._lock:
+            guest = self._guests.pop(generation, None)
+        if guest is not None:
+            guest.close()
 
     def find(self, home: Any) -> tuple[Any, Member] | None:
         """This process as a guest of the group with the member ``home`` (a LocalMember), and that member. Blocks.
 
         None if there is no such group. Raises NotAMember, or ConfigurationError if several groups have that member.
         """
+        locals_ = self.everywhere(home)
+        found = [(local, member) for local in locals_ if (member := member_of(local, home)) is not None]
+        if len(found) > 1:
+            groups = " and ".join(repr(local.group) for local, _ in found)
+            raise ConfigurationError(
+                f"groups {groups} have a member {home!r}, and this process is in none of them: give the members "
+                f"different names, or join one group with init_group(..., include_driver=True)"
+            )
+        if locals_ and not found:
+            members = "; ".join(
+                f"group {local.group!r} has {', '.join(route.member.name for route in local.peers.routes)}"
+                for local in locals_
+            )
+            raise NotAMember(f"no group that this process formed or fetched has a member {home!r}: {members}")
+        return found[0] if found else None
 
-    def everywhere(self) -> list[Any]:
-        """This process as a guest of each of its groups. Blocks."""
+    def everywhere(self, home: Any = None) -> list[Any]:
+        """This process as a guest of each of its groups. Blocks. ``home``: a member to be called, if a group has it.
+
+        Raises NotAMember if there were groups and all have ended.
+        """
+        fork.check_process()
+        found: list[Any] = []
+        ended = None
+        for generation, guest in list(self._guests.items()):
+            if not guest.lasts:
+                self.remove(generation)
+                continue
+            try:
+                found.append(guest.local(home))
+            except NotAMember as error:
+                self.remove(generation)
+                ended = error
+        if ended is not None and not found:
+            raise ended
+        return found
 
 
-own_groups: OwnGroups | None = None
-"""Set by the package that forms groups."""
+own_groups = OwnGroups()
+
+
+def member_of(local: Any, target: Any) -> Member | None:
+    """The member that ``target`` (a name, rank, handle or Member) stands for, or None."""
+    try:
+        member: Member = local.peers.route(target).member
+        return member
+    except NotAMember:
+        return None
 
 
 def new_rank() -> int:
@@ -62,10 +138,13 @@ class Guests:
         self._routes: dict[int, PeerRoute] = {}
         self._seen: dict[int, float] = {}
 
-    def route_back(self, rank: int) -> PeerRoute:
-        """The route for replies to a guest, which has just sent something. It names no lane: a reply takes the
-        connection that brought the request.
+    def route_back(self, rank: int) -> PeerRoute | None:
+        """The route for replies to a guest, which has just sent something; None for a rank that is no guest's.
+
+        It names no lane: a reply takes the connection that brought the request.
         """
+        if not is_guest(rank):
+            return None
         now = time.monotonic()
         with self._lock:
             route = self._routes.get(rank)
@@ -94,4 +173,4 @@ def _renew(local: Any, caller: int) -> None:
     """Does nothing: that the request arrived is what counts."""
 
 
-builtin_services[RENEW] = Exposed(_renew, True, None, False, False, False, frozen=True, service=True)
+SERVICES = {RENEW: service(_renew)}

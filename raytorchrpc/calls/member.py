@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.exposed import Exposed
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.client.outgoing import OutgoingCalls
+from raytorchrpc.calls.counters import CallCounters, WeightCounters
 from raytorchrpc.calls.flow_control import CreditWindows
+from raytorchrpc.calls.guests import SERVICES as GUEST_SERVICES
 from raytorchrpc.calls.guests import Guests
-from raytorchrpc.calls.incoming import IncomingCalls
-from raytorchrpc.calls.job import Callee
-from raytorchrpc.calls.out_of_band import PayloadSplitter
-from raytorchrpc.calls.outgoing import OutgoingCalls
-from raytorchrpc.calls.payload import PayloadStep
-from raytorchrpc.calls.peer_table import PeerTable
-from raytorchrpc.calls.peers import Member, process_token
-from raytorchrpc.calls.replies import Replies
-from raytorchrpc.calls.services import Services
+from raytorchrpc.calls.options import checked_timeout, takes_timeout
+from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
+from raytorchrpc.calls.peers import Member, PeerTable, process_token
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.incoming import IncomingCalls
+from raytorchrpc.calls.server.served_call import Callee, Replies
+from raytorchrpc.calls.server.services import Services
+from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
+from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.calls.spans import Tracer
-from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.base import MessageLane, TensorLane, windows
+from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
 
@@ -40,8 +43,12 @@ class LocalMember:
         instance: Any,
         methods: Mapping[str, Exposed],
         max_bytes: int,
+        services: Mapping[str, Exposed] | None = None,
     ) -> None:
-        """``max_bytes``: of arguments in flight to one peer. Raises ThreadShortage."""
+        """``max_bytes``: of arguments in flight to one peer. ``services``: that upper packages have every member serve.
+
+        Raises ThreadShortage.
+        """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
         self.step = 0
@@ -63,7 +70,7 @@ class LocalMember:
         self.counters, self.weights = CallCounters(), WeightCounters(self._mapped)
         self.services = Services()
         guests = Guests(lambda rank: self.services.lose(rank, ended=True), self.deadlines)
-        self.peers = PeerTable(group, self.services, guests)
+        self.peers = PeerTable(group, self.services, guests.route_back)
         self.payloads = PayloadStep(me.rank, PayloadSplitter(self.tensor_lanes, self.cleanup.leave), self.cleanup)
         self.credit = CreditWindows(config, max_bytes)
         self.outgoing = OutgoingCalls(
@@ -79,8 +86,19 @@ class LocalMember:
         )
         self.replies = Replies(me.name, self.codec, self.deadlines)
         token = process_token(generation, me.rank, me.incarnation)
-        callee = Callee(me.name, instance, self, self.codec, self.payloads, self.replies, self.workers, self.deadlines)
-        self.incoming = IncomingCalls(token, methods, callee, self.peers)
+        callee = Callee(
+            me.name,
+            instance,
+            self,
+            self.codec,
+            self.payloads,
+            self.replies,
+            self.workers,
+            self.deadlines,
+            StreamTable(),
+        )
+        served = {**GUEST_SERVICES, **STREAM_SERVICES, **(services or {})}
+        self.incoming = IncomingCalls(token, methods, served, callee, self.peers)
         self.services.open("stream", "", lambda: callee.streams)
 
     def _mapped(self, peer: str) -> int:
@@ -113,3 +131,67 @@ class LocalMember:
         self.tensor_lanes.clear()
         for end in self.at_end:
             end()
+
+
+class _Current:
+    """Holds this process's membership, and drops it in a forked child."""
+
+    def __init__(self) -> None:
+        self.local: LocalMember | None = None
+        self._parents: LocalMember | None = None
+
+    def after_fork(self) -> tuple[()]:
+        """See fork.ForkAware. Freeing the parent's membership could wait for threads that the child lacks."""
+        if self.local is not None:
+            self._parents, self.local = self.local, None
+            fork.forked_from(f"member {self._parents.me.name!r} of group {self._parents.group!r}")
+        return ()
+
+
+_current = _Current()
+
+
+def process_member(timeout_s: float | None = None) -> LocalMember:
+    """This process's membership. Raises NotAMember, with the remedy, if there is none.
+
+    In a restarted actor, blocks until it has rejoined its group, at most ``timeout_s`` (None: the default of a call);
+    then raises RpcTimeout.
+    """
+    local = _current.local
+    if local is None:
+        local = rejoin.wait(timeout_s)[0]
+    return local
+
+
+def current_local() -> LocalMember | None:
+    """This process's membership, or None."""
+    return _current.local
+
+
+def set_local(local: LocalMember | None) -> None:
+    """Enter or leave a group."""
+    _current.local = local
+    if local is not None:
+        fork.register(_current)
+    rejoin.joined(local)
+
+
+@takes_timeout
+def current_member(timeout: float | None = None) -> Member:
+    """This process's own ``Member``. Raises NotAMember outside a group.
+
+    In an actor that Ray has restarted, blocks until its group has taken it back, at most ``timeout`` seconds (None:
+    the group's ``rpc_timeout_s``); then raises RpcTimeout. Raises NotAMember if the group has ended meanwhile, or if
+    the actor's ``__init__`` is still running. On an event loop use ``await_membership``.
+    """
+    return process_member(None if timeout is None else checked_timeout(timeout)).me
+
+
+async def await_membership(timeout: float | None = None) -> Member:
+    """Like ``current_member``, for coroutines: ``me = await rtr.await_membership(timeout=30)``."""
+    checked = None if timeout is None else checked_timeout(timeout)
+    local = _current.local
+    if local is not None:
+        return local.me
+    member: Member = (await asyncio.wrap_future(rejoin.awaited(checked))).me
+    return member

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.errors import NotAMember
+from raytorchrpc.calls.server.services import Services
+from raytorchrpc.errors import NotAMember, PeerLost
 from raytorchrpc.lanes.base import MessageLane
 from raytorchrpc.tensors.devices import Device
 
@@ -109,3 +112,167 @@ def described(group: str, names: Iterable[tuple[int, str]]) -> str:
     shown = [f"{name} ({rank})" for rank, name in names]
     rest = f", ... {len(shown) - 16} more" if len(shown) > 16 else ""
     return f"{group}; its members: {', '.join(shown[:16])}{rest}"
+
+
+#: A call that lost a peer, without a report that the peer is away, is sent again after this time (seconds).
+UNREPORTED_LOSS_S = 2.0
+
+
+class Absence(NamedTuple):
+    """Why a peer cannot be called."""
+
+    cause: str
+    for_good: bool
+    ended: bool = False
+    """It can only come back as another process, if at all."""
+
+
+class PeerTable:
+    """The members of a group as one of them reaches them. Thread-safe."""
+
+    def __init__(
+        self, group: str, services: Services, guest_route: Callable[[int], PeerRoute | None] | None = None
+    ) -> None:
+        """``services``: told of every peer that is lost or comes back. ``guest_route(rank)``: the route
+        back to a guest; None for another rank."""
+        self._group, self._services, self._guest_route = group, services, guest_route
+        self._routes: dict[int, PeerRoute] = {}
+        self._ranks: dict[Any, int] = {}  # by rank, name and actor
+        self._away: dict[int, Absence] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        self.removed: Set[int] = frozenset()
+        """Ranks that were removed from the group."""
+
+    # --- changes of the group --------------------------------------------------------------------------------
+
+    def add_peer(self, route: PeerRoute) -> None:
+        """Add a peer (or this member itself), or replace the route to it."""
+        peer = route.member
+        with self._changed:
+            self._routes[peer.rank] = route
+            actor = None if peer.actor_id is None else ray_internals.key_of_actor(peer.actor_id)
+            self._ranks.update(dict.fromkeys(keys_of(peer.rank, peer.name, actor), peer.rank))
+            self._changed.notify_all()
+
+    def mark_away(self, rank: int, absence: Absence) -> None:
+        """From now on calls to this peer fail at once; those that may be retried wait for its return."""
+        with self._changed:
+            self._away[rank] = absence
+            self._changed.notify_all()
+        self._services.lose(rank, absence.for_good or absence.ended)
+
+    def activate(self, rank: int) -> None:
+        """Make a peer callable, for the first time or again."""
+        with self._changed:
+            self._away.pop(rank, None)
+            self._changed.notify_all()
+        self._services.activate(rank, self._routes[rank].token)
+
+    def remove_peer(self, rank: int) -> None:
+        """Remove a peer that has left the group; its requests are refused from now on."""
+        with self._changed:
+            self._routes.pop(rank, None)
+            self._away.pop(rank, None)
+            self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
+            self.removed = self.removed | {rank}
+            self._changed.notify_all()
+        self._services.lose(rank, ended=True)
+
+    def close(self) -> None:
+        """This process leaves the group: every later look-up for a call fails, and waits for a return end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # --- routes ----------------------------------------------------------------------------------------------
+
+    @property
+    def routes(self) -> tuple[PeerRoute, ...]:
+        """The routes to all members, by rank, this member included."""
+        return tuple(self._routes[rank] for rank in sorted(self._routes))
+
+    def route(self, target: Any) -> PeerRoute:
+        """The route to a target: an actor handle, a member's name, its rank or a ``Member``.
+
+        Raises NotAMember, with the names of the members.
+        """
+        return self._routes[find(target, self._ranks, self._described)]
+
+    def _described(self) -> str:
+        return described(f"group {self._group!r}", ((route.member.rank, route.member.name) for route in self.routes))
+
+    def route_for_call(self, target: Any) -> PeerRoute:
+        """As ``route``. Raises NotAMember also after this process has left the group."""
+        if self._closed:
+            self.check_open()
+        return self.route(target)
+
+    def check_open(self) -> None:
+        """Raise NotAMember if this process has left the group."""
+        if self._closed:
+            raise NotAMember(f"this process has left group {self._group!r} (it was shut down)")
+
+    def route_back(self, rank: int) -> PeerRoute:
+        """The route for replies to a caller. Raises NotAMember for a rank that is not, or no longer, in the group."""
+        route = self._routes.get(rank)
+        if route is None:
+            if self._guest_route is not None and (guest := self._guest_route(rank)) is not None:
+                return guest
+            state = "was removed from" if rank in self.removed else "is not in"
+            raise NotAMember(f"the caller (rank {rank}) {state} group {self._group!r}")
+        return route
+
+    # --- absence ---------------------------------------------------------------------------------------------
+
+    def away(self) -> dict[str, Absence]:
+        """The peers that are away, by name."""
+        with self._changed:
+            return {self._routes[rank].member.name: absence for rank, absence in self._away.items()}
+
+    def check_present(self, route: PeerRoute) -> None:
+        """Raise PeerLost if the peer is away."""
+        if self._away and (absence := self._away.get(route.member.rank)) is not None:
+            raise PeerLost(route.member.name, absence.cause, may_have_run=False)
+
+    def why_unreachable(self, route: PeerRoute) -> str | None:
+        """Why the process that a route leads to cannot be called any more; None if it can, as far as is known here."""
+        if self._closed:
+            return "this process has left the group"
+        absence, now = self._away.get(route.member.rank), self._routes.get(route.member.rank)
+        if absence is not None:
+            return absence.cause
+        return None if now is not None and now.token == route.token else "its process was replaced, or removed"
+
+    def await_everybody(self, until: float) -> bool:
+        """Block until no peer is away, at most until that time (``time.monotonic``); False if it ran out."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._away, max(0.0, until - time.monotonic()))
+
+    def incarnation(self, target: Any) -> int:
+        """The incarnation of the process that a call to the target would reach now."""
+        return self.route(target).member.incarnation
+
+    def await_return(self, target: Any, after: int, until: float) -> bool:
+        """Block until the peer is back as a later incarnation than ``after``, or was there all the time; False if
+        ``until`` passes first. Raises PeerLost for a peer that will not come back.
+        """
+        peer = self.route(target).member
+        rank = peer.rank
+        patience = time.monotonic() + UNREPORTED_LOSS_S
+        with self._changed:
+            while True:
+                if self._closed or rank not in self._routes:
+                    raise PeerLost(peer.name, "it was removed from the group", may_have_run=False)
+                absence, route = self._away.get(rank), self._routes[rank]
+                if absence is None and route.member.incarnation > after:
+                    return True
+                if absence is not None and absence.for_good:
+                    raise PeerLost(route.member.name, absence.cause, may_have_run=False)
+                now = time.monotonic()
+                # No report that the process ended: perhaps only the connection broke.
+                if absence is None and now >= patience:
+                    return True
+                if now >= until:
+                    return False
+                self._changed.wait(min(until, patience) - now if absence is None else until - now)

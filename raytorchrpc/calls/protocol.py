@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from raytorchrpc.calls.event_loops import Token
+from raytorchrpc.calls.scope import Token
 
 # Kinds of request: the first field of every request's header.
 CALL = 0

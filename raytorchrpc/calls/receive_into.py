@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -12,11 +11,11 @@ import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.out_of_band import PendingTensors, filled, kinds, owned, scatter_into
+from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scatter_into
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders, placed
-from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.tensors.dtypes import Shape, unrecorded
 
 _NO_MEMORY = "has no memory: its storage was freed"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -59,7 +58,7 @@ class Spread(Receiver):
                 pending.clear()
                 return len(body.payload), value
             targets, size = _filled_by(parts)
-            with _unrecorded(targets):
+            with unrecorded(targets):
                 try:
                     for tensors in pending:  # at most one, which has them all
                         tensors.scatter_into(parts)
@@ -112,7 +111,7 @@ class Buffers(Receiver):
             lifted = kinds(body, pending)
             split = len(lifted) - body.buffers
             targets = self._targets(lifted[:split], orders(body), label)
-            with _unrecorded(self._given):
+            with unrecorded(self._given):
                 body = self._filled(body, pending, [*targets, *[None] * body.buffers])
         except BaseException:
             pending.clear()  # the error holds this frame, which must not hold the sender's memory
@@ -187,11 +186,6 @@ def obstacle_of(buffer: Any) -> str | None:
     if not buffer.data_ptr() and buffer.numel():
         return _NO_MEMORY
     return None
-
-
-def _unrecorded(given: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-    # Tensors made under inference mode can only be written under it.
-    return torch.inference_mode() if any(map(torch.Tensor.is_inference, given)) else torch.no_grad()
 
 
 def _shown(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

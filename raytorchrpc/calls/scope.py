@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import sys
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.event_loops import Token, is_of_this_process, token_of_threads
-from raytorchrpc.calls.gates import Admission
+from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.process import this_process
+
+Token = str
+
+_tokens = itertools.count()
+
+
+def new_token() -> Token:
+    """A token that is unique among all processes."""
+    return f"{this_process.unique}.{next(_tokens)}"
+
+
+def token_of_threads() -> Token:
+    """The token of all methods that run on a thread here without an admission."""
+    return f"{this_process.unique}.thread"
+
+
+def is_of_this_process(token: Token) -> bool:
+    return token.startswith(this_process.unique)
+
+
+def on_loop() -> bool:
+    """Whether this thread is running an event loop."""
+    return asyncio._get_running_loop() is not None  # get_running_loop would raise in most calls
+
+
+def refuse_on_loop(operation: str, instead: str) -> None:
+    """Raise RayTorchRpcError if this thread runs an event loop, which waiting for ``operation`` would block.
+
+    Cells of a notebook run on the loop of IPython, which waits for them anyway.
+    """
+    if on_loop() and not _runs_cells():
+        raise RayTorchRpcError(f"{operation} would block this thread's event loop: use {instead}")
+
+
+def _runs_cells() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 class Limit:
@@ -31,7 +71,8 @@ class Scope(NamedTuple):
     """Tokens of the admissions held along the chain of calls, oldest first, with this process's own."""
     limit: Limit | None = None
     """Of the served call; calls made on its behalf end by then too."""
-    admission: Admission | None = None
+    admission: Any = None
+    """The ``gates.Admission`` that the running method holds, if any."""
 
     @property
     def deadline(self) -> float | None:
@@ -43,13 +84,13 @@ class Scope(NamedTuple):
         """Whether a method in this process may be waiting for this call."""
         return any(map(is_of_this_process, self.path))
 
-    def on_a_thread(self, admission: Admission | None) -> Scope:
+    def on_a_thread(self, admission: Any) -> Scope:
         """As ``inside``; the path also marks a method without an admission."""
         if admission is not None or (token := token_of_threads()) in self.path:
             return self.inside(admission)
         return Scope((*self.path, token), self.limit)
 
-    def inside(self, admission: Admission | None) -> Scope:
+    def inside(self, admission: Any) -> Scope:
         """The scope of a method that runs inside ``admission`` on behalf of this scope."""
         if admission is None or admission.token in self.path:
             return self._replace(admission=admission)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.event_loops import on_loop
+from raytorchrpc.calls.scope import on_loop
 from raytorchrpc.lanes.base import Message, Reply
 
 #: A mark is a number within its caller, above the caller's rank, so that no two calls of a group have the same.

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raytorchrpc.calls.stats import GroupStats
+from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.text import paragraph, terminal_columns
 

@@ -2,20 +2,19 @@
 
 | module | holds |
 |---|---|
-| ``collector``, ``gpu_probe``, ``evidence`` | reading a process, its machine or a file tree into ``Evidence`` |
-| ``machine``, ``gpus``, ``rdma``, ``nccl_advice`` | pure rules: evidence -> findings |
-| ``compatibility`` | the rules that need the evidence of several processes |
-| ``findings``, ``reports`` | one finding, a whole report |
-| ``cluster``, ``command`` | evidence from other nodes and actors, the command and its output |
+| ``report`` | ``Evidence``, ``Finding`` and ``Report``: plain data |
+| ``collector`` | evidence of a process, its machine, a file tree, or other nodes and actors |
+| ``devices``, ``machine`` | pure rules: evidence -> findings |
+| ``examination`` | applies the rules, and those that need the evidence of several processes |
+| ``command`` | the command's options and output |
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import Finding, Level
-from raytorchrpc.doctor.reports import NodeReport, Report, examine_evidence
+from raytorchrpc.doctor.examination import examine_evidence
+from raytorchrpc.doctor.report import Evidence, Finding, Level, NodeReport, Report
 
 __all__ = ["Evidence", "Finding", "Level", "NodeReport", "Report", "examine"]
 

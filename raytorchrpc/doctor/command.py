@@ -13,9 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from raytorchrpc import __version__
-from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import LEVELS, Finding
-from raytorchrpc.doctor.reports import NodeReport, Report, make_report
+from raytorchrpc.doctor.examination import make_report
+from raytorchrpc.doctor.report import LEVELS, Evidence, Finding, NodeReport, Report
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -70,11 +69,12 @@ def _collect(
         return [collector.gather_from(sysfs_root)]
     if not cluster and not names:
         return [collector.gather()]
-    from raytorchrpc.doctor.cluster import collect_from_actors, collect_from_nodes
     from raytorchrpc.process.ray_session import running_cluster
 
     with running_cluster(address):
-        return collect_from_actors(names, timeout_s) if names else collect_from_nodes(timeout_s)
+        if names:
+            return collector.collect_from_actors(names, timeout_s)
+        return collector.collect_from_nodes(timeout_s)
 
 
 def _show(report: Report) -> None:

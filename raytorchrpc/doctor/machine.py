@@ -6,14 +6,13 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-from raytorchrpc.doctor.evidence import Evidence
-from raytorchrpc.doctor.findings import Finding, Level, finding, note, ok, problem, some, warning
-from raytorchrpc.doctor.rdma import limit_levels
+from raytorchrpc.doctor.devices import MIB, limit_levels
+from raytorchrpc.doctor.report import Evidence, Finding, Level, finding, note, ok, problem, some, warning
 from raytorchrpc.lanes.torchrpc.backends import SMALL_SHM_BYTES
 from raytorchrpc.topology.probe import interface_for
 from raytorchrpc.topology.rdma import MIN_MEMLOCK_BYTES, usable_ports
 
-MIB, GIB = 1 << 20, 1 << 30
+GIB = 1 << 30
 _FORK_SAFETY = ("IBV_FORK_SAFE", "RDMAV_FORK_SAFE")
 #: From this kernel on, a fork copies the pages that adapters use, and libibverbs needs no fork support.
 _COPIES_ON_FORK = (5, 13)

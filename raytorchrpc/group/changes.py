@@ -1,23 +1,39 @@
-"""Changes of a group's membership: requested by threads of users, and delivered to listeners."""
+"""Changes of a group's membership: requested by users, announced to all members in order, and reported to listeners.
+
+The announcer resynchronises a member that missed a change.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple
 
-from raytorchrpc.errors import BootstrapError
+from raytorchrpc.errors import BootstrapError, PeerLost
+from raytorchrpc.group.control_connections import Arguments, ControlConnections
+from raytorchrpc.group.roster import GroupState, Roster
+from raytorchrpc.membership import join
+from raytorchrpc.membership.messages import Arrival, GroupInfo, Loss, Prepared
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
-
 #: How many changes a ChangeLog keeps.
 _LOGGED = 1000
+#: How long members have to prepare for arrivals, and to activate or remove members (seconds).
+_PREPARE_S, _ACTIVATE_S = 2.0, 0.5
+#: The same to prepare for a member that returns. The whole group waits for it, and a suspended member takes all of it.
+RETURN_S = 0.5
+#: The same for a loss, of which callbacks are to hear within 0.2 s: a base, and more for each member (seconds).
+_LOSS_S, _LOSS_EACH_S = 0.05, 0.01
+#: Pause before a member that did not answer is resynchronised (seconds).
+_RETRY_S = 0.5
 
 
 class Change(NamedTuple):
@@ -38,28 +54,27 @@ class Listeners:
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._listeners: list[Callable[[Change], object]] = []
+        self._lock = threading.Lock()
+        self._entries: tuple[tuple[Callable[[Change], object]], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self._listeners)
+        return bool(self._entries)
 
     def add(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Add a callback. Returns a function that removes it."""
-        self._listeners.append(listener)
+        entry = (listener,)
+        with self._lock:
+            self._entries = (*self._entries, entry)
 
         def remove() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            with self._lock:
+                self._entries = tuple(each for each in self._entries if each is not entry)
 
         return remove
 
-    def all(self) -> list[Callable[[Change], object]]:
-        """The callbacks as they are now."""
-        return list(self._listeners)
-
-    def call(self, change: Change, listeners: list[Callable[[Change], object]] | None = None) -> None:
-        """Call these callbacks, or all, on this thread. Their exceptions are logged."""
-        for listener in self.all() if listeners is None else listeners:
+    def call(self, change: Change) -> None:
+        """Call all callbacks on this thread. Their exceptions are logged."""
+        for (listener,) in self._entries:
             try:
                 listener(change)
             except Exception:
@@ -73,34 +88,23 @@ class EventBus:
         self._group = group
         self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
         self._listeners = Listeners(group)
-        self._undelivered: Change | None = None
+        self.listen = self._listeners.add
+        self.put: Callable[[Change], None] = self._changes.put
 
     def start(self) -> threading.Thread:
         """Start the thread. Raises ThreadShortage."""
         about = f"the event thread of group {self._group!r}"
         return threads.start(threads.serve, self._deliver_next, about, name=f"raytorchrpc-events-{self._group}")
 
-    def put(self, change: Change) -> None:
-        """Queue a change. Never blocks."""
-        self._changes.put(change)
-
     def stop(self) -> None:
         """End the thread once it has delivered what was queued before."""
         self._changes.put(None)
 
-    def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
-        """Add a listener. Returns a function that removes it."""
-        return self._listeners.add(listener)
-
     def _deliver_next(self) -> bool:
-        if self._undelivered is None:  # else a shortage of memory interrupted its delivery
-            self._undelivered = self._changes.get()
-        if self._undelivered is None:
-            return False
-        listeners = self._listeners.all()  # first: this may fail for lack of memory
-        change, self._undelivered = self._undelivered, None
-        self._listeners.call(change, listeners)
-        return True
+        change = self._changes.get()
+        if change is not None:
+            self._listeners.call(change)
+        return change is not None
 
 
 class ChangeLog:
@@ -163,3 +167,151 @@ class RequestedChange:
         if self._done.cancel():
             raise BootstrapError(f"group {self._group!r} is busy with another change; this one did not begin")
         raise BootstrapError(f"group {self._group!r}: this change began and has not finished after {patience_s:g} s")
+
+
+class Announcer:
+    """Used by the supervisor's thread."""
+
+    def __init__(
+        self,
+        state: GroupState,
+        connections: ControlConnections,
+        submit: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """``submit`` runs a function on the supervisor's thread."""
+        self._state, self._connections, self._submit = state, connections, submit
+        self._step = 0
+        """Numbers the announcements."""
+        self.behind: dict[str, float] = {}
+        """Members that missed an announcement, and when each is resynchronised (``time.monotonic``)."""
+
+    def mark_behind(self, names: Iterable[str]) -> None:
+        """Resynchronise these members as soon as possible."""
+        self.behind.update(dict.fromkeys(names, 0.0))
+
+    def mark_current(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.behind.pop(name, None)
+        self._state.notify()
+
+    def others(self, names: Collection[str]) -> list[str]:
+        """All other members that can be reached and have missed nothing."""
+        out = {*names, *self._state.lost, *self.behind}
+        return [name for name in self._state.roster.records if name not in out]
+
+    def _announce(self, change: Callable[..., Any], arguments: Arguments, patience_s: float) -> dict[str, Any]:
+        """Apply a change, one of ``join``'s, in each of these members; returns the answers in time."""
+        self._step += 1
+        asked = {name: (self._step, change, *args) for name, args in arguments.items()}
+        results, failures = self._connections.call_all(join.apply, asked, time.monotonic() + patience_s)
+        for name, error in failures.items():
+            self.behind[name] = time.monotonic()
+            if not isinstance(error, PeerLost):  # the failure detector reports that
+                logger.info("%s missed a change of its group and will be resynchronised: %s", name, error)
+        return results
+
+    def prepare_arrivals(
+        self,
+        names: Sequence[str],
+        others: Iterable[str],
+        roster: Roster,
+        info: GroupInfo,
+        prepared: Mapping[str, Prepared],
+        patience_s: float = _PREPARE_S,
+    ) -> dict[str, Prepared]:
+        """Have other members prepare for new or restarted ones; returns where they listen then.
+
+        ``roster``, ``info``, ``prepared``: of the group with the arrivals. A member that does not answer within
+        ``patience_s`` is resynchronised.
+        """
+        arrivals = {peer: (roster.arrival(peer, info, prepared, names),) for peer in others}
+        return self._announce(join.prepare_arrivals, arrivals, patience_s)
+
+    def activate(self, names: Sequence[str], others: Iterable[str]) -> None:
+        ready = [peer for peer in others if peer not in self.behind]  # the others are resynchronised
+        self._announce(join.activate, {peer: (names,) for peer in ready}, _ACTIVATE_S)
+
+    def announce_removal(self, names: Sequence[str]) -> None:
+        others = self.others(names)
+        self._announce(join.remove_peers, {peer: (names,) for peer in others}, _ACTIVATE_S)
+
+    def announce_losses(self, losses: Sequence[Loss]) -> None:
+        """Blocks shortly: a member that does not answer in time is resynchronised later, on a thread that may block."""
+        others = self.others(())
+        self._announce(join.mark_lost, {peer: (losses,) for peer in others}, _LOSS_S + _LOSS_EACH_S * len(others))
+
+    def reunite(self, name: str) -> bool:
+        """Reconnect a member that was unreachable but did not end. False if it does not answer yet."""
+        arrival = self._arrival(name, tuple(self._state.roster.records))
+        told = self._announce(join.resync, {name: (arrival, self._away(name))}, _PREPARE_S)
+        if name not in told:
+            return False
+        self._state.prepared.update(told)
+        self.mark_current([name])
+        self._reconnect(name)
+        return True
+
+    def _reconnect(self, name: str) -> None:
+        """Have the other members connect to the same process again, as they dropped it or its addresses changed."""
+        state, others = self._state, self.others([name])
+        state.prepared.update(self.prepare_arrivals([name], others, state.roster, state.info, state.prepared))
+        self.activate([name], others)
+
+    def _arrival(self, name: str, coming: tuple[str, ...]) -> Arrival:
+        roster = self._state.roster
+        return Arrival(roster.spec(name), roster.table(name, self._state.info, self._state.prepared), coming)
+
+    def _away(self, name: str) -> list[Loss]:
+        """The losses that the other members know of."""
+        lost = self._state.lost.items()
+        away = [self._state.loss(other) for other, its in lost if its.is_announced and other != name]
+        return [*away, *self._state.dead.values()]
+
+    def due(self) -> list[float]:
+        """When members are resynchronised next (``time.monotonic``)."""
+        return [when for name, when in self.behind.items() if name not in self._state.lost and when < math.inf]
+
+    def resync_due(self) -> None:
+        """Send the full state to members whose time has come, on threads that may block."""
+        now = time.monotonic()
+        for name, when in list(self.behind.items()):
+            if when <= now and name not in self._state.lost:
+                self._resync(name)
+
+    def _resync(self, name: str) -> None:
+        if name not in self._state.roster.records:
+            self.mark_current([name])
+            return
+        self.behind[name] = math.inf
+        self._step += 1
+        step = self._step
+        arguments = {name: (step, join.resync, self._arrival(name, ()), self._away(name))}
+
+        def resync() -> None:
+            answers: dict[str, Any] = {}
+            try:
+                answers, failures = self._connections.call_all(join.apply, arguments, time.monotonic() + _PREPARE_S)
+                for error in failures.values():
+                    logger.info("%s could not be resynchronised yet: %s", name, error)
+            finally:
+                done = answers.get(name)
+                threads.persist(lambda: self._submit(lambda: self._handle_resynced(name, step, done)), _PREPARE_S)
+
+        try:
+            threads.start(resync, name=f"raytorchrpc-resync-{name}")
+        except threads.ThreadShortage:
+            self.behind[name] = time.monotonic() + _RETRY_S
+            raise
+
+    def _handle_resynced(self, name: str, step: int, prepared: Prepared | None) -> None:
+        if name not in self._state.roster.records:
+            self.mark_current([name])
+        elif prepared is None:
+            self.behind[name] = time.monotonic() + _RETRY_S
+        elif step != self._step:
+            self.behind[name] = 0.0  # there was another change meanwhile
+        else:
+            before, self._state.prepared[name] = self._state.prepared[name], prepared
+            if prepared.addresses != before.addresses:
+                self._reconnect(name)
+            self.mark_current([name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
@@ -30,9 +30,7 @@ _CONNECT_S = 2.0
 class ControlConnections:
     """Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
 
-    def __init__(self, credentials: Credentials, local: Collection[str]) -> None:
-        """``local``: the name of this process, if it is a member."""
-        self._local = frozenset(local)
+    def __init__(self, credentials: Credentials) -> None:
         self._codec = Codec(ray_internals.cloudpickler())
         self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
         self._lane.open(lambda message, reply: None, lambda work: work())  # drops requests: the supervisor serves none
@@ -81,24 +79,15 @@ class ControlConnections:
         pending.add_done_callback(over)
 
     def call_all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
-        """Run ``function(*arguments[name])``, of this package, in each member.
-
-        If this process is one of them, it runs the function on this thread, which the deadline does not end.
-        """
+        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember."""
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
         asked: dict[str, Pending] = {}
         for name, args in arguments.items():
-            if name not in self._local:
-                body = self._codec.encode((function, args), own=True)
-                try:
-                    asked[name] = self._send(protocol.ASK, name, deadline - time.monotonic(), body)
-                except RayTorchRpcError as error:
-                    failures[name] = error
-        for name in self._local & arguments.keys():
+            body = self._codec.encode((function, args), own=True)
             try:
-                results[name] = function(*arguments[name])
-            except Exception as error:
+                asked[name] = self._send(protocol.ASK, name, deadline - time.monotonic(), body)
+            except RayTorchRpcError as error:
                 failures[name] = error
         for name, pending in asked.items():
             try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
@@ -12,14 +14,14 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.group.change_feed import ChangeFeed
-from raytorchrpc.group.changes import Change, ChangeLog
-from raytorchrpc.group.formation import current_session
+from raytorchrpc.group.changes import Change, ChangeLog, Listeners
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
+from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +35,94 @@ _FORWARDED = {
     "begin_trace": BEGIN_S,
     "end_trace": COLLECT_S,
 }
-
-
 #: Requests for changes wait in a concurrency group of their own, with a thread for each process that listens. If more
 #: listen than there are threads, their changes arrive later.
 _CHANGES, _CHANGE_THREADS = "changes", 32
+#: How long one request for changes waits at the host, and how often a thread that waits for the answer checks whether
+#: it is still wanted (seconds).
+_POLL_S, _CHECK_S = 10.0, 1.0
+
+#: Starts to fetch the changes after a number, which may take that many seconds; see ``ChangeLog.after``.
+Fetch = Callable[[int | None, float], "Future[tuple[int, list[Change]]]"]
+
+
+class ChangeFeed:
+    """Fetches changes and calls listeners with them, in order, on one thread, which runs while there are listeners."""
+
+    def __init__(self, group: str, fetch: Fetch, lasts: Callable[[], bool]) -> None:
+        """``lasts``: whether this process can still reach the group's host."""
+        self._group, self._fetch, self._lasts = group, fetch, lasts
+        self._listeners = Listeners(group)
+        self._lock = threading.Lock()
+        self._runs = False
+        self._last = 0
+        """The number of the last change that was delivered."""
+        self._stopped: Future[Any] = Future()
+
+    def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
+        """Call ``listener`` with every change from now on; returns a function that ends it.
+
+        Blocks for an answer of the host; raises what the request raises, and ThreadShortage.
+        """
+        with self._lock:
+            if not self._listeners or not self._runs:
+                self._last = self._fetch(None, 0.0).result(_GRACE_S)[0]
+            remove = self._listeners.add(listener)
+            if not self._runs:
+                about = f"the changes of group {self._group!r}"
+                try:
+                    threads.start(threads.serve, self._deliver_next, about, name=f"raytorchrpc-changes-{self._group}")
+                except BaseException:
+                    remove()
+                    raise
+                self._runs = True
+        return remove
+
+    def stop(self) -> None:
+        """End the thread. Idempotent, never blocks."""
+        if not self._stopped.done():
+            self._stopped.set_result(None)
+
+    def _is_wanted(self) -> bool:
+        return bool(self._listeners) and not self._stopped.done() and self._lasts()
+
+    def _deliver_next(self) -> bool:
+        with self._lock:
+            self._runs = self._is_wanted()
+            if not self._runs:
+                return False
+        try:
+            answer = self._await(self._fetch(self._last, _POLL_S))
+        except Exception as error:
+            if not self._stopped.done():
+                logger.warning("group %r: no more changes are reported, as its host has ended: %s", self._group, error)
+            self._runs = False
+            return False
+        if answer is None:
+            return True
+        last, changes = answer
+        begin = last - len(changes)  # the number of the change before these
+        if begin > self._last:
+            missed = begin - self._last
+            logger.warning("group %r: %d changes were missed, as a callback took too long", self._group, missed)
+        new = changes[max(0, self._last - begin) :]
+        self._last = last
+        for change in new:
+            if not self._stopped.done():
+                self._listeners.call(change)
+        return True
+
+    def _await(self, asked: Future[Any]) -> tuple[int, list[Change]] | None:
+        """The answer; None if it is not wanted any more, or has to be requested again."""
+        patience_s = _POLL_S + _GRACE_S
+        until = time.monotonic() + patience_s
+        while self._is_wanted():
+            if wait([asked, self._stopped], _CHECK_S, FIRST_COMPLETED).done:
+                return asked.result() if asked.done() else None
+            if time.monotonic() > until:
+                logger.warning("the host of group %r has not answered within %g s", self._group, patience_s)
+                break
+        return None
 
 
 class _HostActor:
@@ -74,9 +159,9 @@ class DetachedHost:
 
     def __init__(self, name: str, actor: Any) -> None:
         """Raises BootstrapError if the group is still forming."""
-        self._name, self._actor, self._session = name, actor, current_session()
+        self._name, self._actor, self._session = name, actor, ray_internals.current_session()
         self._info: GroupInfo = _answer(self._name, actor.info.remote(), 0.0)
-        self._feed = ChangeFeed(name, self._fetch_changes, lambda: current_session() == self._session)
+        self._feed = ChangeFeed(name, self._fetch_changes, lambda: ray_internals.current_session() == self._session)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method not in _FORWARDED:
@@ -115,7 +200,7 @@ class DetachedHost:
     def end(self, timeout_s: float) -> None:
         actor = self._actor
         self._feed.stop()
-        if actor is not None and current_session() == self._session:
+        if actor is not None and ray_internals.current_session() == self._session:
             try:
                 _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
             except (BootstrapError, RayError) as error:

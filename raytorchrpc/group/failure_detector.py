@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from raytorchrpc.calls.peers import process_token
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.ray_calls import RestartedActors
-from raytorchrpc.group.state import GroupState, LostMember
+from raytorchrpc.group.roster import GroupState, LostMember, Phase
 from raytorchrpc.process import threads
 
 #: How often Ray is asked about a lost actor (seconds): at first, and after ten seconds.
@@ -31,10 +32,8 @@ Dialled = Callable[[str, LostMember, Exception | None], None]
 class Findings(NamedTuple):
     """What one poll found, as names of members."""
 
-    lost: list[str]
-    """Their processes have ended; not announced yet."""
     ended: list[str]
-    """The same of members that were announced as lost, when they might have come back as they were."""
+    """Their processes have ended, which the other members do not know."""
     dead: list[str]
     """Ray will not restart them."""
     restarted: list[str]
@@ -60,11 +59,16 @@ class FailureDetector:
         self._submit, self._dialled = submit, dialled
 
     def watch(self, names: Sequence[str], patience_s: float = _CONNECT_S) -> None:
-        """Connect to these members. Blocks, for each at most ``patience_s``; one that cannot be reached is lost."""
+        """Connect to these members; this process itself, if it is one of them, is not watched.
+
+        Blocks, for each at most ``patience_s``; one that cannot be reached is lost.
+        """
         roster = self._state.roster
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         for name in names:
             self._set_address(name)
+            if roster.records[name].handle is None:
+                continue
             incarnation = roster.records[name].member.incarnation
             try:
                 self._connect(name, incarnation, patience_s)
@@ -94,37 +98,38 @@ class FailureDetector:
     def poll(self) -> Findings:
         """Ask Ray about lost members that are due. Reconnects, on a thread, to those that Ray believes alive."""
         now = time.monotonic()
-        found = Findings([], [], [], [])
+        found = Findings([], [], [])
         for name, lost in list(self._state.lost.items()):
             if lost.next_poll > now:
                 continue
+            lost.next_poll = now + (_POLL_S if now - lost.since < _SLOW_AFTER_S else _SLOW_POLL_S)
             record = self._state.roster.records[name]
             actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
-            lost.next_poll = now + (_POLL_S if now - lost.since < _SLOW_AFTER_S else _SLOW_POLL_S)
-            same = (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id)
-            lost.restarted = actor.state == "ALIVE" and not same and self._restarts.is_listening(record.handle, actor)
             if actor.state == "DEAD":
                 lost.cause = f"its actor died: {actor.cause}" if actor.cause else "its actor died"
                 found.dead.append(name)
-            elif actor.state == "ALIVE" and same:
+            elif actor.state == "ALIVE" and (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id):
                 self._dial(name, lost, now)
-            elif not lost.announced:
-                lost.ended = True
-                found.lost.append(name)
-            elif not lost.ended and not lost.restarted:  # its return would say the same
-                lost.ended = True
+            elif lost.phase in (Phase.SUSPECTED, Phase.AWAY):
                 found.ended.append(name)
-        found.restarted.extend(
-            name for name, lost in self._state.lost.items() if lost.restarted and lost.next_poll > now
-        )
+            elif actor.state == "ALIVE" and self._restarts.is_listening(record.handle, actor):
+                lost.phase = Phase.RESTARTED
+            else:
+                lost.phase = Phase.ENDED
+        found.restarted.extend(name for name, lost in self._state.lost.items() if lost.phase is Phase.RESTARTED)
         return found
 
     def _dial(self, name: str, lost: LostMember, now: float) -> None:
-        if lost.dialling or now < lost.next_dial:
+        if now < lost.next_dial:
             return
-        lost.dialling, lost.next_dial = True, now + _SLOW_POLL_S
+        lost.next_dial = math.inf  # while a thread tries
         incarnation = self._state.roster.records[name].member.incarnation
         self._set_address(name)
+
+        def report(error: Exception | None) -> None:
+            lost.next_dial = now + _SLOW_POLL_S
+            if self._state.lost.get(name) is lost:
+                self._dialled(name, lost, error)
 
         def dial() -> None:
             error: Exception | None = None
@@ -132,15 +137,10 @@ class FailureDetector:
                 self._connect(name, incarnation, _DIAL_S)
             except Exception as failure:
                 error = failure
-            threads.persist(lambda: self._submit(lambda: self._report(name, lost, error)), _REPORT_S)
+            threads.persist(lambda: self._submit(lambda: report(error)), _REPORT_S)
 
         try:
             threads.start(dial, name=f"raytorchrpc-dial-{name}")
         except threads.ThreadShortage:  # the next poll tries again
-            lost.dialling = False
+            lost.next_dial = now + _SLOW_POLL_S
             raise
-
-    def _report(self, name: str, lost: LostMember, error: Exception | None) -> None:
-        lost.dialling = False
-        if self._state.lost.get(name) is lost:
-            self._dialled(name, lost, error)

@@ -15,8 +15,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import described, find, keys_of
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group import ray_calls, worker_ids
@@ -39,16 +39,6 @@ def current_owner() -> Owner:
     """This process, as the owner of the groups it forms."""
     context = ray.get_runtime_context()
     return Owner(context.get_job_id(), context.get_actor_id())
-
-
-def current_session() -> tuple[str, ...]:
-    """Identifies this process's connection to Ray; empty if there is none. A job id alone would repeat in the next
-    cluster that a process starts.
-    """
-    if not ray.is_initialized():
-        return ()
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
 
 
 def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> dict[str, Any]:

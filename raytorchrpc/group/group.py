@@ -14,17 +14,18 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.current import current_local, process_member
+from raytorchrpc.calls.guests import own_groups
+from raytorchrpc.calls.member import current_local, process_member
+from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, described, find, keys_of
-from raytorchrpc.calls.stats import GroupStats
+from raytorchrpc.calls.rejoin import formed_here
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
-from raytorchrpc.group.formation import current_session, participants_of, with_named_maps
-from raytorchrpc.group.guest import own_groups
+from raytorchrpc.group.formation import participants_of, with_named_maps
+from raytorchrpc.group.guest import Guest
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace, check_events
 from raytorchrpc.membership import join
@@ -55,9 +56,9 @@ class Group:
         """``host``: in the process that formed the group; None for a copy."""
         self._first_info = info
         self._host = host
-        self._session = () if host is None else current_session()
+        self._session = () if host is None else ray_internals.current_session()
         if host is not None:
-            own_groups.add(info.generation, host)
+            own_groups.add(info.generation, Guest(host))
 
     @property
     def _info(self) -> GroupInfo:
@@ -150,7 +151,7 @@ class Group:
         host = self._own("shutdown")
         name = self._first_info.name
         if _groups.get(name) is self:
-            del _groups[name]
+            del _groups[name], formed_here[name]
         own_groups.remove(self._first_info.generation)
         host.end(timeout)
 
@@ -306,7 +307,6 @@ class Group:
 
 
 _groups: dict[str, Group] = {}  # formed by this process and not shut down
-rejoin.groups_formed_here = lambda: {name: isinstance(group._host, DetachedHost) for name, group in _groups.items()}
 
 
 def get_group(name: str = "default") -> Group:
@@ -379,6 +379,7 @@ def init_group(
     try:
         info = host.info
         group = _groups[name] = Group(info, host)
+        formed_here[name] = detached
     except BaseException:
         host.end(SHUTDOWN_TIMEOUT_S)
         raise
@@ -397,7 +398,7 @@ def _check_name(name: Any) -> None:
 
 def _forget_ended_sessions() -> None:
     """Drop groups of a Ray session that is over: their actors are gone."""
-    session = current_session()
+    session = ray_internals.current_session()
     for group in list(_groups.values()):
         if group._session != session:
             group.shutdown()

@@ -5,26 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import ray
 
-from raytorchrpc.calls import guests, protocol
-from raytorchrpc.calls.guests import LEASE_S, RENEW, new_rank
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import protocol
+from raytorchrpc.calls.guests import LEASE_S, RENEW, member_of, new_rank
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, RayTorchRpcError
-from raytorchrpc.group.formation import current_session
-from raytorchrpc.group.state import GroupState
+from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
+from raytorchrpc.group.roster import Directory
 from raytorchrpc.lanes.base import PeerAddress, Pending
-from raytorchrpc.lanes.common.connections import SocketAddress
-from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership import join
 from raytorchrpc.process import fork
@@ -35,23 +31,6 @@ from raytorchrpc.topology.endpoint import Endpoint
 _CONNECT_S = 2.0
 
 
-class Contact(NamedTuple):
-    """How a guest reaches one member."""
-
-    member: Member
-    address: SocketAddress
-    by_tcp: bool
-
-
-class Directory(NamedTuple):
-    """What a guest needs to reach the members of a group."""
-
-    credentials: Credentials
-    config: GroupConfig
-    contacts: Mapping[str, Contact]
-    """By the member's name."""
-
-
 class Host(Protocol):
     """Knows the group: the supervisor, or a handle of it."""
 
@@ -59,22 +38,11 @@ class Host(Protocol):
         """The members as they are now, for the process that ``endpoint`` describes. Raises BootstrapError."""
 
 
-def directory_of(state: GroupState, endpoint: Endpoint) -> Directory:
-    """Describe a group to the process that ``endpoint`` describes."""
-    roster, prepared = state.roster, state.prepared
-    contacts = {
-        name: Contact(record.member, prepared[name].addresses["socket"], roster.reached_by_tcp(name, endpoint))
-        for name, record in roster.records.items()
-        if name in prepared
-    }
-    return Directory(roster.credentials, roster.config, contacts)
-
-
 class Guest:
     """This process as a guest of one group. Connects when it is first used. Thread-safe."""
 
     def __init__(self, host: Host) -> None:
-        self._host, self._session = host, current_session()
+        self._host, self._session = host, ray_internals.current_session()
         self._lock = threading.Lock()
         self._local: LocalMember | None = None
         self._lane: SocketLane | None = None
@@ -94,7 +62,7 @@ class Guest:
     @property
     def lasts(self) -> bool:
         """Whether this process is connected to the same cluster as when it fetched the group."""
-        return current_session() == self._session
+        return ray_internals.current_session() == self._session
 
     def local(self, home: Any = None) -> LocalMember:
         """What carries out this guest's operations, with a route to ``home``, if that is a member. Blocks to connect.
@@ -102,11 +70,11 @@ class Guest:
         Raises NotAMember if the group has ended.
         """
         with self._lock:
-            if self._local is None or self._stale or (home is not None and _member(self._local, home) is None):
+            if self._local is None or self._stale or (home is not None and member_of(self._local, home) is None):
                 self._refresh()
             local = self._local
             assert local is not None
-            member = None if home is None else _member(local, home)
+            member = None if home is None else member_of(local, home)
             if member is not None and member.name not in self._watches:
                 self._watch(local, member)
         return local
@@ -191,78 +159,3 @@ def _renew_at(local: LocalMember, name: str) -> None:
             local.outgoing.call(name, RENEW, options=CallOptions(LEASE_S / 3, retry=0))
     finally:
         current_scope.reset(before)
-
-
-def _member(local: LocalMember, target: Any) -> Member | None:
-    """The member that ``target`` (a name, rank, handle or Member) stands for, or None."""
-    try:
-        return local.peers.route(target).member
-    except NotAMember:
-        return None
-
-
-# --- the groups of this process ---------------------------------------------------------------------------------------
-
-
-class OwnGroups:
-    """The groups that this process has formed or fetched; see ``calls.guests.OwnGroups``. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._guests: dict[str, Guest] = {}
-        """By the generation of the group."""
-
-    def add(self, generation: str, host: Host) -> None:
-        """This process formed or fetched this group. Idempotent."""
-        with self._lock:
-            if generation not in self._guests:
-                self._guests[generation] = Guest(host)
-
-    def remove(self, generation: str) -> None:
-        """The group ends, as far as this process is concerned. Idempotent, never raises."""
-        with self._lock:
-            guest = self._guests.pop(generation, None)
-        if guest is not None:
-            guest.close()
-
-    def find(self, home: Any) -> tuple[LocalMember, Member] | None:
-        locals_ = self.everywhere(home)
-        found = [(local, member) for local in locals_ if (member := _member(local, home)) is not None]
-        if len(found) > 1:
-            groups = " and ".join(repr(local.group) for local, _ in found)
-            raise ConfigurationError(
-                f"groups {groups} have a member {home!r}, and this process is in none of them: give the members "
-                f"different names, or join one group with init_group(..., include_driver=True)"
-            )
-        if locals_ and not found:
-            members = "; ".join(
-                f"group {local.group!r} has {', '.join(route.member.name for route in local.peers.routes)}"
-                for local in locals_
-            )
-            raise NotAMember(f"no group that this process formed or fetched has a member {home!r}: {members}")
-        return found[0] if found else None
-
-    def everywhere(self, home: Any = None) -> list[LocalMember]:
-        """As in the base; ``home``: a member that is going to be called, if the group has it.
-
-        Raises NotAMember if there were groups and all have ended.
-        """
-        fork.check_process()
-        found: list[LocalMember] = []
-        ended = None
-        for generation, guest in list(self._guests.items()):
-            if not guest.lasts:
-                self.remove(generation)
-                continue
-            try:
-                found.append(guest.local(home))
-            except NotAMember as error:
-                self.remove(generation)
-                ended = error
-        if ended is not None and not found:
-            raise ended
-        return found
-
-
-own_groups = OwnGroups()
-guests.own_groups = own_groups

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
+from raytorchrpc.group.control_connections import Answers, ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.process_group import (
     BACKENDS,
@@ -18,11 +18,10 @@ from raytorchrpc.membership.process_group import (
     make_process_group,
 )
 from raytorchrpc.membership.rendezvous import StoreAddress
-from raytorchrpc.process import threads
 from raytorchrpc.topology.endpoint import Endpoint
 
-#: For members to learn that an attempt was given up (seconds).
-_GIVE_UP_S = 1.0
+#: For members to learn that others have a process group, or that an attempt was given up (seconds).
+_NOTIFY_S = 1.0
 
 
 def check_backend(backend: Any, endpoints: Mapping[str, Endpoint]) -> None:
@@ -83,66 +82,38 @@ def create_process_group(
     if roster.config.tls:
         check_encryption(backend, endpoints)
     info = ProcessGroupInfo(backend, number, {name: rank for rank, name in enumerate(records)}, collective_s)
-    requests = _Requests(roster, connections)
-    if others := [name for name in roster.records if name not in info.ranks]:
-        # A member that does not learn of it in time keeps at most the previous one, which the others have left.
-        requests.some(
-            call_collectives, dict.fromkeys(others, (Collectives.stay_out, info)), time.monotonic() + _GIVE_UP_S
-        )
+
+    def notify(names: Iterable[str], *request: Any) -> None:
+        connections.call_all(call_collectives, dict.fromkeys(names, request), time.monotonic() + _NOTIFY_S)
+
+    # A member that does not learn of it in time keeps at most the previous one, which the others have left.
+    notify([name for name in roster.records if name not in records], Collectives.stay_out, info)
     home = next(iter(records))
     try:
         left = max(1.0, deadline - time.monotonic())
-        prepare = {name: (Collectives.prepare, info, name == home, left) for name in info.ranks}
-        ids = requests.all(call_collectives, prepare, deadline)
+        prepare = {name: (Collectives.prepare, info, name == home, left) for name in records}
+        ids = _answers(roster.name, connections.call_all(call_collectives, prepare, deadline))
         left = max(1.0, deadline - time.monotonic())
         store, agents = StoreAddress(home, ids[home]), roster.plan.agents
         translated = roster.config.torchrpc_from
         meetings = {
-            name: (Meeting(info, store, agents[name].interface, record.probe.endpoint, left, translated),)
-            for name, record in records.items()
+            name: (Meeting(info, store, agents[name].interface, endpoint, left, translated),)
+            for name, endpoint in endpoints.items()
         }
-        requests.all(make_process_group, meetings, deadline)
+        _answers(roster.name, connections.call_all(make_process_group, meetings, deadline))
     except BaseException as error:
-        give_up = (Collectives.give_up, number, f"it could not be made: {error}")
-        requests.some(call_collectives, dict.fromkeys(info.ranks, give_up), time.monotonic() + _GIVE_UP_S)
+        notify(records, Collectives.give_up, number, f"it could not be made: {error}")
         raise
     return info
 
 
-class _Requests:
-    """One request to several members at once."""
-
-    def __init__(self, roster: Roster, connections: ControlConnections) -> None:
-        self._roster, self._connections = roster, connections
-
-    def some(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
-        """Run ``function(generation, *arguments[name])`` in each member."""
-        asked = {name: (self._roster.generation, *args) for name, args in arguments.items()}
-        here = {name: asked.pop(name) for name in self._roster.local if name in asked}
-        found: list[Answers] = []
-
-        def ask_here() -> None:
-            found.append(self._connections.call_all(function, here, deadline))
-
-        # On a thread: it may outlast the deadline, and the others cannot finish before this process has begun.
-        thread = threads.start(ask_here, name="raytorchrpc-process-group") if here else None
-        results, failures = self._connections.call_all(function, asked, deadline)
-        if thread is not None:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            late: dict[str, Exception] = {name: BootstrapError("no answer in time") for name in here}
-            answers, errors = found[0] if found else ({}, late)
-            results, failures = {**answers, **results}, {**errors, **failures}
-        return results, failures
-
-    def all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> dict[str, Any]:
-        """As ``some``. Raises the first ConfigurationError, or BootstrapError naming all that failed."""
-        results, failures = self.some(function, arguments, deadline)
-        for error in failures.values():
-            if isinstance(error, ConfigurationError):
-                raise error
-        if failures:
-            reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
-            raise BootstrapError(
-                f"group {self._roster.name!r}: no process group was created: {reasons}", members=tuple(failures)
-            )
-        return results
+def _answers(group: str, answers: Answers) -> dict[str, Any]:
+    """The results. Raises the first ConfigurationError, or BootstrapError naming all that failed."""
+    results, failures = answers
+    for error in failures.values():
+        if isinstance(error, ConfigurationError):
+            raise error
+    if failures:
+        reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        raise BootstrapError(f"group {group!r}: no process group was created: {reasons}", members=tuple(failures))
+    return results

@@ -1,6 +1,6 @@
 """Calls to actors through Ray: to participants by Ray's own calls, to restarted actors by their mailboxes.
 
-See ``calls.mailbox`` for the mailboxes.
+See ``calls.rejoin`` for the mailboxes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.mailbox import ANSWERS, REQUESTS, Process, Record, answer_of, packed, post_record
+from raytorchrpc.calls.rejoin import ANSWERS, REQUESTS, Process, Record, answer_of, packed, post_record
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster

@@ -1,27 +1,37 @@
-"""The members of a group: what they published, the routes that follow from it, and what each member needs to join."""
+"""The members of a group: what they published, the routes that follow from it, what each needs to join, who is lost."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
+import threading
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from enum import Enum, auto
+from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
+from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec
-from raytorchrpc.membership.messages import Arrival, DeviceMaps, GroupInfo, JoinSpec, Prepared, Probe, Table
+from raytorchrpc.membership.messages import Arrival, DeviceMaps, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
 from raytorchrpc.routing import planner, routes
 from raytorchrpc.topology import device_map
 from raytorchrpc.topology.device_map import DeviceMap
 from raytorchrpc.topology.endpoint import Endpoint
+
+#: Pause before another attempt to admit a restarted actor (seconds): doubled each time, up to the limit.
+_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+#: How long an attempt may take (seconds): doubled each time, up to the limit. The process may be suspended, and losses
+#: of others are announced only after the attempt.
+_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 2.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -255,3 +265,114 @@ def _of(member: str, maps: DeviceMaps, others: Iterable[str]) -> DeviceMaps:
     found = {other: {member: maps[other][member]} for other in others if member in maps[other]}
     found[member] = {other: maps[member][other] for other in (member, *others) if other in maps[member]}
     return found
+
+
+# --- the group as it is now -------------------------------------------------------------------------------------------
+
+
+class Contact(NamedTuple):
+    """How a guest reaches one member."""
+
+    member: Member
+    address: SocketAddress
+    by_tcp: bool
+
+
+class Directory(NamedTuple):
+    """What a guest needs to reach the members of a group."""
+
+    credentials: Credentials
+    config: GroupConfig
+    contacts: Mapping[str, Contact]
+    """By the member's name."""
+
+
+class Phase(Enum):
+    """What is known of a lost member."""
+
+    SUSPECTED = auto()
+    """Its connection broke. The other members have not been told."""
+    AWAY = auto()
+    """Announced. Its process may come back as it was."""
+    ENDED = auto()
+    """Announced. It can only come back as another process."""
+    RESTARTED = auto()
+    """Ray has restarted the actor, and its new process listens for requests."""
+
+
+class LostMember:
+    """A member whose process has ended, or may have."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause, self.phase = cause, Phase.SUSPECTED
+        self.since = self.next_poll = self.next_dial = time.monotonic()
+        self.patience_s = _FIRST_PATIENCE_S
+        """How long the next attempt to admit it may take."""
+        self._retry_s = _FIRST_RETRY_S
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the other members have been told."""
+        return self.phase is not Phase.SUSPECTED
+
+    def retry_later(self) -> None:
+        """Put the next attempt to admit it off."""
+        self.phase = Phase.ENDED  # others that return by then do not wait for it
+        self.next_poll = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+        self.patience_s = min(2 * self.patience_s, _LONGEST_PATIENCE_S)
+
+
+@dataclass
+class GroupState:
+    """What the group is now. Only the supervisor's thread changes it, and the end of the group."""
+
+    roster: Roster
+    info: GroupInfo
+    prepared: dict[str, Prepared]
+    """Where each member listens."""
+    lost: dict[str, LostMember] = field(default_factory=dict)
+    dead: dict[str, Loss] = field(default_factory=dict)
+    """Members that died for good and left the roster, for members that missed the announcement."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    """Notified when ``lost`` changes, and when a member has caught up."""
+
+    def lose(self, name: str, cause: str) -> None:
+        with self.changed:
+            self.lost[name] = LostMember(cause)
+
+    def loss(self, name: str, for_good: bool = False) -> Loss:
+        """What the other members are told of a lost member."""
+        lost, incarnation = self.lost[name], self.roster.records[name].member.incarnation
+        return Loss(name, incarnation, lost.cause, for_good, lost.phase in (Phase.ENDED, Phase.RESTARTED))
+
+    def recover(self, names: Iterable[str]) -> None:
+        with self.changed:
+            for name in names:
+                self.lost.pop(name, None)
+            self.changed.notify_all()
+
+    def retry_later(self, names: Iterable[str]) -> None:
+        """Put off the next attempt to readmit these."""
+        for name in names:
+            if (lost := self.lost.get(name)) is not None:
+                lost.retry_later()
+
+    def causes(self) -> dict[str, str]:
+        """Why each lost member is lost, by name."""
+        with self.changed:
+            return {name: lost.cause for name, lost in self.lost.items()}
+
+    def notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def directory(self, endpoint: Endpoint) -> Directory:
+        """Describe the group to the process that ``endpoint`` describes."""
+        roster = self.roster
+        contacts = {
+            name: Contact(record.member, self.prepared[name].addresses["socket"], roster.reached_by_tcp(name, endpoint))
+            for name, record in roster.records.items()
+            if name in self.prepared
+        }
+        return Directory(roster.credentials, roster.config, contacts)

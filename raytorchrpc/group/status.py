@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.current import member_of
 from raytorchrpc.calls.metrics import Reading
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
@@ -64,11 +63,6 @@ def as_json() -> TypeAdapter[GroupStatus]:
     return TypeAdapter(GroupStatus)
 
 
-def member_status(generation: str, peers: bool) -> Reading:
-    """What this member has counted; see ``ray_metrics.reading``."""
-    return reading(member_of(generation), peers)
-
-
 def group_status(
     roster: Roster,
     connections: ControlConnections,
@@ -81,8 +75,8 @@ def group_status(
     ``peers``: whether to have calls by peer; None: only in a small group.
     """
     peers = len(roster.records) <= _MOST_WITH_PEERS if peers is None else peers
-    asked = {name: (roster.generation, peers) for name in roster.records if name not in away}
-    found, failures = connections.call_all(member_status, asked, time.monotonic() + timeout_s)
+    asked = {name: (peers,) for name in roster.records if name not in away}
+    found, failures = connections.call_all(reading, asked, time.monotonic() + timeout_s)
     together = Reading.of_all(found[name] for name in asked if name in found)
     group = roster.name, roster.generation, time.monotonic(), tuple(roster.records)
     return GroupStatus(*group, dict(away), tuple(failures), together)

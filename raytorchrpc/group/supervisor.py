@@ -14,24 +14,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from raytorchrpc.calls.stats import GroupStats
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import ray_calls
-from raytorchrpc.group.announcements import RETURN_S, Announcer
-from raytorchrpc.group.changes import Change, EventBus, RequestedChange
+from raytorchrpc.group.changes import RETURN_S, Announcer, Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
-from raytorchrpc.group.formation import Formation, current_owner, current_session, form_group, participants_of
-from raytorchrpc.group.guest import Directory, directory_of
+from raytorchrpc.group.formation import Formation, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
-from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.state import GroupState, LostMember
+from raytorchrpc.group.roster import Directory, GroupState, LostMember, Phase, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import join
-from raytorchrpc.membership.messages import GroupInfo, Prepared
+from raytorchrpc.membership.messages import GroupInfo, Loss, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork, threads
 from raytorchrpc.topology.endpoint import Endpoint
@@ -56,14 +54,14 @@ class Supervisor:
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
         self._state = GroupState(roster, info, dict(prepared))
-        self._session, self._stopped = current_session(), False
+        self._session, self._stopped = ray_internals.current_session(), False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events = EventBus(roster.name)
         self._tried: dict[str, int] = {}
         """The latest incarnation of each member that could not be admitted."""
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
-        self._connections = ControlConnections(roster.credentials, roster.local)
+        self._connections = ControlConnections(roster.credentials)
         self._restarts = ray_calls.RestartedActors(roster.generation)
         self._announcer = Announcer(self._state, self._connections, self._submit)
         parts = self._state, self._connections, self._restarts
@@ -72,7 +70,7 @@ class Supervisor:
         self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
         try:
             self._restarts.post(roster)
-            self._detector.watch([name for name, handle in roster.handles.items() if handle is not None])
+            self._detector.watch(list(roster.records))
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
@@ -173,7 +171,7 @@ class Supervisor:
 
     def directory(self, endpoint: Endpoint) -> Directory:
         """See guest.Host."""
-        return directory_of(self._state, endpoint)
+        return self._state.directory(endpoint)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
@@ -195,7 +193,7 @@ class Supervisor:
         """Have all members leave; returns their names."""
         roster = self.roster
         # Calling actors of a session that has ended could start another one.
-        reachable = roster.handles if current_session() == self._session else roster.local
+        reachable = roster.handles if ray_internals.current_session() == self._session else roster.local
         asked = {name: handle for name, handle in reachable.items() if name not in but}
         try:
             ray_calls.have_leave(roster, asked, until, for_good=True)
@@ -213,7 +211,7 @@ class Supervisor:
             self._no_more_posts.set()
             self._connections.close()
             self._events.stop()
-            if current_session() == self._session:
+            if ray_internals.current_session() == self._session:
                 self._restarts.post(None)
 
     def after_fork(self) -> tuple[()]:
@@ -256,7 +254,7 @@ class Supervisor:
             threads.serve(self._run_next, f"the supervisor of group {self.roster.name!r}")
         finally:
             self._drain()
-            if current_session() == self._session:
+            if ray_internals.current_session() == self._session:
                 self._restarts.post(None)  # what it posted while the group ended
 
     def _run_next(self) -> bool:
@@ -284,17 +282,15 @@ class Supervisor:
         return True
 
     def _session_lasts(self) -> bool:
-        return not self._stopped and current_session() == self._session
+        return not self._stopped and ray_internals.current_session() == self._session
 
     def _poll(self) -> None:
         if not self._session_lasts():
             self.stop()
             return
         found = self._detector.poll()
-        if found.lost or found.dead:
-            self._announce_losses(found.lost, found.dead)
-        if found.ended:
-            self._announcer.announce_losses([self._state.loss(name) for name in found.ended])
+        if found.ended or found.dead:
+            self._announce_losses(found.ended, Phase.ENDED, found.dead)
         if found.restarted:
             self._readmit(found.restarted)
         self._announcer.resync_due()
@@ -302,27 +298,30 @@ class Supervisor:
     def _handle_dialled(self, name: str, lost: LostMember, error: Exception | None) -> None:
         """A connection to a lost member was tried again, as Ray believes it alive."""
         if error is None:
-            if lost.announced and not self._announcer.reunite(name):
+            if lost.is_announced and not self._announcer.reunite(name):
                 return
             self._state.recover([name])
-            if lost.announced:
+            if lost.is_announced:
                 self._events.put(Change("back", (name,)))
-        elif not lost.announced and isinstance(error.__cause__, OSError):
+        elif not lost.is_announced and isinstance(error.__cause__, OSError):
             # The connection was refused, where one existed: a process that only hangs would have accepted it.
-            self._announce_losses([name], [])
+            self._announce_losses([name], Phase.AWAY)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _announce_losses(self, lost: Sequence[str], dead: Sequence[str]) -> None:
-        losses = []
-        for name in (*lost, *dead):
-            member = self._state.lost[name]
-            member.announced = True
+    def _announce_losses(self, names: Sequence[str], phase: Phase, dead: Sequence[str] = ()) -> None:
+        """``phase``: of these members from now on. ``dead``: further ones, which leave the roster."""
+        losses, news = list[Loss](), {*dead}
+        for name in (*names, *dead):
+            lost = self._state.lost[name]
+            if not lost.is_announced:
+                news.add(name)
+            lost.phase = phase
             self._connections.forget(name)
             losses.append(self._state.loss(name, name in dead))
         # With a short deadline: a member may be suspended, and callbacks and the next loss wait for this.
         self._announcer.announce_losses(losses)
-        for loss in losses:
+        for loss in (loss for loss in losses if loss.name in news):
             logger.warning("group %r: lost %s: %s", self.roster.name, loss.name, loss.cause)
             self._events.put(Change("dead" if loss.for_good else "lost", (loss.name,), loss.cause))
         if dead:
@@ -358,7 +357,7 @@ class Supervisor:
             roster, info = formation.roster, formation.roster.info(prepared)
             others = announcer.others(handles)
             prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared, *patience))
-            away = {name: lost.cause for name, lost in state.lost.items() if lost.announced and name not in handles}
+            away = {name: lost.cause for name, lost in state.lost.items() if lost.is_announced and name not in handles}
             formation.commit(info, prepared, away, {*state.lost, *announcer.behind}.difference(away, handles))
             self._check_running()
         except BaseException:
@@ -379,7 +378,7 @@ class Supervisor:
         state.recover(handles)
         self._events.put(Change(kind, tuple(handles)))
         # Last: one that does not answer is lost again, until it can be watched.
-        self._detector.watch([name for name, handle in handles.items() if handle is not None], *patience)
+        self._detector.watch(list(handles), *patience)
 
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the handles of those that were asked to leave."""

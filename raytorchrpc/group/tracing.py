@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.current import member_of
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.control_connections import ControlConnections
@@ -31,9 +31,8 @@ _ROUND_TRIPS = 8
 # --- at a member ----------------------------------------------------------------------------------------------------
 
 
-def begin(generation: str, capacity: int) -> None:
+def begin(local: LocalMember, capacity: int) -> None:
     """Start recording; drops earlier events."""
-    local = member_of(generation)
     tracer = Tracer(local.me.rank, capacity)
     local.trace(tracer)
 
@@ -44,9 +43,8 @@ def begin(generation: str, capacity: int) -> None:
     tracer.forget_limit = local.deadlines.at(time.monotonic() + LIMIT_S, stop)
 
 
-def take(generation: str) -> MemberTrace | None:
+def take(local: LocalMember) -> MemberTrace | None:
     """Stop recording; returns the events, or None if this process joined after the trace began."""
-    local = member_of(generation)
     tracer = local.tracer
     if tracer is None:
         return None
@@ -56,7 +54,7 @@ def take(generation: str) -> MemberTrace | None:
     return MemberTrace(local.me.name, local.me.rank, os.getpid(), events, dropped, threads)
 
 
-def clock() -> float:
+def clock(local: LocalMember) -> float:
     """The clock of the recorded times."""
     return time.monotonic()
 
@@ -99,15 +97,15 @@ class Tracing:
             if self._until > time.monotonic():
                 raise ConfigurationError(f"group {roster.name!r} is being traced already; end that trace first")
             self._until = time.monotonic() + LIMIT_S
-        arguments = dict.fromkeys(roster.records, (roster.generation, capacity))
+        arguments = dict.fromkeys(roster.records, (capacity,))
         self._missing = set(self._connections.call_all(begin, arguments, time.monotonic() + BEGIN_S)[1])
 
     def end(self, roster: Roster) -> GroupTrace:
         """The events of all members. One that was lost, or has restarted meanwhile, is listed as missing."""
         try:
             clocks = {name: self._clock(roster, name) for name in roster.records}
-            arguments = dict.fromkeys(roster.records, (roster.generation,))
-            found, silent = self._connections.call_all(take, arguments, time.monotonic() + COLLECT_S)
+            everybody = dict.fromkeys(roster.records, ())
+            found, silent = self._connections.call_all(take, everybody, time.monotonic() + COLLECT_S)
         finally:
             with self._lock:
                 self._until = 0.0

@@ -7,19 +7,21 @@ another lane, the group or the member: ``LaneSetup`` and these interfaces give i
 from __future__ import annotations
 
 import ctypes
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 
-from raytorchrpc.errors import PeerLost
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape, view_at
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Message(NamedTuple):
@@ -27,7 +29,7 @@ class Message(NamedTuple):
 
     header: a tuple of small builtins (str, int, float, tuples of them), readable without unpickling the body.
     body: the encoded arguments or result.
-    manifests: describe tensors that travel out of band (see ``calls.out_of_band``); builtins only.
+    manifests: describe tensors that travel out of band (see ``calls.payload``); builtins only.
     make_current: the thread that will use the tensors calls it first; CUDA work that the lane queued then precedes that
         thread's own.
     unread_bytes: size of a message for which this process had no memory; its body is lost. 0 if the body arrived.
@@ -176,6 +178,30 @@ class TensorCapabilities:
 def never_fetched(peer: str) -> PeerLost:
     """The error that ``fetch`` raises for tensors of a process that is gone."""
     return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
+
+
+#: Errors that an invalid descriptor causes. A descriptor comes from an authenticated member, but that may be of another
+#: release, broken, or have ended: it must not make this process access memory out of bounds.
+MALFORMED = (TypeError, ValueError, LookupError, OverflowError, ctypes.ArgumentError)
+
+
+def checked(method: F) -> F:
+    """Decorate a lane's ``fetch`` or ``scatter_into``: invalid descriptors raise LaneUnavailable with the peer."""
+
+    @functools.wraps(method)
+    def call(lane: Any, peer: str, *args: Any) -> Any:
+        try:
+            return method(lane, peer, *args)
+        except RayTorchRpcError:  # some of these are ValueErrors and the like too
+            raise
+        except MALFORMED as error:
+            raise LaneUnavailable(
+                lane.name,
+                f"the descriptor of the tensors of member {peer!r} is invalid ({type(error).__name__}: {error}), so "
+                f"nothing was read; run one release of raytorchrpc everywhere",
+            ) from error
+
+    return cast(F, call)
 
 
 class Export(ABC):

@@ -23,23 +23,22 @@ import ray
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.current import current_local, member_of, set_local
-from raytorchrpc.calls.exposed import exposed, take_turns
-from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.peer_table import Absence
-from raytorchrpc.calls.peers import Member, PeerRoute, process_token
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.member import LocalMember, current_local, set_local
+from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
+from raytorchrpc.calls.server.exposed import exposed, take_turns
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending, TensorLane
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
+from raytorchrpc.membership import process_group
 from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
-from raytorchrpc.membership.process_group import collectives_of
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.patterns import home
 from raytorchrpc.process.this_process import default_capacity
-from raytorchrpc.rdt.api import enable_where_possible, load_where_possible
+from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.planner import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology import probe as topology_probe
@@ -129,7 +128,8 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
     methods = exposed_methods(instance)
     take_turns()
-    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes)
+    services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
+    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes, services)
     _preparing = spec, local  # from here on ``leave`` undoes it
     if spec.config.switch_interval_s is not None:
         local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
@@ -381,14 +381,15 @@ def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
 # --- changes of the group: the supervisor calls these, on a thread of the member's own, busy or not ------------------
 
 
-def apply(generation: str, step: int, change: Callable[..., T], *args: Any) -> T:
+def apply(local: LocalMember, step: int, change: Callable[..., T], *args: Any) -> T:
     """Run ``change(local, *args)``, one of the functions below; changes run one at a time and in order.
 
     Refuses one that arrives late, as after a broken network: the supervisor had no answer to it, and sends the full
     state instead (``resync``).
     """
     with _changing:
-        local = member_of(generation)
+        if local is not current_local():
+            raise NotAMember(f"{local.me.name!r} has left the group")
         if step <= local.step:
             raise NotAMember(f"a later change than {step} has taken effect already")
         local.step = step
@@ -487,7 +488,7 @@ def remove_peers(local: LocalMember, names: Sequence[str]) -> None:
 
 def _part(local: LocalMember, name: str, cause: str) -> None:
     """Disconnect from a peer, and end a process group that includes it."""
-    collectives_of(local).lose(name, cause)
+    process_group.collectives_of(local).lose(name, cause)
     for lane in _lanes_of(local):
         lane.disconnect(name)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.mailbox import Owner
 from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec

@@ -27,15 +27,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.current import member_of, process_member
-from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import LocalMember, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, takes_timeout
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.exposed import service
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
-from raytorchrpc.patterns import home
 from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
@@ -418,15 +417,15 @@ def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
 # --- the supervisor calls these two, on a thread of the member's own -------------------------------------------------
 
 
-def call_collectives(generation: str, method: Callable[..., Any], *args: Any) -> Any:
+def call_collectives(local: LocalMember, method: Callable[..., Any], *args: Any) -> Any:
     """Run a method of Collectives."""
-    return method(collectives_of(member_of(generation)), *args)
+    return method(collectives_of(local), *args)
 
 
-def make_process_group(generation: str, meeting: Meeting) -> None:
+def make_process_group(local: LocalMember, meeting: Meeting) -> None:
     """See Collectives.make."""
-    store = MemberStore(partial(_send_to_home, generation, meeting.store))
-    collectives_of(member_of(generation)).make(meeting, store)
+    store = MemberStore(partial(_send_to_home, local, meeting.store))
+    collectives_of(local).make(meeting, store)
 
 
 def _operate(
@@ -446,19 +445,14 @@ def _operate(
     return result
 
 
-home.register_service(_STORE, _operate)
+SERVICES = {_STORE: service(_operate)}
 
 
-def _send_to_home(generation: str, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+def _send_to_home(
+    local: LocalMember, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]
+) -> Any:
     """See MemberStore. Waits only for the home: neither for an admission to the actor nor for calls in flight."""
-    local = member_of(generation)
     budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
-    if store.home == local.me.name:
-        result = _operate(local, local.me.rank, store.store_id, seconds, operation, args)
-        if not isinstance(result, DeferredReply):
-            return result
-        result.exception(budget)
-        return result.outcome()
     # A scope of its own: torch's timeout counts here, and what the caller has sent to the home does not hold this up.
     before = current_scope.set(Scope(limit=Limit(time.monotonic() + budget)))
     try:

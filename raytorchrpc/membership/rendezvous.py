@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ProcessGroupLost, RayTorchRpcError, RpcTimeout
 
 #: The shortest time given to a request that waits for no key (seconds): a store's timeout may be a poll's.

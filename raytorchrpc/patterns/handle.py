@@ -11,15 +11,13 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, TypeVar
 
 from raytorchrpc.calls import guests, rejoin
-from raytorchrpc.calls import waiting as _waiting
-from raytorchrpc.calls.current import current_local, process_member
-from raytorchrpc.calls.event_loops import on_loop, refuse_on_loop
-from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import LocalMember, current_local, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.scope import current_scope
-from raytorchrpc.calls.services import DeferredReply, WaitableReply, builtin_services
+from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop
+from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
+from raytorchrpc.calls.server.services import DeferredReply, WaitableReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.workers import Deadlines
@@ -96,7 +94,7 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
         except RayTorchRpcError:
             pending.cancel()
             raise
-    _waiting.wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
+    _wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
 
@@ -127,7 +125,7 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     with this member. A restarted actor waits here until it is a member of its group again.
     """
     local, since = current_local(), time.monotonic()
-    if local is None and home is not None and (found := _as_guest(home)) is not None:
+    if local is None and home is not None and (found := guests.own_groups.find(home)) is not None:
         local = found[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
@@ -143,15 +141,6 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))
 
 
-def _as_guest(home: Any) -> tuple[LocalMember, Member] | None:
-    """See ``calls.guests.OwnGroups.find``."""
-    return None if guests.own_groups is None else guests.own_groups.find(home)
-
-
-def _groups_of_guest() -> list[LocalMember]:
-    return [] if guests.own_groups is None else guests.own_groups.everywhere()
-
-
 def member_name(target: Any, argument: str) -> str:
     """The name of the member that ``target`` stands for: a name, rank or handle, or a Member.
 
@@ -165,7 +154,7 @@ def member_name(target: Any, argument: str) -> str:
         return target.name
     if isinstance(target, str) and not target.isdecimal():
         return target
-    found = _as_guest(target)
+    found = guests.own_groups.find(target)
     if found is None:
         raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
     return found[1].name
@@ -191,7 +180,7 @@ def _answer_timeout(seconds: float) -> float:
     return min(MAX_TIMEOUT_S, seconds + ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
 
 
-def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], None]) -> DeferredReply:
+def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], Any]) -> DeferredReply:
     """Call ``give_up`` at ``until``, or when ``reply`` is cancelled, unless it is settled before. Returns ``reply``."""
     cancel_deadline = deadlines.at(until, give_up)
 
@@ -262,7 +251,7 @@ class Handle:
         """
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
-        searched = [local] if local is not None else _groups_of_guest() or [process_member(timeout)]
+        searched = [local] if local is not None else guests.own_groups.everywhere() or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
             if (handle := cls._find_in(local, name, timeout, silent)) is not None:
@@ -358,7 +347,7 @@ class Handle:
         ``wait_s``: how long the operation may wait at the home; None: as long as a call.
         """
         if self._is_home(local):
-            answer = builtin_services[service].function(local, local.me.rank, *args)
+            answer = local.incoming.services[service].function(local, local.me.rank, *args)
             return (yield answer) if isinstance(answer, DeferredReply) else answer
         return (yield from self._response(self._send(local, service, args, wait_s)))
 

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.services import builtin_services
+from raytorchrpc.calls.server.exposed import Exposed, service
 from raytorchrpc.errors import ConfigurationError
 
-#: Creates an object at its home: (member, name, settings) -> the object.
-Factory = Callable[[LocalMember, str, Any], Any]
-
-#: How a home creates objects, by kind. They are ``Served``, and keep their ``settings``.
-factories: dict[str, Factory] = {}
-#: The arguments that make up the settings, by kind and in order, for messages.
-setting_names: dict[str, tuple[str, ...]] = {}
-#: Services of every member.
+#: The modules of this package that define services of every member (``SERVICES``) and kinds of objects (``KINDS``).
+_DEFINED_IN = ("queues.services", "weights.feeds", "weights.published", "weights.publishers")
 OPEN, FIND = "raytorchrpc.open", "raytorchrpc.find"
 
 
-def register_service(name: str, function: Callable[..., Any]) -> None:
-    """Have every member serve ``function(member, caller's rank, *args)`` to its peers; see ``Exposed.service``."""
-    builtin_services[name] = Exposed(function, True, None, False, False, False, frozen=True, service=True)
+class Kind(NamedTuple):
+    """How a home creates objects of one kind. They are ``Served``, and keep their ``settings``."""
+
+    create: Callable[[LocalMember, str, Any], Any]
+    """(member, name, settings) -> the object."""
+    setting_names: tuple[str, ...]
+    """The arguments that make up the settings, in order, for messages."""
 
 
-def register_methods(methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Have every member serve ``function(object, caller's rank, *args)``, by name, for requests to an object's address.
+def services() -> dict[str, Exposed]:
+    """The services for objects that every member offers to its peers: by name, ``function(member, rank, *args)``."""
+    return {OPEN: service(_open), FIND: service(find), **_definitions("SERVICES")}
+
+
+def object_services(methods: Mapping[str, Callable[..., Any]]) -> dict[str, Exposed]:
+    """Services that call ``function(object, caller's rank, *args)``, by name, for requests to an object's address.
 
     A request to an object that the member does not have raises NotFound.
     """
-    for name, function in methods.items():
-        register_service(name, _of_object(function))
+    return {name: service(_of_object(function)) for name, function in methods.items()}
 
 
 def _of_object(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,27 +47,27 @@ def _of_object(function: Callable[..., Any]) -> Callable[..., Any]:
     return serve
 
 
+@functools.cache
+def _definitions(table: str) -> dict[str, Any]:
+    modules = [importlib.import_module(f"{__package__}.{name}") for name in _DEFINED_IN]
+    return {name: defined for module in modules for name, defined in getattr(module, table, {}).items()}
+
+
 def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) -> int:
     """Return the instance id of the object, which is created if there is none."""
-    opened = local.services.open(kind, name, partial(factories[kind], local, name, settings))
+    create, setting_names = _definitions("KINDS")[kind]
+    opened = local.services.open(kind, name, partial(create, local, name, settings))
     if opened.settings != settings:
+        pairs = itertools.zip_longest(setting_names, opened.settings, settings)
+        differences = (f"{name}={there!r}, not {name}={asked!r}" for name, there, asked in pairs if there != asked)
         raise ConfigurationError(
-            f"member {local.me.name!r} has a {kind} {name!r} with {_differences(kind, opened.settings, settings)}; "
+            f"member {local.me.name!r} has a {kind} {name!r} with {' and '.join(differences)}; "
             f"give the same settings, or get a handle with find({name!r})"
         )
     return int(opened.instance_id)
 
 
-def _differences(kind: str, existing: Any, asked: Any) -> str:
-    """The settings that differ, as ``maxsize=2, not maxsize=5``."""
-    pairs = itertools.zip_longest(setting_names[kind], existing, asked)
-    return " and ".join(f"{name}={there!r}, not {name}={wanted!r}" for name, there, wanted in pairs if there != wanted)
-
-
 def find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:
+    """The settings and instance id of an object; None if this member does not have it."""
     found = local.services.get(kind, name)
     return None if found is None else (found.settings, found.instance_id)
-
-
-register_service(OPEN, _open)
-register_service(FIND, find)

@@ -1,9 +1,11 @@
-"""The tensor transport as Ray calls it; ``source`` and ``pull`` do the work."""
+"""The tensor transport as Ray calls it, and how Ray pickles DTensors for it; ``transfer`` does the work."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +18,13 @@ from ray.experimental.rdt.tensor_transport_manager import (
     TensorTransportMetadata,
 )
 
-from raytorchrpc import rdt
-from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.out_of_band import Runs, runs_of
-from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.rdt import distributed
-from raytorchrpc.rdt import pull as pulls
-from raytorchrpc.rdt import source as sources
-from raytorchrpc.rdt.source import Source
+from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.calls.payload import Runs, runs_of
+from raytorchrpc.errors import ConfigurationError, SerializationError
+from raytorchrpc.rdt import transfer
+from raytorchrpc.rdt.transfer import TRANSPORT, Pull, Source
+from raytorchrpc.tensors.codec import with_attributes
+from raytorchrpc.tensors.distributed_tensors import reduced
 from raytorchrpc.tensors.dtypes import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ _DEVICES = ("cpu", "cuda")
 
 def register() -> None:
     """See ``rdt.enable``."""
-    ray_internals.register_transport(rdt.TRANSPORT, _DEVICES, TorchRpcTransport, torch.Tensor)
-    distributed.reduce_for_transports()
+    ray_internals.register_transport(TRANSPORT, _DEVICES, TorchRpcTransport, torch.Tensor)
+    reduce_for_transports()
 
 
 @dataclass
@@ -61,7 +62,7 @@ def _meta(runs: Runs, device: str | None, source: Source | None, on_gpu: bool) -
 class _Fetch(FetchRequest):
     """A pull, as Ray holds it."""
 
-    def __init__(self, object_id: str, pull: pulls.Pull | None) -> None:
+    def __init__(self, object_id: str, pull: Pull | None) -> None:
         super().__init__(obj_id=object_id, tensors=[])
         self.pull = pull
 
@@ -70,11 +71,11 @@ class TorchRpcTransport(TensorTransportManager):
     """One per process, made by Ray."""
 
     def tensor_transport_backend(self) -> str:
-        return rdt.TRANSPORT
+        return TRANSPORT
 
     @staticmethod
     def is_one_sided() -> bool:
-        distributed.reduce_for_transports()  # Ray asks this before it pickles what ray.put was given
+        reduce_for_transports()  # Ray asks this before it pickles what ray.put was given
         return True
 
     @staticmethod
@@ -86,19 +87,19 @@ class TorchRpcTransport(TensorTransportManager):
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> ObjectMeta:
         """In the source, on the thread that ran the method: keep the tensors."""
-        distributed.check(rdt_object)
+        check(rdt_object)
         if not rdt_object:
             return ObjectMeta([])
         if strange := {tensor.device.type for tensor in rdt_object} - set(_DEVICES):
             raise ConfigurationError(
-                f"{rdt.TRANSPORT} carries tensors on {' and '.join(_DEVICES)}, not on {', '.join(sorted(strange))}: "
+                f"{TRANSPORT} carries tensors on {' and '.join(_DEVICES)}, not on {', '.join(sorted(strange))}: "
                 f"move them before you return or put them"
             )
         context = ray.get_runtime_context()
         actor = context.get_actor_id()
         shown = f"the driver (pid {os.getpid()})" if actor is None else f"actor {actor}"
-        source = sources.here(context.get_node_id(), str(ray.util.get_node_ip_address()), shown)  # type: ignore[no-untyped-call]
-        sources.keep(obj_id, rdt_object)
+        source = transfer.here(context.get_node_id(), str(ray.util.get_node_ip_address()), shown)  # type: ignore[no-untyped-call]
+        transfer.keep(obj_id, rdt_object)
         on_gpu = any(tensor.is_cuda for tensor in rdt_object)
         return _meta(runs_of(rdt_object), rdt_object[0].device.type, source, on_gpu)
 
@@ -134,15 +135,58 @@ class TorchRpcTransport(TensorTransportManager):
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
         """In the source: the last ObjectRef is gone."""
-        sources.drop(obj_id)
+        transfer.drop(obj_id)
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """In the receiver."""
-        pulls.abort(obj_id)
+        transfer.abort(obj_id)
 
 
-def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, caller_waits: bool = False) -> pulls.Pull | None:
+def _pull(object_id: str, meta: ObjectMeta, targets: Any, *, caller_waits: bool = False) -> Pull | None:
     """None for an object without tensors."""
     if meta.source is None:
         return None
-    return pulls.Pull(object_id, meta.source, meta.on_gpu, targets, caller_waits=caller_waits)
+    return Pull(object_id, meta.source, meta.on_gpu, targets, caller_waits=caller_waits)
+
+
+# --- DTensors --------------------------------------------------------------------------------------------------------
+#
+# Ray would pickle a DTensor by torch's own means: with the sender's device mesh, which is a wrong one elsewhere. So it
+# takes out the local tensor alone, as direct calls do.
+
+_covered: set[type[Any]] = set()
+
+
+def reduce_for_transports() -> bool:
+    """Have Ray's pickler reduce DTensors, and what asynchronous collectives return, as the codec does.
+
+    Only types that the program has imported by now. Returns whether DTensors are among them for the first time.
+    """
+    dtensor = torch_internals.dtensor_type()
+    new = {dtensor, torch_internals.async_collective_type()} - _covered - {None}
+    for kind in new:
+        assert kind is not None
+        ray_internals.reduce_for_transports(kind, _reduce)
+        _covered.add(kind)
+    return dtensor in new
+
+
+def _reduce(tensor: Any) -> Any:
+    parts = reduced(tensor)
+    assert parts is not None  # of one of the two types
+    return with_attributes(*parts)
+
+
+def check(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that Ray took out of a DTensor before ``reduce_for_transports``. Raises SerializationError."""
+    if not reduce_for_transports():
+        return
+    taken = set(map(id, tensors))  # once per process: a look at all objects takes tens of milliseconds
+    kind = torch_internals.dtensor_type()
+    for value in gc.get_objects():
+        if type(value) is kind and id(torch_internals.local_tensor(value)) in taken:
+            raise SerializationError(
+                "this object has a DTensor, and Ray pickled it before raytorchrpc learned that this process uses "
+                "them: call raytorchrpc.rdt.enable() after you import torch.distributed.tensor, or return the tensors "
+                "by @raytorchrpc.method(objectref=True)"
+            )

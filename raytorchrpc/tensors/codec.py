@@ -10,8 +10,11 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
+import reprlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,10 +23,12 @@ import torch
 from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.tensors import distributed_tensors, plain_values
-from raytorchrpc.tensors.containers import Bulk, gathered
+from raytorchrpc.tensors.plain_values import Bulk, gathered
 
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
 LIFT_BUFFER_BYTES = 16 * 1024
+#: How deep the search for what cannot be pickled goes, and how many parts of one object it tries.
+_MAX_DEPTH, _MAX_PARTS = 6, 1000
 
 
 class Encoded(NamedTuple):
@@ -152,6 +157,37 @@ class Codec:
             raise SerializationError(f"its own code asked this process to exit: {shown(error)}") from error
         finally:
             _table.tensors, _table.rrefs = outer
+
+    def explain_argument(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
+        """The message for arguments of the call ``label`` that ``error`` kept from being pickled."""
+        places = [(f"the {_ordinal(number)} argument", value) for number, value in enumerate(args, 1)]
+        places += [(f"argument {name!r}", value) for name, value in kwargs.items()]
+        for place, value in places:
+            if not self._can_encode(value):
+                return self.explain(f"{place} of {label}", value, error)
+        return f"an argument of {label} cannot be pickled: {error}"
+
+    def explain(self, what: str, value: Any, error: Exception) -> str:
+        """The message for a ``value`` that ``error`` kept from being pickled; ``what`` names it.
+
+        Pickles parts of the value again, to find the one that fails.
+        """
+        path, part = "", value
+        with suppress(Exception):  # the code of the user's own containers and keys
+            for _ in range(_MAX_DEPTH):
+                failing = next(((step, each) for step, each in _parts(part) if not self._can_encode(each)), None)
+                if failing is None:
+                    break
+                path, part = path + failing[0], failing[1]
+        where = f", because of its {path.removeprefix('.')} ({_type(part)})" if path else ""
+        return f"{what} ({_type(value)}) cannot be pickled{where}: {error}"
+
+    def _can_encode(self, value: Any) -> bool:
+        try:
+            self.encode(value)
+        except RayTorchRpcError:
+            return False
+        return True
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -351,3 +387,26 @@ _PLACING: dict[tuple[str, str], Any] = {
 def placed(payload: bytes, *, buffers: Sequence[Any]) -> Any:
     """Load for ``Codec.decode(load=...)``: the object contains the given tensor objects themselves."""
     return _Placing(io.BytesIO(payload), buffers=buffers).load()
+
+
+# --- what cannot be pickled -------------------------------------------------------------------------
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """The elements of a container or the attributes of an object, each with the text that selects it."""
+    if isinstance(value, (list, tuple)):
+        return ((f"[{index}]", each) for index, each in enumerate(value[:_MAX_PARTS]))
+    if isinstance(value, dict):
+        return ((f"[{reprlib.repr(key)}]", each) for key, each in islice(value.items(), _MAX_PARTS))
+    attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    return ((f".{name}", each) for name, each in islice(attributes.items(), _MAX_PARTS))
+
+
+def _type(value: Any) -> str:
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
 
 import torch
-
-from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.tensors.devices import CPU, Device
 
 
 def nothing() -> None:
@@ -73,20 +69,3 @@ def own_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], AbstractContext
             yield
 
     return enter
-
-
-def check_mapped(tensors: Sequence[torch.Tensor], peer: str, mapping: Mapping[Any, Device], lane: str) -> None:
-    """Raise LaneUnavailable for a CUDA tensor that is not in the device map to ``peer`` (own -> its)."""
-    for index in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
-        if index not in mapping:
-            shown = ", ".join(f"{_shown(mine)} -> {_shown(its)}" for mine, its in mapping.items()) or "empty"
-            raise LaneUnavailable(
-                lane,
-                f"a tensor on cuda:{index} has no mapping to member {peer!r} (device map: {shown}); map it with "
-                f"GroupConfig(device_maps=...), to a GPU or to 'cpu', give the peer's actor a GPU, or send "
-                f"tensor.cpu()",
-            )
-
-
-def _shown(device: Device) -> str:
-    return device if device == CPU else f"cuda:{device}"

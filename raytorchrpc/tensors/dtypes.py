@@ -1,14 +1,13 @@
-"""Tensor dtypes by name, and views of raw memory as tensors."""
+"""Tensor dtypes by name, ranges of memory, and views of raw memory as tensors."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
-
-from raytorchrpc.tensors.bounds import strided_within, within
 
 #: dtype and shape of a tensor to receive, which is contiguous.
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -34,9 +33,49 @@ def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_COPYABLE[tensor.dtype.itemsize])
 
 
+def unrecorded(targets: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Return a context to write these tensors in, without autograd.
+
+    Tensors made under inference mode can only be written under it.
+    """
+    return torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad()
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Clone a tensor of any dtype."""
     return as_copyable(tensor).clone().view(tensor.dtype) if tensor.dtype in UNCOPIED else tensor.clone()
+
+
+# --- memory ------------------------------------------------------------------------------------------------------
+
+
+class OutOfBounds(ValueError):
+    """A peer described a range that lies outside the memory that it described."""
+
+
+def within(offset: int, size: int, total: int) -> None:
+    """Raise OutOfBounds unless ``size`` bytes at ``offset`` lie within ``total`` bytes. Hot path."""
+    if offset < 0 or size < 0 or offset + size > total:
+        raise OutOfBounds(f"{size} bytes at {offset} are not in {total} bytes")
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Count the elements from the first to the last of a strided tensor, inclusive; 0 if it is empty."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+def strided_within(offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, total: int) -> int:
+    """Return the bytes from the first to the last of a strided region's elements, inclusive.
+
+    Raises OutOfBounds for a negative stride, or unless the region at byte ``offset`` lies within ``total`` bytes.
+    """
+    if any(stride < 0 for stride in strides):
+        raise OutOfBounds(f"a region has negative strides: {tuple(strides)}")
+    size = span_of(shape, strides) * itemsize
+    within(offset, size, total)
+    return size
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[int] | None = None) -> torch.Tensor:

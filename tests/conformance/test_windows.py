@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.out_of_band import PendingTensors
+from raytorchrpc.calls.payload import PendingTensors
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.tensors.dtypes import Shape

@@ -161,10 +161,10 @@ class Board:
 
 
 class Control:
-    """The member's end. Commands are methods of ``target`` that the test names."""
+    """The member's end. ``find``: the function of a command's name."""
 
-    def __init__(self, path: str, name: str, target: Any) -> None:
-        self._target = target
+    def __init__(self, path: str, name: str, find: Callable[[str], Callable[..., Any]]) -> None:
+        self._find = find
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.connect(path)
         self._lock = threading.Lock()
@@ -197,7 +197,7 @@ class Control:
     def _do(self, said: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"re": said["ask"]}
         try:
-            answer["result"] = getattr(self._target, said["command"])(**said["arguments"])
+            answer["result"] = self._find(said["command"])(**said["arguments"])
         except BaseException:
             answer["error"] = traceback.format_exc()
         self._say(answer)

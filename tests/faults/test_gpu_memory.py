@@ -14,9 +14,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from tests.conformance.peers import wait_until
-from tests.faults.ray_here import ray_here
+from tests.faults.running import ray_here
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +57,7 @@ def sum_of_ones(peer: str, size: int) -> float:
 
 def nothing_out() -> bool:
     """Whether this sender has back what it had lent, and its memory with it."""
-    lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
+    lane: Any = process_member().tensor_lanes["cuda_ipc"]
 
     def back() -> bool:
         gc.collect()

@@ -1,4 +1,7 @@
-"""Random faults over a group of six under load. ``python -m tests.faults --faults 500`` is the long form."""
+"""Random faults over a group under load. ``python -m tests.faults --faults 500`` is the long form.
+
+``--patterns`` and ``--shards`` are those of queues, topics and weights; ``judging`` says what must hold.
+"""
 
 from __future__ import annotations
 
@@ -7,54 +10,102 @@ from pathlib import Path
 import pytest
 
 from tests.faults import on_hosts
-from tests.faults.__main__ import run_random, table
-from tests.faults.faults import HOSTS_TABLE, OF_A_HOST, Kill, PowerOff, random_faults
-from tests.faults.running import NAMES, NEAR
+from tests.faults.faults import MB, Kill, PowerOff, Shortage, Stop, random_faults
+from tests.faults.records import read
+from tests.faults.running import run_faults, running
+from tests.faults.scenarios import NAMES, NEAR, PATTERNS, SCENARIOS, Plan
 from tests.multihost.rig import Unavailable
 
 
-def test_a_seed_gives_the_same_faults() -> None:
-    drawn = random_faults(3, 200, NAMES, never_killed="c0")
-    assert drawn == random_faults(3, 200, NAMES, never_killed="c0") != random_faults(4, 200, NAMES, never_killed="c0")
-    faults = [fault for together in drawn for fault in together]
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_seed_gives_the_same_faults_and_the_same_plan(name: str) -> None:
+    scenario = SCENARIOS[name]
+    drawn = [random_faults(seed, 200, scenario.names, scenario.faults.here, "c0") for seed in (3, 3, 4)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    faults = [fault for together in drawn[0] for fault in together]
     assert len(faults) == 200
     assert not any(isinstance(fault, Kill) and fault.member == "c0" for fault in faults)
-    assert len({type(fault) for fault in faults}) == 6
+    assert len({type(fault) for fault in faults}) >= {"calls": 6, "shards": 2}.get(name, 4)
+    plan = scenario.plan(scenario, 3, 1)
+    assert plan == scenario.plan(scenario, 3, 1) == Plan.of([*plan])
+
+
+def test_the_stores_are_the_same_in_all_rounds() -> None:
+    plan, later = (PATTERNS.plan(PATTERNS, 3, number) for number in (1, 2))
+    assert later != plan != PATTERNS.plan(PATTERNS, 4, 1)
+    assert later.objects[:2] == plan.objects[:2] != later.objects[2:]
 
 
 def test_faults_of_hosts_strike_one_host_at_a_time_and_never_the_drivers_power() -> None:
-    drawn = random_faults(3, 300, NAMES, never_killed="c0", always_on=NEAR, table=HOSTS_TABLE)
-    assert all(sum(isinstance(fault, OF_A_HOST) for fault in together) <= 1 for together in drawn)
+    drawn = random_faults(3, 300, NAMES, SCENARIOS["calls"].faults.on_hosts, "c0", NEAR)
+    assert all(sum(fault.of_host for fault in together) <= 1 for together in drawn)
     faults = [fault for together in drawn for fault in together]
-    assert {type(fault) for fault in faults} >= set(OF_A_HOST)
+    assert {type(fault).__name__ for fault in faults} >= {"Cable", "Partition", "PowerOff"}
     assert not any(isinstance(fault, PowerOff) and fault.member in NEAR for fault in faults)
 
 
-def test_some_random_faults(cluster: None, tmp_path: Path) -> None:
-    report = run_random(tmp_path, 5, 6)
-    assert report.violations == [], table(report)
+def test_some_random_faults(cluster: None) -> None:
+    report = run_faults("calls", 6, 5)
+    assert report.violations == [], report
     assert sum(one.landed for one in report.struck) >= 5
+
+
+def test_homes_that_die_and_members_short_of_memory(cluster: None, tmp_path: Path) -> None:
+    with running(PATTERNS, tmp_path, 7) as run:
+        run.round([Kill("c1"), Kill("c2"), Shortage("c3", 0.5, 24 * MB), Shortage("c0", 0.5)])
+    assert run.report.violations == [], run.report
+    assert all(one.landed for one in run.report.struck)
+    notes, _ = read(tmp_path / "records", 0)
+    assert {"put", "get", "next", "pull", "publish", "call"} <= {note.op for note in notes if note.verdict == "ok"}
+    assert {note.life for note in notes if note.member in ("c1", "c2")} == {1, 2}
+    assert any(note.verdict == "NotFound" for note in notes), "no handle outlived its object"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("lanes", ["default", "torchrpc", "nng"])
-def test_sixty_random_faults(cluster: None, tmp_path: Path, lanes: str) -> None:
-    report = run_random(tmp_path, 6, 60, lanes)
-    assert report.violations == [], table(report)
+@pytest.mark.parametrize(
+    ("name", "count", "lanes"),
+    [
+        *(("calls", 60, lanes) for lanes in ("default", "torchrpc", "nng")),
+        *(("patterns", 30, lanes) for lanes in ("default", "tcp", "torchrpc")),
+    ],
+)
+def test_many_random_faults(cluster: None, name: str, count: int, lanes: str) -> None:
+    report = run_faults(name, count, 6, lanes)
+    assert report.violations == [], report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_members_that_stand_still_for_longer_than_a_lease(cluster: None) -> None:
+    report = run_faults("long patterns", 12, 9)
+    assert report.violations == [], report
+    assert any(isinstance(one.fault, Stop) and one.fault.seconds > 60 for one in report.struck)
 
 
 @pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("arguments", "failures", "struck"),
+    [
+        (["--faults=20", "--seed=22"], on_hosts.FAILURES, ("PowerOff", "Cable", "Partition")),
+        (["--patterns", "--faults=12", "--seed=23"], on_hosts.PATIENT, ("Partition",)),
+    ],
+    ids=["calls", "patterns"],
+)
 def test_random_faults_on_several_hosts(
-    tmp_path_factory: pytest.TempPathFactory, capfd: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    failures: int,
+    struck: tuple[str, ...],
 ) -> None:
     directory = tmp_path_factory.mktemp("hosts")
     try:
-        status = on_hosts.run(directory, 3, ["--faults=20", "--seed=22"])
+        status = on_hosts.run(directory, 3, arguments, failures)
     except Unavailable as unavailable:
         pytest.skip(str(unavailable))
     out = capfd.readouterr().out
     assert status == 0, out
-    assert "violations 0" in out and "PowerOff" in out and "Cable" in out and "Partition" in out
+    assert "violations 0" in out and all(kind in out for kind in struck)

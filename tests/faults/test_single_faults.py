@@ -12,16 +12,17 @@ import pytest
 
 from tests.faults.faults import MB, MOMENTS, ArenaFull, Fault, FdLimit, Garbage, Kill, Silence, Stop
 from tests.faults.running import LANES, Running, running
+from tests.faults.scenarios import CALLS
 
 LARGE = ("mid-transfer", "replying")
 FAULTS: dict[str, tuple[Fault, ...]] = {
     **{f"SIGKILL {at}": (Kill("c1", at, 40 * MB if at in LARGE else 8),) for at in MOMENTS},
-    **{f"SIGSTOP {at}": (Stop("c2", 1.5, at, 40 * MB if at in LARGE else 8),) for at in MOMENTS},
+    **{f"SIGSTOP {at}": (Stop("c2", at, 40 * MB if at in LARGE else 8, 1.5),) for at in MOMENTS},
     "no room in shared memory": (ArenaFull("c3"),),
     "no descriptors left": (FdLimit("c4", 0),),
     "garbage": (Garbage("c5", 20, 1),),
     "silence": (Silence("c0", 60),),
-    "several at once": (Kill("c1", "executing"), Kill("c5", "replying", 40 * MB), Stop("c3", 1.0, "receiving")),
+    "several at once": (Kill("c1", "executing"), Kill("c5", "replying", 40 * MB), Stop("c3", "receiving")),
 }
 
 
@@ -30,7 +31,7 @@ def group(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytes
     lanes: str = request.param
     if lanes == "nixl" and importlib.util.find_spec("nixl") is None:
         pytest.skip("NIXL is not installed: pip install '.[nixl]' in a checkout")
-    with running(tmp_path_factory.mktemp(lanes), 1 + list(LANES).index(lanes), lanes) as run:
+    with running(CALLS, tmp_path_factory.mktemp(lanes), 1 + list(LANES).index(lanes), lanes) as run:
         yield run
 
 

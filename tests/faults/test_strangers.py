@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,23 +15,22 @@ from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from tests.conformance.peers import SECRET, forkserver, nccl_lane
 from tests.conformance.pipes import PipeCarrier
-from tests.faults.garbage import Door, recorded
-from tests.faults.running import running
-from tests.faults.strangers import GROUPS, besiege, doors_of, send, told_about
+from tests.faults.faults import Siege
+from tests.faults.running import run_faults
+from tests.faults.strangers import GROUPS, Door, recorded, send
 
 MESSAGES = 3_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", GROUPS)
-def test_garbage_at_every_socket_harms_nobody(cluster: None, tmp_path: Path, lane: str) -> None:
-    with running(tmp_path, 1, **GROUPS[lane]) as run:
-        doors = doors_of(run, [lane])
-        assert {door.kind for door in doors} == {f"{lane} over unix", f"{lane} over tcp"}
-        siege = besiege(run, doors, MESSAGES, seed=1, processes=2)
-    assert siege.violations == [], told_about(lane, siege)
-    assert sum(siege.sent.values()) >= 0.9 * MESSAGES, siege.failed
-    assert siege.verdicts["ok"] >= 100
+def test_garbage_at_every_socket_harms_nobody(cluster: None, lane: str) -> None:
+    report = run_faults("calls", [[Siege("c0", lane, MESSAGES, seed=1)]], 1, **GROUPS[lane])
+    assert report.violations == [], report
+    (struck,) = report.struck
+    assert {kind.partition(":")[0] for kind in struck.sent} == {f"{lane} over unix", f"{lane} over tcp"}
+    assert sum(struck.sent.values()) >= 0.9 * MESSAGES, struck.unsent
+    assert report.verdicts["call ok"] >= 100
 
 
 @pytest.fixture
@@ -65,8 +63,8 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
             assert torch.equal(b.fetch("a", export.descriptor, [(tensor.dtype, (10,))])[0], tensor)
             slowest, fetched = max(slowest, time.monotonic() - start), fetched + 1
             time.sleep(0.001)
-        report = sending.get(1)
-    assert sum(report["sent"].values()) >= 0.9 * messages, report["failed"]
-    assert report["heard"] <= 65
+        sent, unsent, heard = sending.get(1)
+    assert sum(sent.values()) >= 0.9 * messages, unsent
+    assert heard <= 65
     assert slowest < 15
     assert not a._kept or len(a._kept) == 1

@@ -1,7 +1,4 @@
-"""The members that the faults strike: each calls all others, checks every byte, and notes what it runs.
-
-In a module of its own, so that Ray's workers import it by name.
-"""
+"""The members that the faults strike. In a module of its own, so that Ray's workers import it by name."""
 
 from __future__ import annotations
 
@@ -9,13 +6,10 @@ import asyncio
 import faulthandler
 import ipaddress
 import os
-import random
 import resource
 import signal
 import threading
 import time
-import zlib
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,24 +18,20 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._resources import held, measurable_memory, settle
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from tests.faults.control import Control
-from tests.faults.faults import KB, MB
+from tests.faults.faults import MB
+from tests.faults.records import Corrupt, Recorder, check_answer, crc, payload
+from tests.faults.roles import KINDS, Roles, begin_call
+from tests.faults.scenarios import Object, Plan
 
-#: What is called for, how often in a hundred, and the bytes that go with it.
-KINDS: dict[str, tuple[int, int]] = {
-    "check empty": (28, 8), "check in band": (20, 100 * KB), "check beside": (16, 2 * MB), "check large": (1, 44 * MB),
-    "relay": (12, 20 * KB), "give": (10, 1 * MB), "again": (13, 50 * KB),
-}  # fmt: skip
 RETRIES = 3
-BEAT_S = 0.05
+_JOIN_S = 60.0
+#: So little may be mapped that no thread's stack fits.
+_NO_STACK = 3 * MB
 
 _control: Control | None = None
 _passed: set[str] = set()
-
-
-class Corrupt(Exception):
-    """What arrived is not what was sent."""
 
 
 class Hook:
@@ -70,83 +60,73 @@ def tell(key: str, hold: bool) -> None:
         _control.moment(key, hold)
 
 
-def payload(number: int, size: int) -> torch.Tensor:
-    """Int64, like no other."""
-    return torch.arange(number, number + size // 8)
-
-
-def crc(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.numpy().data)
-
-
 class Worker:
-    """``log``: where every run of a method is noted, in one write, so that it outlives the process."""
+    """``directory``: where every operation, and every run of a method, is noted."""
 
-    def __init__(self, name: str, control: str, log: str) -> None:
+    def __init__(self, name: str, control: str, directory: str) -> None:
         global _control
         torch.set_num_threads(1)
         measurable_memory()
         self.name = name
         self._kept: list[torch.Tensor] = []
-        self._log = os.open(log, os.O_APPEND | os.O_CREAT | os.O_WRONLY)
+        self._made: dict[str, Any] = {}
+        self._notes = Recorder(name, Path(directory))
+        self._notes.write("start")
+        self._joined = threading.Event()
+        self._roles = Roles(self._notes, Plan(0, (), (), ()), self._made)
         # Where a hang or a crash is looked into: SIGUSR1 writes all stacks there, and what ends the process says why.
-        self._stacks = Path(f"{log}.{name}.stacks").open("a")  # noqa: SIM115
+        self._stacks = Path(directory, f"{name}.stacks").open("a")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
         faulthandler.enable(self._stacks)
         os.dup2(self._stacks.fileno(), 2)
-        self._over: set[int] = set()
-        """Loads that may end; the word may come before the load has begun."""
-        self._lags: list[tuple[float, float]] = []
         self._limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        threading.Thread(target=self._beat, name="test-beat", daemon=True).start()
-        _control = Control(control, name, self)
+        threading.Thread(target=self._notes.beat, name="test-beat", daemon=True).start()
+        threading.Thread(target=self._await_membership, name="test-member", daemon=True).start()
+        _control = Control(control, name, self._command)
 
-    def _beat(self) -> None:
-        """Notes when this process stood still: stopped, or short of processors."""
-        pause = threading.Event()
-        while True:
-            before = time.monotonic()
-            pause.wait(BEAT_S)
-            now = time.monotonic()
-            if now - before > 3 * BEAT_S:
-                self._lags.append((before, now))
-                del self._lags[:-200]
+    def _command(self, name: str) -> Any:
+        return getattr(self if hasattr(self, name) else self._roles, name)
 
-    # --- for the other members -------------------------------------------------------------------------------
+    def _await_membership(self) -> None:
+        while not self._joined.is_set():
+            with suppress(rtr.NotAMember):
+                rtr.current_member()
+                self._notes.write("member")
+                self._joined.set()
+            time.sleep(0.01)
 
-    def _ran(self, call: str) -> None:
-        os.write(self._log, f"{call} {os.getpid()}\n".encode())
+    # --- for the other members -----------------------------------------------------------------------------------
 
-    def _checked(self, call: str, tensor: torch.Tensor, check: int) -> torch.Tensor:
-        self._ran(call)
+    def _checked(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, int, torch.Tensor]:
+        self._notes.write("ran", call)
         if crc(tensor) != check:
             raise Corrupt(f"{call}: the argument")
-        return tensor.bitwise_not_()
+        return call, self._notes.life, tensor.bitwise_not_()
 
     @rtr.method
-    def check(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, torch.Tensor]:
-        return call, self._checked(call, tensor, check)
+    def check(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, int, torch.Tensor]:
+        return self._checked(call, tensor, check)
 
     @rtr.method(retry=RETRIES)
-    def again(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, torch.Tensor]:
-        return call, self._checked(call, tensor, check)
+    def again(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, int, torch.Tensor]:
+        return self._checked(call, tensor, check)
 
     @rtr.method(concurrent=True)
-    def relay(self, call: str, further: str, tensor: torch.Tensor, check: int) -> tuple[str, torch.Tensor]:
-        self._ran(call)
-        return call, rtr.rpc_sync(further).check(f"{call}>", tensor, check)[1]
+    def relay(self, call: str, further: str, tensor: torch.Tensor, check: int) -> tuple[str, int, torch.Tensor]:
+        self._notes.write("ran", call)
+        return call, self._notes.life, rtr.rpc_sync(further).check(f"{call}>", tensor, check)[2]
 
     @rtr.method(concurrent=True)
-    def give(self, call: str, number: int, size: int) -> tuple[str, torch.Tensor]:
-        self._ran(call)
-        return call, payload(number, size).bitwise_not_()
+    def give(self, call: str, number: int, size: int) -> tuple[str, int, torch.Tensor]:
+        self._notes.write("ran", call)
+        return call, self._notes.life, payload(number, size).bitwise_not_()
 
     @rtr.method(concurrent=True)
     def staged(self, call: str, at: str, tensor: torch.Tensor, check: int, hook: Any) -> tuple[str, torch.Tensor, Any]:
         return self._staged(call, at, tensor, check)
 
     def _staged(self, call: str, at: str, tensor: torch.Tensor, check: int) -> tuple[str, torch.Tensor, Any]:
-        back = self._checked(call, tensor, check)
+        _, _, back = self._checked(call, tensor, check)
         if at == "executing":
             tell(call, hold=True)
         return call, back, Hook(call, at) if at == "replying" else None
@@ -155,109 +135,68 @@ class Worker:
     def keep(self, tensor: torch.Tensor) -> None:
         self._kept.append(tensor)
 
-    # --- what the test commands --------------------------------------------------------------------------------
+    @rtr.method(concurrent=True)
+    def life_of(self) -> int:
+        """Of this process."""
+        return self._notes.life
 
-    def load(self, seed: int, peers: list[str], least: int, threads: int, most: int = 2000) -> dict[str, Any]:
-        """Call the peers until it is enough, at least and at most so often; what became of each call."""
-        outcomes: list[list[Any]] = []
-        began = time.monotonic()
-        callers = [
-            threading.Thread(target=self._call_on, args=(seed, place, peers, (least, most), outcomes))
-            for place in range(threads)
-        ]
-        for caller in callers:
-            caller.start()
-        with rtr.allow_calls():
-            for caller in callers:
-                caller.join()
-        return {"outcomes": outcomes, "lags": [lag for lag in self._lags if lag[1] > began]}
+    @rtr.method(concurrent=True)
+    def hand(self, of: list[Any]) -> tuple[Any, int] | None:
+        """The handle that this home made, and the life of what it leads to; None before."""
+        made = self._made.get(Object(*of).name)
+        return None if made is None else (made, self._notes.life)
 
-    def enough(self, seed: int) -> None:
-        """That load may end."""
-        self._over.add(seed)
+    @rtr.method(concurrent=True)
+    def length(self, what: bytes | torch.Tensor) -> int:
+        """Of what came."""
+        return len(what)
 
-    def _call_on(
-        self, seed: int, place: int, peers: list[str], bounds: tuple[int, int], outcomes: list[list[Any]]
-    ) -> None:
-        label = f"{seed}-{self.name}-{place}"
-        draw = random.Random(label)
-        count, (least, most) = 0, bounds
-        while count < most and (count < least or seed not in self._over):
-            window = []
-            for _ in range(draw.choice((1, 1, 1, 6))):
-                count += 1
-                (kind,) = draw.choices(list(KINDS), [weight for weight, _ in KINDS.values()])
-                target, further = draw.sample(peers, 2)
-                timeout = draw.choice((1.0, 2.0, 4.0))
-                size = KINDS[kind][1] * draw.randrange(1, 5) // 4
-                call = f"{label}-{count}" + ("-again" if kind == "again" else "")
-                window.append(self._begin(call, kind, target, further, timeout, size, count))
-            outcomes += [finish() for finish in window]
+    # --- what the test commands, beside ``Roles`` ------------------------------------------------------------------
 
-    def _begin(
-        self, call: str, kind: str, target: str, further: str, timeout: float, size: int, number: int
-    ) -> Callable[[], list[Any]]:
-        method = kind.split()[0]
-        tensor = payload(number, 0 if method == "give" else size)
-        args: tuple[Any, ...] = (tensor, crc(tensor))
-        if method == "give":
-            args = (number, size)
-        elif method == "relay":
-            args = (further, *args)
-        began = time.monotonic()
-        try:
-            future = getattr(rtr.rpc_async(target, timeout=timeout), method)(call, *args)
-        except Exception as error:
-            outcome = _outcome(call, kind, target, began, timeout, error)
-            return lambda: outcome
+    def begin(self, plan: list[Any]) -> None:
+        """Make what this member is the home of, and play its roles, once it is in the group."""
+        assert self._joined.wait(_JOIN_S), "this process is in no group"
+        self._roles = Roles(self._notes, Plan.of(plan), self._made)
 
-        def finish() -> list[Any]:
-            # An answer that was there before anybody looked is not late.
-            due = max(timeout, time.monotonic() - began)
-            try:
-                back, result = future.wait()
-            except Exception as error:
-                return _outcome(call, kind, target, began, due, error)
-            sent = tensor if method != "give" else payload(number, size)
-            wrong = _difference(call, back, sent.bitwise_not_(), result)
-            return _outcome(call, kind, target, began, due, Corrupt(wrong) if wrong else None)
+    def life(self) -> int:
+        """As ``life_of``, when no member answers."""
+        return self._notes.life
 
-        return finish
+    def tell_of_pull(self, key: str) -> bool:
+        """See Roles."""
+        return self._roles.tell_of_pull(lambda: tell(key, hold=False))
 
-    def stage(self, call: str, target: str, at: str, size: int, timeout: float) -> list[Any]:
+    def stage(self, call: str, target: str, at: str, size: int, timeout: float) -> dict[str, Any]:
         """One call with a moment in it."""
         tensor, began = payload(1, size), time.monotonic()
         error: BaseException | None = None
         try:
             hook = None if at in ("executing", "replying") else Hook(call, at)
-            proxy = rtr.rpc_sync(target, timeout=timeout)
-            _, result, _ = proxy.staged(call, at, tensor, crc(tensor), hook)
-            if not torch.equal(result, tensor.bitwise_not_()):
-                error = Corrupt(f"{call}: the result")
+            back, result, _ = rtr.rpc_sync(target, timeout=timeout).staged(call, at, tensor, crc(tensor), hook)
+            check_answer(call, back, tensor.bitwise_not_(), result)
         except Exception as raised:
             error = raised
-        return _outcome(call, f"staged {at}", target, began, timeout, error)
+        data = {"kind": f"staged {at}", "may_have_run": getattr(error, "may_have_run", None)}
+        return self._notes.write("call", call, target, began=began, allowed=timeout, error=error, data=data)._asdict()
 
-    def everybody(self, group: str, label: str, peers: list[str], timeout: float) -> list[list[Any]]:
-        """One small and one larger call to each peer: what became of them. First it waits until it knows that all are
+    def everybody(self, group: str, label: str, peers: list[str], timeout: float) -> list[dict[str, Any]]:
+        """One small and one larger call to each peer: those that failed. First it waits until it knows that all are
         there: one that stood still while another came back is told again a moment after it goes on.
         """
         rtr.get_group(group).wait_ready(timeout)
-        outcomes = []
+        made = []
         for peer in peers:
             for kind in ("check empty", "check beside"):
                 call = f"{label}-{self.name}-{peer}-{kind.replace(' ', '-')}"
-                outcomes.append(self._begin(call, kind, peer, peer, timeout, KINDS[kind][1], 7)())
-        return outcomes
+                made.append(begin_call(self._notes, call, kind, peer, peer, timeout, KINDS[kind][1])())
+        return [record._asdict() for record in made if record.verdict != "ok"]
 
     def connect(self, peers: list[str]) -> None:
         """Have a torchrpc connection to each, as when shared memory has no room."""
         for peer in peers:
-            tensor = payload(1, 8)
+            tensor, call = payload(1, 8), f"{self.name}-{peer}-connects-{time.monotonic_ns()}"
             with suppress(rtr.LaneUnavailable):
-                rtr.remote(peer, timeout=15).check(
-                    f"{self.name}-{peer}-connects-{time.monotonic_ns()}", tensor, crc(tensor)
-                ).to_here()
+                rtr.remote(peer, timeout=15).check(call, tensor, crc(tensor)).to_here()
 
     def fill(self, peers: list[str], size: int) -> int:
         """Have the peers keep what they get from here, until it lies in shared memory no longer. Returns how many."""
@@ -276,28 +215,51 @@ class Worker:
         """What was kept."""
         self._kept.clear()
 
-    def limit(self, spare: int) -> int:
-        """Allow so many more descriptors; returns the limit."""
+    def limit(self, spare: int) -> None:
+        """Allow so many more descriptors."""
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, self._limits[1]))
-        return free + spare
 
     def unlimit(self) -> None:
         """As it was."""
         resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
+
+    def starve(self, seconds: float, spare: int) -> None:
+        """For so many seconds this process may map ``spare`` more bytes; 0: less than a thread's stack."""
+        usual = resource.getrlimit(resource.RLIMIT_AS)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (spare or _NO_STACK), usual[1]))
+        try:
+            time.sleep(seconds)
+        finally:
+            while True:
+                with suppress(MemoryError):
+                    resource.setrlimit(resource.RLIMIT_AS, usual)
+                    break
+
+    def burden(self, target: str, size: int, tensor: bool, count: int, seconds: float) -> int:
+        """So many calls at once, which need threads there, or memory of this size; how many came back."""
+        what = torch.ones(size // 8, dtype=torch.int64) if tensor else bytes(size)
+        came = 0
+        with suppress(rtr.RayTorchRpcError):
+            peer = rtr.rpc_async(target, timeout=seconds)
+            for future in [peer.length(what) for _ in range(count)]:
+                with suppress(Exception):
+                    future.wait()
+                    came += 1
+        return came
 
     def left(self, seconds: float) -> dict[str, Any]:
         """What this process holds, once it has come to rest."""
         restless = settle(seconds)
         now = held()
         names = sorted(name for name in now.python_threads if not name.startswith("test-"))
-        local = current.process_member()
+        local = process_member()
         far = sum(route.member.node_id != local.me.node_id for route in local.peers.routes)
         return {
             "restless": restless, "fds": now.fds, "threads": now.threads, "arena": now.arena_used,
-            "under way": now.in_flight, "anonymous": now.anonymous, "objects": now.objects, "names": names,
-            "by class": dict(now.by_class), "open": _descriptors(), "far": far,
+            "under way": now.in_flight, "anonymous": now.anonymous, "names": names, "open": _descriptors(), "far": far,
         }  # fmt: skip
 
 
@@ -305,44 +267,21 @@ class AsyncWorker(Worker):
     """Its methods run on its loop."""
 
     @rtr.method
-    async def check(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, torch.Tensor]:
+    async def check(self, call: str, tensor: torch.Tensor, check: int) -> tuple[str, int, torch.Tensor]:
         await asyncio.sleep(0)
-        return call, self._checked(call, tensor, check)
+        return self._checked(call, tensor, check)
 
     @rtr.method(concurrent=True)
-    async def relay(self, call: str, further: str, tensor: torch.Tensor, check: int) -> tuple[str, torch.Tensor]:
-        self._ran(call)
-        _, back = await rtr.rpc_async(further).check(f"{call}>", tensor, check)
-        return call, back
+    async def relay(self, call: str, further: str, tensor: torch.Tensor, check: int) -> tuple[str, int, torch.Tensor]:
+        self._notes.write("ran", call)
+        _, _, back = await rtr.rpc_async(further).check(f"{call}>", tensor, check)
+        return call, self._notes.life, back
 
     @rtr.method(concurrent=True)
     async def staged(
         self, call: str, at: str, tensor: torch.Tensor, check: int, hook: Any
     ) -> tuple[str, torch.Tensor, Any]:
         return await asyncio.get_running_loop().run_in_executor(None, self._staged, call, at, tensor, check)
-
-
-def _difference(call: str, back: str, expected: torch.Tensor, result: torch.Tensor) -> str:
-    """Empty if it is the right answer; else what tells where the wrong one comes from: see ``payload``."""
-    if back == call and torch.equal(result, expected):
-        return ""
-    if back != call or result.shape != expected.shape:
-        return f"{call}: the answer to {back}, {tuple(result.shape)} instead of {tuple(expected.shape)}"
-    wrong = (result != expected).nonzero()[:, 0]
-    first, last = int(wrong[0]), int(wrong[-1])
-    return (
-        f"{call}: {len(wrong)} of {len(result)} wrong, from {first} to {last}: {(~result[wrong[:2]]).tolist()} ... "
-        f"{(~result[wrong[-2:]]).tolist()} instead of {(~expected[wrong[:1]]).tolist()} on"
-    )
-
-
-def _outcome(call: str, kind: str, target: str, began: float, timeout: float, error: BaseException | None) -> list[Any]:
-    verdict, lost = "ok", None
-    if error is not None:
-        ours = isinstance(error, rtr.RayTorchRpcError) and not isinstance(error, rtr.RemoteError)
-        verdict = type(error).__name__ if ours else f"other: {error!r:.300}"
-        lost = getattr(error, "may_have_run", None)
-    return [call, kind, target, began, time.monotonic(), timeout, verdict, lost, str(error or "")[:200]]
 
 
 def _descriptors() -> dict[str, int]:

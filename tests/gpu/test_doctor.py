@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raytorchrpc.doctor.collector import gather
-from raytorchrpc.doctor.reports import examine_evidence
+from raytorchrpc.doctor.examination import examine_evidence
 
 
 @pytest.mark.gpu

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, member
+from raytorchrpc.calls import member
+from raytorchrpc.calls.member import process_member
 from tests.gpu.ends import Runner, ends, in_actor
 
 pytestmark = pytest.mark.gpu
@@ -104,7 +105,7 @@ def take_shared() -> None:
 def nothing_is_out() -> bool:
     from tests.conformance.peers import wait_until
 
-    lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
+    lane: Any = process_member().tensor_lanes["cuda_ipc"]
     return wait_until(lambda: not lane.outstanding, 5)
 
 

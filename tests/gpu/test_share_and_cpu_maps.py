@@ -19,7 +19,7 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from tests.conformance.peers import same, wait_until
 
 pytestmark = pytest.mark.gpu
@@ -149,7 +149,7 @@ def all_back(sender: Any, receiver: Any) -> bool:
 
     def nothing_out(self: Any) -> bool:
         gc.collect()
-        lane: Any = current.process_member().tensor_lanes["cuda_ipc"]
+        lane: Any = process_member().tensor_lanes["cuda_ipc"]
         return wait_until(lambda: not lane.outstanding, 5)
 
     on(receiver, drop)
@@ -400,7 +400,7 @@ def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h:
         return wrong
 
     def given_back(self: Any) -> bool:
-        lane: Any = current.process_member().tensor_lanes["shm"]
+        lane: Any = process_member().tensor_lanes["shm"]
         gc.collect()
         return wait_until(lambda: lane.in_use() == 0, 5)
 

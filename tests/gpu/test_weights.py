@@ -12,7 +12,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from raytorchrpc.patterns.weights.published import PublishedWeights
-from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.patterns.weights.source_pull import Pull
 from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu

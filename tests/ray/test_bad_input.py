@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
 from raytorchrpc.group import ray_calls
-from raytorchrpc.tensors.cuda_streams import check_mapped
+from raytorchrpc.tensors.devices import check_mapped
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc

@@ -1,4 +1,4 @@
-"""Every benchmark of ``python -m benchmarks`` works, in its tiniest size; they share one Ray and most actors."""
+"""Every benchmark of ``python -m benchmarks`` works, in its tiniest size; they share one Ray."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ HOSTS = ("detection",)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _shared_actors(cluster: None) -> Iterator[None]:
+def _no_environment(cluster: None) -> Iterator[None]:
     _harness.environment, usual = {}, _harness.environment  # actors without start as forks, which takes a tenth
     yield
-    _harness.end_idle()
     _harness.environment = usual
 
 

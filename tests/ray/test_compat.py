@@ -149,7 +149,7 @@ def test_the_concurrency_group_of_a_method_is_known(grouped: Any, peers: list[An
 
 
 def exposed_groups(instance: Any) -> dict[str, Any]:
-    from raytorchrpc.calls.current import process_member
+    from raytorchrpc.calls.member import process_member
 
     methods = process_member().incoming.methods
     return {name: methods[name].concurrency_group for name in ("io_group", "compute_group", "who")}

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import gates
+from raytorchrpc.calls.server import gates
 from tests.ray.actors import Latch, Peer
 from tests.ray.call_actors import AsyncCaller, Busy, GroupedBusy
 from tests.ray.conftest import Spawn

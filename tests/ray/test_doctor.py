@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from raytorchrpc.doctor.cluster import collect_from_actors
-from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.doctor.collector import collect_from_actors
+from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command

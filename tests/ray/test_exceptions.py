@@ -11,7 +11,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import current_local
+from raytorchrpc.calls.member import current_local
 from tests.ray.actors import Peer
 
 Spawn = Callable[..., Any]

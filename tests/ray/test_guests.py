@@ -13,7 +13,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls import guests
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.group import guest
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch, Peer
@@ -43,7 +44,8 @@ def take(queue: rtr.Queue, count: int) -> list[Any]:
 
 
 def seen_at_home() -> dict[int, float]:
-    return dict(process_member().peers._guests._seen)  # type: ignore[union-attr]
+    route_back: Any = process_member().peers._guest_route
+    return dict(route_back.__self__._seen)
 
 
 def test_items_of_any_size_go_both_ways_while_the_home_is_busy(
@@ -118,8 +120,8 @@ def test_topics_and_find(actors: dict[str, Any]) -> None:
 
 
 def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    (local,) = guest.own_groups.everywhere()
-    (one,) = guest.own_groups._guests.values()
+    (local,) = guests.own_groups.everywhere()
+    (one,) = guests.own_groups._guests.values()
     rtr.Queue("work", home="home", maxsize=50).qsize()
     before = ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank]
     monkeypatch.setattr(guest, "LEASE_S", 0.6)

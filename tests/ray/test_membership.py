@@ -14,6 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
 from raytorchrpc.membership.join import apply, mark_lost
@@ -174,11 +175,12 @@ def test_a_change_that_comes_late_is_refused(spawn: Spawn) -> None:
     a, b = spawn(Returning), spawn(Returning)
     with rtr.init_group({"a": a, "b": b}, include_driver=True) as group:
         group.remove([b])
+        local = process_member()
         loss = Loss("a", 0, "long ago", for_good=False)
         with pytest.raises(NotAMember, match="a later change"):
-            apply(group.generation, 1, mark_lost, [loss])
+            apply(local, 1, mark_lost, [loss])
         assert rtr.rpc_sync("a").count()[1] == 1
-        apply(group.generation, 100, mark_lost, [loss])
+        apply(local, 100, mark_lost, [loss])
         with pytest.raises(PeerLost, match="long ago"):
             rtr.rpc_sync("a").count()
 

@@ -241,7 +241,7 @@ def test_concurrency_groups_of_a_sync_actor_run_beside_its_methods(spawn: Spawn,
 
 def test_an_actor_in_no_group_is_left_alone(spawn: Spawn) -> None:
     def takes_turns(instance: Any) -> bool:
-        from raytorchrpc.calls import exposed
+        from raytorchrpc.calls.server import exposed
 
         return exposed._takes_turns
 

@@ -14,7 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.group.group import Group
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -156,7 +156,7 @@ def test_without_torchrpc_large_tensors_back_up_shared_memory_with_nng(spawn: Sp
 
 
 def no_room() -> None:
-    assert current.process_member().peers.route("b").tensors.name == "torchrpc"
+    assert process_member().peers.route("b").tensors.name == "torchrpc"
     with pytest.raises(rtr.LaneUnavailable, match="not among lanes"):
         rtr.rpc_sync("b").echo(torch.ones(10_000_000))
     assert rtr.rpc_sync("b").double(1) == 2

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import MemberStore
 from raytorchrpc.process import tcp

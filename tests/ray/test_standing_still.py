@@ -16,7 +16,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, member
+from raytorchrpc.calls import member
+from raytorchrpc.calls.member import process_member
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
@@ -106,7 +107,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
         return all(bool((tensor == value).all()) for value in [store.pull(model)] for tensor in model.values())
 
     def nobody_reads(kind: str, name: str) -> bool:
-        services = current.process_member().services
+        services = process_member().services
         found = next(services.get(kind, known) for known in services.names(kind) if known.startswith(name))
         return wait_until(lambda: found.pool.readers == 0, 20)
 

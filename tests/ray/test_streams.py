@@ -10,7 +10,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
 from tests.conformance.peers import wait_until
 from tests.ray.conftest import Spawn
 from tests.ray.stream_actors import AsyncProducer, Producer

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.current import process_member
+from raytorchrpc.calls.member import process_member
 from tests.ray.actors import Latch
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, member
-from raytorchrpc.calls.weight_counters import PullCounter
-from raytorchrpc.patterns.weights.match import LayoutMatch
-from raytorchrpc.patterns.weights.pull import Pull
+from raytorchrpc.calls import member
+from raytorchrpc.calls.counters import PullCounter
+from raytorchrpc.calls.member import process_member
+from raytorchrpc.patterns.weights.source_pull import LayoutMatch, Pull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
@@ -127,7 +127,7 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
     assert all(count >= 1 for count in ray.get(readers, timeout=60))
 
     def at_rest() -> bool:
-        weights = current.process_member().services.find(store.kind, store.name, None, "learner")
+        weights = process_member().services.find(store.kind, store.name, None, "learner")
         return wait_until(lambda: weights.pool.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
@@ -262,7 +262,7 @@ def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], 
     in_actor(actors["learner"], publish, store, 1)
 
     def calls() -> int:
-        return sum(row.calls for row in current.process_member().counters.rows(""))
+        return sum(row.calls for row in process_member().counters.rows(""))
 
     def follow(convert: bool, strided: bool = False) -> int:
         half = {f"layer{n}": torch.zeros(size).bfloat16() for n, size in enumerate((SMALL, LARGE, 3))}
@@ -426,14 +426,14 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
 
     def begin_to_read() -> int:
         assert store.version() == 1
-        local = current.process_member()
+        local = process_member()
         match = LayoutMatch("weights", None)
         counter = PullCounter(("weights", "home"))
         pull = Pull(store, local, match, time.monotonic() + 60, counter)
         return pull.lease(None, None, False, store.wait).lease
 
     def readers() -> int:
-        return int(current.process_member().services.find(store.kind, "weights", None, "").pool.readers)
+        return int(process_member().services.find(store.kind, "weights", None, "").pool.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
     assert in_actor(dying["learner2"], readers) == 1

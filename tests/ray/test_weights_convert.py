@@ -10,7 +10,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, member
+from raytorchrpc.calls import member
+from raytorchrpc.calls.member import process_member
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.weight_helpers import came_from, no_group_is_left, pretend  # noqa: F401
@@ -80,7 +81,7 @@ def test_half_the_bytes_cross_and_the_publisher_converts_once(actors: dict[str, 
         return came_from()["learner"] - before
 
     def conversions() -> int:
-        snapshot = next(reversed(store._object(current.process_member())._versions.values()))[1]
+        snapshot = next(reversed(store._object(process_member())._versions.values()))[1]
         return len(snapshot.converted)
 
     for version in (1, 2):

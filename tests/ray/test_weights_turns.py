@@ -10,8 +10,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
-from raytorchrpc.patterns.weights import relayed, selection
+from raytorchrpc.calls.member import process_member
+from raytorchrpc.patterns.weights import feeds, pull_plan
 from raytorchrpc.patterns.weights.published import KIND
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
@@ -25,9 +25,9 @@ BYTES = 4 * 4 * SIZE
 
 
 def take_turns(patience_s: float = 5.0) -> None:
-    selection.IN_TURN, selection.WORTH_A_TURN = {"cpu"}, 1
-    relayed.PullInTurn.piece_bytes, relayed.PullInTurn.pieces = 1 << 20, 64
-    relayed._PATIENCE_S = patience_s
+    pull_plan.IN_TURN, pull_plan.WORTH_A_TURN = {"cpu"}, 1
+    feeds.PullInTurn.piece_bytes, feeds.PullInTurn.pieces = 1 << 20, 64
+    feeds._PATIENCE_S = patience_s
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +66,22 @@ def pull_all(actors: dict[str, Any], store: rtr.WeightStore, value: int) -> None
 
 def pull_once_read(store: rtr.WeightStore) -> list[float]:
     """As ``pull``, but begin to receive only when another has begun to read."""
-    from_home = relayed.PullInTurn._from_home
+    from_home = feeds.PullInTurn._from_home
 
-    def wait_for_a_reader(self: relayed.PullInTurn, *args: Any) -> None:
+    def wait_for_a_reader(self: feeds.PullInTurn, *args: Any) -> None:
         assert wait_until(lambda: self._mine.pool.readers > 0, 20)
         from_home(self, *args)
 
-    relayed.PullInTurn._from_home = wait_for_a_reader  # type: ignore[method-assign]
+    feeds.PullInTurn._from_home = wait_for_a_reader  # type: ignore[method-assign]
     try:
         return pull(store)
     finally:
-        relayed.PullInTurn._from_home = from_home  # type: ignore[method-assign]
+        feeds.PullInTurn._from_home = from_home  # type: ignore[method-assign]
 
 
 def has_a_leader(version: int) -> bool:
     """At the home: whether a reader pulls a version for others."""
-    services = current.process_member().services
+    services = process_member().services
     (relays,) = (services.get(KIND, name).relays for name in services.names(KIND) if name == "in turn")
     return wait_until(lambda: any(what[0] == version and found for what, found in relays._rounds.items()), 20)
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import process_member
 from tests.conformance.peers import wait_until
 
 
@@ -21,7 +21,7 @@ def no_group_is_left() -> None:
 
 def pretend(nodes: dict[str, str]) -> None:
     """Let this member take itself and the others for members on these nodes."""
-    local = current.process_member()
+    local = process_member()
     for route in local.peers.routes:
         node = nodes.get(route.member.name, route.member.node_id)
         local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
@@ -31,14 +31,14 @@ def pretend(nodes: dict[str, str]) -> None:
 def came_from() -> dict[str, int]:
     """Bytes that came to this member, by peer."""
     found: dict[str, int] = {}
-    for row in current.process_member().counters.rows(""):
+    for row in process_member().counters.rows(""):
         found[row.peer] = found.get(row.peer, 0) + row.bytes_in
     return found
 
 
 def no_readers(store: rtr.WeightStore) -> bool:
     """Whether soon nobody reads from a store of which this member is the home."""
-    pool = current.process_member().services.find(store.kind, store.name, None, "").pool
+    pool = process_member().services.find(store.kind, store.name, None, "").pool
     return wait_until(lambda: pool.readers == 0, 20)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.incoming import IncomingCalls
-from raytorchrpc.calls.job import Callee
-from raytorchrpc.calls.out_of_band import PayloadSplitter
-from raytorchrpc.calls.payload import PayloadStep
-from raytorchrpc.calls.peer_table import PeerTable
-from raytorchrpc.calls.peers import Member, PeerRoute
-from raytorchrpc.calls.replies import Replies
-from raytorchrpc.calls.services import Services
+from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
+from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.incoming import IncomingCalls
+from raytorchrpc.calls.server.served_call import Callee, Replies
+from raytorchrpc.calls.server.services import Services
+from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
@@ -37,5 +35,5 @@ def make_callee(
     payloads = PayloadStep(99, PayloadSplitter(tensor_lanes or {}), cast("DeferredCleanup", None))
     replies = Replies("callee", codec, deadlines)
     workers = Workers("test")
-    callee = Callee("callee", None, local, codec, payloads, replies, workers, deadlines)
-    return IncomingCalls(TOKEN, methods or {}, callee, peers)
+    callee = Callee("callee", None, local, codec, payloads, replies, workers, deadlines, StreamTable())
+    return IncomingCalls(TOKEN, methods or {}, {}, callee, peers)

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from raytorchrpc.calls import current
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.peer_table import Absence
-from raytorchrpc.calls.peers import Member, PeerRoute, process_token
+from raytorchrpc.calls.member import LocalMember, current_local, set_local
+from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
+from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.common.pending import PendingReply
+from raytorchrpc.patterns.home import services
 
 GENERATION = "generation"
 
@@ -138,7 +137,9 @@ class Members:
     def __init__(self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None) -> None:
         """``methods``: of each member; they get None for their actor."""
         self.members = {
-            name: LocalMember("group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30)
+            name: LocalMember(
+                "group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30, services()
+            )
             for rank, name in enumerate(("home", "a", "b"))
         }
         self.lanes = {name: DirectLane() for name in self.members}
@@ -156,12 +157,12 @@ class Members:
     @contextmanager
     def acting(self, name: str) -> Iterator[LocalMember]:
         """What is done here is done by this member."""
-        before = current.current_local()
-        current.set_local(self.members[name])
+        before = current_local()
+        set_local(self.members[name])
         try:
             yield self.members[name]
         finally:
-            current.set_local(before)
+            set_local(before)
 
     def part(self, name: str) -> None:
         """The home is told that this member is away; the connection between them is gone."""

@@ -28,7 +28,6 @@ NEEDS = {
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/cli/demo.py": "demo",
     "raytorchrpc/cli/digits.py": "demo",
-    "raytorchrpc/doctor/gpu_probe.py": "doctor",
     "raytorchrpc/lanes/common/tls.py": "tls",
     "raytorchrpc/manifest.py": "cli",
     "examples/atari_dqn": "atari",
@@ -36,7 +35,7 @@ NEEDS = {
     "examples/rl_post_training.py": "llm",
 }
 #: Imports that a file does without, having looked for the package first.
-DONE_WITHOUT = {("raytorchrpc/doctor/command.py", "rich")}
+DONE_WITHOUT = {("raytorchrpc/doctor/command.py", "rich"), ("raytorchrpc/doctor/collector.py", "pynvml")}
 #: Extras whose packages are found by name, or that only widen what another package brings.
 FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
 

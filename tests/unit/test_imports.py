@@ -51,11 +51,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 TOOLS = {"bench": {"cli"}, "cli": set(), "doctor": {"bench", "cli", "manifest"}, "manifest": {"bench", "cli", "doctor"}}
 WITHOUT_RAY = (
     *("routing.planner", "lanes.registry", "lanes.rules", "topology.device_map", "topology.nccl_env", "tensors.codec"),
-    *("config", "errors", "doctor.reports"),
+    *("config", "errors", "doctor.examination"),
 )
 WITHOUT_TORCH = (
     *("routing.planner", "lanes.registry", "lanes.rules", "topology.device_map", "topology.nccl_env", "config"),
-    *("errors", "doctor.reports"),
+    *("errors", "doctor.examination"),
 )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.calls import guests
-from raytorchrpc.group import announcements
+from raytorchrpc.group import changes
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
-from raytorchrpc.patterns.weights import published, pull, usable
+from raytorchrpc.patterns.weights import model_pull, published, source_pull
 from raytorchrpc.process import tcp
 
 ROOT = Path(__file__).parents[2]
@@ -63,11 +63,11 @@ def test_the_tests_that_a_page_names_exist(page: str) -> None:
         ("queues.md", f"one message ({items.MESSAGE_BYTES >> 20} MiB, or one item)"),
         ("queues.md", f"up to a { {4: 'quarter'}[services.SHARED_PART] } of each producer's"),
         ("queues.md", f"cut off for more than about {tcp.SILENCE_S} s"),
-        ("weights.md", f"at most {pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
+        ("weights.md", f"at most {source_pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
         ("weights.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
-        ("weights.md", f"a publisher has not answered within {usable.PATIENCE_S} s"),
-        ("failure-model.md", f"it waits {announcements.RETURN_S} s for the hanging one"),
+        ("weights.md", f"a publisher has not answered within {model_pull.PATIENCE_S} s"),
+        ("failure-model.md", f"it waits {changes.RETURN_S} s for the hanging one"),
         ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
         ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
         ("internals.md", f"a request every {guests.LEASE_S / 3:g} s"),

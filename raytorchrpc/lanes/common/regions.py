@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raytorchrpc.lanes.base import SMALL
-from raytorchrpc.tensors.bounds import span_of
+from raytorchrpc.tensors.dtypes import span_of
 
 #: Shorter rows are assumed to take longer to copy alone than with everything between them (bytes; not measured).
 _NARROW = 32

@@ -17,7 +17,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.process.cuda_driver import HANDLE_BYTES
-from raytorchrpc.tensors.bounds import within
+from raytorchrpc.tensors.dtypes import within
 
 #: Numbers for exports; each has a flag byte.
 FLAGS = 1 << 16

@@ -15,8 +15,7 @@ import torch
 
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.bounds import within
-from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.tensors.dtypes import Shape, within
 
 #: Most bytes of one message that travel so.
 MOST_BYTES = 64 * 1024

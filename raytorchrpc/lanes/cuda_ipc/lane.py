@@ -24,11 +24,13 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import (
+    MALFORMED,
     Export,
     Part,
     PeerAddress,
     TensorCapabilities,
     WindowLane,
+    checked,
     never_fetched,
     prepared,
 )
@@ -44,9 +46,8 @@ from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.bounds import MALFORMED, checked, span_of, within
 from raytorchrpc.tensors.cuda_streams import nothing
-from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.tensors.dtypes import Shape, span_of, within
 
 #: Most allocations of peers kept mapped; beyond that, the least recently used is unmapped.
 MAPPINGS = 256

@@ -21,8 +21,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import fork
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.bounds import strided_within, within
-from raytorchrpc.tensors.dtypes import Shape
+from raytorchrpc.tensors.dtypes import Shape, strided_within, within
 
 
 class Mapped:

@@ -11,8 +11,7 @@ from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.common import packing, regions
 from raytorchrpc.lanes.cuda_ipc.copy_kernel import Copies
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel
-from raytorchrpc.tensors.bounds import span_of, strided_within, within
-from raytorchrpc.tensors.dtypes import view_at
+from raytorchrpc.tensors.dtypes import span_of, strided_within, view_at, within
 
 
 class Scatter(NamedTuple):

@@ -33,6 +33,7 @@ from raytorchrpc.lanes.base import (
     Reply,
     TensorCapabilities,
     TensorLane,
+    checked,
 )
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport
@@ -41,7 +42,6 @@ from raytorchrpc.lanes.nccl.protocol import End, Kept, NotSent, TimedOut
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import DeferredCleanup
-from raytorchrpc.tensors.bounds import checked
 from raytorchrpc.tensors.codec import NOTHING
 from raytorchrpc.tensors.dtypes import Shape
 from raytorchrpc.topology import nccl_env

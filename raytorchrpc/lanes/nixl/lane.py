@@ -28,14 +28,13 @@ import torch
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, checked
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.tensors.bounds import checked, within
-from raytorchrpc.tensors.dtypes import Shape, view_at
+from raytorchrpc.tensors.dtypes import Shape, view_at, within
 
 #: Pause between two rounds of the janitor (seconds).
 _PAUSE_S = 0.02

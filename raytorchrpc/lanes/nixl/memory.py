@@ -23,8 +23,7 @@ from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.packing import Members
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Place, Registered
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.bounds import within
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at, within
 
 _SMALLEST = 1 << 16
 

@@ -24,7 +24,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common.shared_memory import LIBC, SharedAddress, SharedBytes, map_shared, open_shared
 from raytorchrpc.process import fork
-from raytorchrpc.tensors.bounds import within
+from raytorchrpc.tensors.dtypes import within
 
 SLOTS = 1 << 16
 _DATA = 1 << 20

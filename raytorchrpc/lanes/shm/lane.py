@@ -20,11 +20,13 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import (
+    MALFORMED,
     Export,
     Part,
     PeerAddress,
     TensorCapabilities,
     WindowLane,
+    checked,
     never_fetched,
     prepared,
 )
@@ -36,9 +38,8 @@ from raytorchrpc.lanes.shm.arena import Arena, PeerArena, Slot
 from raytorchrpc.lanes.shm.parallel_copy import Copier, default_threads
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.bounds import MALFORMED, checked, within
 from raytorchrpc.tensors.cuda_streams import nothing
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at, within
 
 #: Most arenas with slots to be returned later.
 _OWED = 64

@@ -25,7 +25,8 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
 from raytorchrpc.process.this_process import MallocTrimmer
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.cuda_streams import check_mapped, handoff_streams
+from raytorchrpc.tensors.cuda_streams import handoff_streams
+from raytorchrpc.tensors.devices import check_mapped
 from raytorchrpc.tensors.dtypes import UNCOPIED, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 

@@ -1,30 +1,32 @@
-"""What queues and topics share: handles of a store at a home, and consumers that take items from one of its buffers."""
+"""What handles of queues and topics share: they put items into a store at a home, and take some from its buffers."""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.scope import Limit, Scope, current_scope, on_loop
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
-    ConfigurationError,
     Full,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
     SerializationError,
 )
-from raytorchrpc.patterns.handle import Handle, Steps, arun, checked_count, request_ids, run
-from raytorchrpc.patterns.queues.buffer import Batch
+from raytorchrpc.patterns.handle import Handle, Steps, arun, give_up_at, request_ids, run
 from raytorchrpc.patterns.queues.items import (
     Item,
     UndecodableItem,
@@ -36,12 +38,14 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.sequence import PutSequence, Turn, running_sequence
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
-from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL
+from raytorchrpc.patterns.queues.store import ENDED, FULL, Batch, SequenceMark
+from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
+#: Most sequences of one event loop that are kept while idle.
+_KEPT = 1000
 
 
 class Channel(Handle):
@@ -318,168 +322,107 @@ class Channel(Handle):
         return sent
 
 
-# --- consumers ---------------------------------------------------------------------------------------------------
+# --- the order of puts ------------------------------------------------------------------------------------------------
+#
+# Coroutines number the puts they have in flight, and the home admits them in that order: messages of one producer may
+# take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread that blocks in
+# ``put`` has one put in flight and needs no number.
 
 
-class Items:
-    """Iterates over the items that arrive, by ``for`` or ``async for``, until the stream ends."""
+class Turn:
+    """The right to send the next put of a PutSequence."""
 
-    #: How many items the next step needs.
-    _least = 1
+    def __init__(self, sequence: PutSequence) -> None:
+        self._sequence: PutSequence | None = sequence
 
-    def __init__(self, take: Callable[[int], Steps[Any]], batch: int) -> None:
-        self._take, self._batch = take, checked_count("batch", batch)
-        self._taken: deque[Any] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        while len(self._taken) < self._least:
-            if self._is_over(run(self._take(self._batch - len(self._taken)))):
-                raise StopIteration
-        return self._next()
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
-
-    async def __anext__(self) -> Any:
-        while len(self._taken) < self._least:
-            if self._is_over(await arun(self._take(self._batch - len(self._taken)))):
-                raise StopAsyncIteration
-        return self._next()
-
-    def _is_over(self, taken: Any) -> bool:
-        """Add what was taken. Returns whether there is nothing more to yield."""
-        if taken is ENDED:
-            self._least = 1  # the last batch is smaller
-            return not self._taken
-        self._taken.extend(taken or ())
-        return False
-
-    def _next(self) -> Any:
-        return self._taken.popleft()
+    def leave(self) -> None:
+        """Pass the right to the next coroutine. Idempotent."""
+        sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            sequence.pass_on()
 
 
-class Batches(Items):
-    """Iterates over the items that arrive as batches of equal size, collated, until the stream ends."""
+class PutSequence:
+    """The puts of one event loop into one queue or topic. Used by that loop's thread only."""
 
-    def __init__(
-        self, take: Callable[[int], Steps[Any]], size: int, collate: Callable[[list[Any]], Any] | None, drop_last: bool
-    ) -> None:
-        super().__init__(take, checked_count("size", size))
-        self._least, self._collate, self._drop_last = size, collate, drop_last
+    def __init__(self) -> None:
+        self.id = secrets.randbits(62)
+        self._last = 0
+        self._unanswered: dict[int, int | None] = {}
+        """Number -> instance id of the object, in the order in which they were sent."""
+        self._sending = False
+        self._waiting: deque[DeferredReply] = deque()
 
-    def _is_over(self, taken: Any) -> bool:
-        if taken is ENDED and self._drop_last:
-            self._taken.clear()
-        return super()._is_over(taken)
+    @property
+    def idle(self) -> bool:
+        """Whether no put is in flight or being sent."""
+        return not (self._sending or self._unanswered)
 
-    def _next(self) -> Any:
-        items, collate = list(self._taken), self._collate
-        self._taken.clear()
-        if collate is not None:
-            return collate(items)
-        from torch.utils.data import default_collate
+    @property
+    def first(self) -> int:
+        """The number of the first unanswered put; of the next put if all are answered."""
+        return next(iter(self._unanswered), self._last + 1)
 
+    def enter(self, until: float, deadlines: Deadlines) -> Steps[Turn | None]:
+        """Wait for the turn to send, first come, first served; None at ``until``.
+
+        A coroutine keeps it for long only if it sends several messages, or has to bind its handle first.
+        """
+        if not self._sending:
+            self._sending = True
+            return Turn(self)
+        reply = DeferredReply()
+        self._waiting.append(reply)
         try:
-            return default_collate(items)
-        except (TypeError, RuntimeError, KeyError) as error:
-            raise ConfigurationError(
-                f"these {len(items)} items do not collate, and are lost: {error}; put items of like shapes, or pass "
-                f"batches(..., collate=f), where f takes their list (collate=list leaves them as they are)"
-            ) from error
+            granted = yield give_up_at(deadlines, until, reply, partial(reply.settle, False))
+        except BaseException:
+            if not reply.cancel() and reply.outcome():  # granted just now
+                self.pass_on()
+            raise
+        return Turn(self) if granted else None
+
+    def pass_on(self) -> None:
+        while self._waiting:
+            if self._waiting.popleft().settle(True):
+                return
+        self._sending = False
+
+    def mark(self, instance_id: int | None) -> SequenceMark:
+        """Return the mark of the next put, which ``sent`` then counts."""
+        before = next(reversed(self._unanswered), 0)
+        if before and self._unanswered[before] != instance_id:
+            before = 0  # it went to another object of this name
+        return self.id, self._last + 1, before, self.first
+
+    def sent(self, instance_id: int | None) -> int:
+        """Count a put that has just been sent; returns its number, for ``answered``."""
+        self._last += 1
+        self._unanswered[self._last] = instance_id
+        return self._last
+
+    def answered(self, number: int) -> None:
+        """Forget a put that was answered, has failed or was cancelled."""
+        self._unanswered.pop(number, None)
 
 
-class Consumer:
-    """Takes items from one buffer at the home."""
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutSequence]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
-    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
-        """Take items: a list of values, EMPTY or ENDED; see ``Channel._take_from``."""
-        raise NotImplementedError
 
-    def _nothing(self, ended: bool) -> Exception:
-        """The error for ENDED, or for EMPTY."""
-        raise NotImplementedError
+def running_sequence(key: Any, create: bool) -> PutSequence | None:
+    """Return the sequence of the event loop that runs on this thread into the object that ``key`` names, if any.
 
-    def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
-        """Take the oldest item.
-
-        Blocks until there is one. Raises Empty after the timeout, Closed at the end of the stream.
-
-        Args:
-            timeout: seconds; None: ``rpc_timeout_s``.
-            keep: copy the item's tensors into memory of their own, see ``rpc_sync``.
-        """
-        return self._checked(run(self._take(1, timeout, keep)))[0]
-
-    def get_many(self, limit: int, timeout: float | None = None, *, min: int = 1, keep: bool = False) -> list[Any]:
-        """Take up to ``limit`` items, with few messages.
-
-        Blocks until there are ``min`` items, by default one; then returns those that wait, at most 32 MiB beyond
-        ``min``. Returns fewer than ``min`` at the end of the stream, or after the timeout, if there is at least one.
-        ``timeout``, ``keep`` and errors are those of ``get``.
-        """
-        taken: list[Any] = self._checked(run(self._take_many(limit, timeout, min, keep)))
-        return taken
-
-    def _take_many(self, limit: int, timeout: float | None, least: int, keep: bool) -> Steps[Any]:
-        if checked_count("min", least) > checked_count("limit", limit):
-            raise ConfigurationError(f"min={least} exceeds limit={limit}, the most items to take")
-        return self._take(limit, timeout, keep, least)
-
-    async def aget(self, timeout: float | None = None, *, keep: bool = False) -> Any:
-        """Like ``get``, for coroutines. If it is cancelled, an item that arrives for it goes back to its place."""
-        return self._checked(await arun(self._take(1, timeout, keep)))[0]
-
-    async def aget_many(
-        self, limit: int, timeout: float | None = None, *, min: int = 1, keep: bool = False
-    ) -> list[Any]:
-        """Like ``get_many``, for coroutines. If it is cancelled, items that arrive for it go back to their place."""
-        taken: list[Any] = self._checked(await arun(self._take_many(limit, timeout, min, keep)))
-        return taken
-
-    def _checked(self, taken: Any) -> Any:
-        if taken is EMPTY or taken is ENDED:
-            raise self._nothing(taken is ENDED)
-        return taken
-
-    def items(self, *, batch: int = 1, keep: bool = False) -> Items:
-        """Return an iterator, for ``for`` and ``async for``, that yields single items until the stream ends.
-
-        Args:
-            batch: most items that one message brings. This consumer then has all of them; no other one gets them.
-            keep: as for ``get``.
-        """
-        return Items(lambda limit: self._take(limit, None, keep), batch)
-
-    def batches(
-        self,
-        size: int,
-        *,
-        collate: Callable[[list[Any]], Any] | None = None,
-        drop_last: bool = False,
-        keep: bool = False,
-    ) -> Batches:
-        """Return an iterator, for ``for`` and ``async for``, that yields batches until the stream ends.
-
-        Waits for ``size`` items and stacks them along a new first dimension: items ``{"x": tensor of shape (84, 84)}``
-        become ``{"x": tensor of shape (size, 84, 84)}``.
-
-        Args:
-            size: items in a batch. The last one of the stream may be smaller.
-            collate: makes the batch of a list of items. None: ``torch.utils.data.default_collate``, which takes
-                tensors, arrays and numbers of like shapes, also in dicts, tuples and lists. ``list``: leave the items
-                as they are.
-            drop_last: leave out a last batch that is smaller.
-            keep: as for ``get``; useful only with a ``collate`` that keeps the items.
-
-        The iteration raises ConfigurationError for items that ``default_collate`` cannot collate; they are lost.
-        """
-        return Batches(lambda limit: self._take(limit, None, keep, limit), size, collate, drop_last)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.items()
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self.items()
+    ``create``: make one if there is none yet.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        return None
+    with _lock:
+        of_loop = _by_loop.setdefault(loop, {})
+    sequence = of_loop.get(key)
+    if sequence is None and create:
+        if len(of_loop) >= _KEPT:
+            for idle in [name for name, known in of_loop.items() if known.idle]:
+                del of_loop[idle]
+        sequence = of_loop[key] = PutSequence()
+    return sequence

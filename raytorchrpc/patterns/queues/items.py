@@ -18,10 +18,9 @@ import torch
 
 from raytorchrpc.errors import SerializationError
 from raytorchrpc.tensors.codec import Codec
-from raytorchrpc.tensors.containers import is_ordinary
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
 from raytorchrpc.tensors.dtypes import copied
-from raytorchrpc.tensors.plain_values import is_plain
+from raytorchrpc.tensors.plain_values import is_ordinary, is_plain
 
 #: ``put_many`` starts another message beyond this size (bytes).
 MESSAGE_BYTES = 32 << 20

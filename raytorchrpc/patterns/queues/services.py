@@ -14,13 +14,11 @@ from typing import Any
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.metrics import QueueStats
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.patterns.home import register_methods
-from raytorchrpc.patterns.queues.buffer import Batch, BatchId, Buffer, Policy
+from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
-from raytorchrpc.patterns.queues.sequence import ReorderBuffer, SequenceMark
-from raytorchrpc.patterns.queues.store import Store
+from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, ReorderBuffer, SequenceMark, Store
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
 SHARED_PART = 4
@@ -28,6 +26,8 @@ SHARED_PART = 4
 PUT, TAKE, PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put_back"
 WITHDRAW, END, STATS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.stats"
 SKIP, SUBSCRIBE, CANCEL = "raytorchrpc.skip", "raytorchrpc.subscribe", "raytorchrpc.cancel"
+#: The key of a queue's only buffer.
+QUEUE_BUFFER = ""
 
 
 class HomeStore(Store):
@@ -121,7 +121,7 @@ class HomeStore(Store):
         self.add_buffer(key, Buffer(maxsize, max_bytes or self._local.max_bytes, policy, caller, process))
 
 
-register_methods(
+SERVICES = object_services(
     {
         PUT: HomeStore.serve_put,
         SKIP: lambda store, caller, sequence_id, first: store.arrivals.skip(caller, sequence_id, first),
@@ -134,3 +134,20 @@ register_methods(
         CANCEL: lambda store, _, key: store.remove_buffer(key),
     }
 )
+
+
+def _create_queue(local: LocalMember, name: str, settings: Any) -> HomeStore:
+    maxsize, max_bytes, producers = settings
+    store = HomeStore(local, f"queue {name!r}", settings, producers, shared=False)
+    store.add_buffer(QUEUE_BUFFER, Buffer(maxsize, max_bytes or local.max_bytes, "block"))
+    return store
+
+
+def _create_topic(local: LocalMember, name: str, settings: Any) -> HomeStore:
+    return HomeStore(local, f"topic {name!r}", settings, settings[0], shared=True)
+
+
+KINDS = {
+    "queue": Kind(_create_queue, ("maxsize", "max_bytes", "producers")),
+    "topic": Kind(_create_topic, ("publishers",)),
+}

@@ -1,4 +1,4 @@
-"""The items that wait at the home of a queue or topic, and the requests that wait for items or for room.
+"""What waits at the home of a queue or topic: items in buffers, and requests for items or for room.
 
 Independent of members and messages. A store has one buffer for a queue, and one for each subscriber of a topic; every
 item that is put goes to all of them. A request that cannot be answered at once becomes a ``DeferredReply``, which a
@@ -10,21 +10,173 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
-from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.errors import NotFound
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.errors import NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import give_up_at
-from raytorchrpc.patterns.queues.buffer import Batch, Buffer, Getter
-from raytorchrpc.patterns.queues.items import Item, total_length
+from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
 from raytorchrpc.process.workers import Deadlines
 
+Policy = Literal["block", "drop_oldest", "latest"]
+
+#: Identifies items that were taken together: (number of the batch, position of its first item).
+BatchId = tuple[int, int]
+#: How many returned batches are remembered, so that one that is sent twice is put back once.
+_REMEMBERED = 1000
 #: Outcomes of ``put``: accepted, no room in time, closed.
 ACCEPTED, FULL, ENDED = True, None, False
 #: Outcome of ``take`` besides ENDED and a Batch: no item in time.
 EMPTY = None
+
+#: Place of one put in its producer's sequence: (id of the PutSequence, number of this put, number of the last
+#: unanswered put before it (0: none), number of the first unanswered put).
+SequenceMark = tuple[int, int, int, int]
+
+#: A put that has arrived waits this much longer than its timeout for those before it; its producer waits even longer
+#: for the answer (seconds).
+_HOLD_S = 0.15
+#: Most producers that a home remembers while they are idle.
+_KEPT = 1000
+
+
+class Batch(list[Item]):
+    """Consecutive items of one buffer that were taken together."""
+
+    def __init__(self, items: Sequence[Item], batch_id: BatchId) -> None:
+        super().__init__(items)
+        self.batch_id = batch_id
+
+    def part(self, begin: int, end: int | None = None) -> Batch:
+        """Return the items from ``begin`` up to ``end``, as a batch that can be put back."""
+        number, position = self.batch_id
+        return Batch(self[begin:end], (number, position + total_length(self[:begin])))
+
+
+class Getter(NamedTuple):
+    """A request that waits for items."""
+
+    reply: DeferredReply
+    limit: int
+    until: float
+    rank: int | None
+    request_id: int
+
+
+class Buffer:
+    """Waiting items, and the requests that wait for some. Used under its store's lock."""
+
+    def __init__(
+        self, maxsize: int, max_bytes: int, policy: Policy, rank: int | None = None, process: str | None = None
+    ) -> None:
+        """``rank``, ``process``: the subscriber, and the token of its process; None for a queue's buffer."""
+        self.maxsize, self.max_bytes, self.policy = maxsize, max_bytes, policy
+        self.rank, self.process = rank, process
+        self.away = False
+        """The subscriber cannot be reached, but its process may still live. Meanwhile it holds up no publisher."""
+        self.getters: deque[Getter] = deque()
+        self.count = self.bytes = self.taken = self.dropped = 0
+        self._items: deque[tuple[int, Item, float]] = deque()
+        """With positions (how many items were in the buffer before), and since when they wait. In order; items that are
+        taken leave gaps.
+        """
+        self._end = 0  # the position of the next new item
+        self._batches = 0
+        self._put_back: dict[BatchId, None] = {}
+
+    def oldest_s(self) -> float:
+        """How long the oldest item has waited, in seconds; 0 if there is none."""
+        return time.monotonic() - self._items[0][2] if self._items else 0.0
+
+    def fits(self, length: int, size: int) -> bool:
+        """Whether there is room for this many items and bytes. An empty buffer has room for anything."""
+        if self.policy != "block" or not self.count:
+            return True
+        return self.count + length <= self.maxsize and self.bytes + size <= self.max_bytes
+
+    def append(self, items: Sequence[Item], size: int) -> None:
+        """Add items; then a policy that drops items drops those beyond the limits."""
+        if self.policy != "block":
+            items = list(_one_by_one(items))
+            size = sum(item.size for item in items)
+        now = time.monotonic()
+        for item in items:
+            self._items.append((self._end, item, now))
+            self._end += item.length
+            self.count += item.length
+        self.bytes += size
+        self._trim()
+
+    def _trim(self) -> None:
+        if self.policy == "block":
+            return
+        while self.count > self.maxsize or (self.bytes > self.max_bytes and self.count > 1):
+            _, item, _ = self._items.popleft()
+            self.bytes -= item.size
+            self.count -= item.length
+            self.dropped += item.length
+
+    def put_back(self, batch: Batch) -> None:
+        """Return items to their old position, before all items that were added after them. Idempotent."""
+        if batch.batch_id in self._put_back:
+            return
+        self._put_back[batch.batch_id] = None
+        if len(self._put_back) > _REMEMBERED:
+            del self._put_back[next(iter(self._put_back))]
+        position = batch.batch_id[1]
+        since = self._items[0][2] if self._items else time.monotonic()  # older than those behind them, or just returned
+        returned = []
+        for item in batch if self.policy == "block" else _one_by_one(batch):
+            returned.append((position, item, since))
+            position += item.length
+            self.bytes += item.size
+            self.count += item.length
+            self.taken -= item.length
+        if self._items and self._items[0][0] < position:  # items that were taken before these are back already
+            self._items = deque(sorted([*returned, *self._items], key=itemgetter(0)))
+        else:
+            self._items.extendleft(reversed(returned))
+        self._trim()
+
+    def take(self, limit: int) -> Batch:
+        """Take the oldest items: at least one, at most ``limit``, and no more bytes than one message may have."""
+        begin = self._items[0][0]
+        taken = [self._pop(limit)]
+        length, size = taken[0].length, taken[0].size
+        while self._items and length < limit:
+            position, item, _ = self._items[0]
+            if position != begin + length or size + item.size > MESSAGE_BYTES:
+                break
+            taken.append(self._pop(limit - length))
+            length += taken[-1].length
+            size += taken[-1].size
+        self.bytes -= size
+        self.count -= length
+        self.taken += length
+        self._batches += 1
+        return Batch(taken, (self._batches, begin))
+
+    def _pop(self, limit: int) -> Item:
+        """Remove the oldest item; splits its run if that is longer than ``limit``."""
+        position, item, since = self._items.popleft()
+        if item.length <= limit:
+            return item
+        items = split_run(item)
+        self._items.extendleft((position + place, items[place], since) for place in range(len(items) - 1, 0, -1))
+        self.bytes += sum(one.size for one in items) - item.size
+        return items[0]
+
+
+def _one_by_one(items: Sequence[Item]) -> Iterator[Item]:
+    for item in items:
+        if item.length > 1:
+            yield from split_run(item)
+        else:
+            yield item
 
 
 class _Putter(NamedTuple):
@@ -295,3 +447,135 @@ class Store:
                 reply.settle(value)
             elif not reply.settle(value.batch):  # cancelled just now
                 self.put_back(value.key, value.batch)
+
+
+# --- the order of puts -----------------------------------------------------------------------------------------------
+
+
+class _Held(NamedTuple):
+    """A put that has arrived before its predecessor."""
+
+    before: int
+    items: Sequence[Item]
+    until: float
+    reply: DeferredReply
+
+
+@dataclass
+class _Producer:
+    """What a home knows of one PutSequence."""
+
+    rank: int
+    last: int = 0  # all puts up to this number were admitted, or will never arrive
+    held: dict[int, _Held] = field(default_factory=dict)  # by number
+
+
+class ReorderBuffer:
+    """Admits the puts of each producer in the order in which they were sent. Thread-safe, never blocks."""
+
+    def __init__(self, put: Callable[[Sequence[Item], float, int], Any], deadlines: Deadlines) -> None:
+        self._put, self._deadlines = put, deadlines
+        self._lock = threading.Lock()
+        self._producers: dict[int, _Producer] = {}
+
+    def put(self, rank: int, mark: SequenceMark, items: Sequence[Item], until: float) -> Any:
+        """Call ``Store.put`` once all puts before this one were admitted. FULL if they do not arrive by ``until``."""
+        sequence_id, number, before, first = mark
+        outcome: Any
+        reply: DeferredReply | None = None
+        with self._lock:
+            producer = self._producer(rank, sequence_id)
+            replies = self._admit_up_to(producer, first - 1)
+            if before > producer.last:
+                outcome = reply = DeferredReply()
+                producer.held[number] = _Held(before, items, until, reply)
+            else:
+                outcome = self._put(items, until, rank)
+                replies += self._admit_up_to(producer, number)
+        settle(replies)
+        if reply is not None:
+            give_up_at(self._deadlines, until + _HOLD_S, reply, partial(self._expire, producer, number))
+        return outcome
+
+    def skip(self, rank: int, sequence_id: int, first: int) -> None:
+        """Do not wait for puts before number ``first`` any more."""
+        with self._lock:
+            replies = self._admit_up_to(self._producer(rank, sequence_id), first - 1)
+        settle(replies)
+
+    def lose(self, rank: int) -> None:
+        """Do not wait for puts of this member that have not arrived by now."""
+        replies = []
+        with self._lock:
+            for producer in self._producers.values():
+                if producer.rank == rank and producer.held:
+                    replies += self._admit_up_to(producer, max(producer.held))
+        settle(replies)
+
+    @property
+    def held(self) -> int:
+        """How many puts have arrived and wait for an earlier one."""
+        with self._lock:
+            return sum(len(producer.held) for producer in self._producers.values())
+
+    def close(self, error: Exception) -> None:
+        """End every wait with this error."""
+        with self._lock:
+            waiting = [held.reply for producer in self._producers.values() for held in producer.held.values()]
+            self._producers.clear()
+        for reply in waiting:
+            reply.settle(None, error)
+
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def _producer(self, rank: int, sequence_id: int) -> _Producer:
+        producer = self._producers.get(sequence_id)
+        if producer is None:
+            if len(self._producers) >= _KEPT:
+                for idle in [key for key, known in self._producers.items() if not known.held][: _KEPT // 2]:
+                    del self._producers[idle]
+            producer = self._producers[sequence_id] = _Producer(rank)
+        return producer
+
+    def _admit_up_to(self, producer: _Producer, last: int) -> list[tuple[DeferredReply, Any]]:
+        """Wait no more for puts up to ``last``; admits those that waited for them, and returns replies to settle."""
+        producer.last = max(producer.last, last)
+        replies: list[tuple[DeferredReply, Any]] = []
+        for number in sorted(producer.held):
+            held = producer.held[number]
+            if held.before > producer.last:
+                continue
+            del producer.held[number]
+            producer.last = max(producer.last, number)
+            try:
+                outcome = self._put(held.items, held.until, producer.rank)
+            except RayTorchRpcError as error:
+                outcome = error
+            replies.append((held.reply, outcome))
+        return replies
+
+    def _expire(self, producer: _Producer, number: int) -> None:
+        """Fail a put that has waited too long; puts that wait for it now wait for its predecessor."""
+        with self._lock:
+            expired = producer.held.pop(number, None)
+            if expired is None:
+                return  # admitted just now
+            for other, held in producer.held.items():
+                if held.before == number:
+                    producer.held[other] = held._replace(before=expired.before)
+        expired.reply.settle(FULL)
+
+
+def settle(replies: Sequence[tuple[DeferredReply, Any]]) -> None:
+    for reply, outcome in replies:
+        if isinstance(outcome, DeferredReply):
+            outcome.add_done_callback(partial(_forward, reply))
+        elif isinstance(outcome, Exception):
+            reply.settle(None, outcome)
+        else:
+            reply.settle(outcome)
+
+
+def _forward(reply: DeferredReply, source: Any) -> None:
+    error = source.exception()
+    reply.settle(source.result() if error is None else None, error)

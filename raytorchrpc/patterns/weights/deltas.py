@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from raytorchrpc.errors import NotFound
-from raytorchrpc.tensors.dtypes import as_copyable
+from raytorchrpc.patterns.weights.shards import Region, strides_of
+from raytorchrpc.tensors.dtypes import as_copyable, unrecorded
 
 #: A tensor has a delta if at most this share of its elements has changed. Indices take more bytes than most elements.
 MOST_CHANGED = 1 / 8
@@ -166,3 +167,69 @@ def span_of(region: tuple[int, tuple[int, ...], tuple[int, ...] | None]) -> tupl
     if strides is None:
         return first, first + math.prod(shape)
     return first, first + 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+class Change(NamedTuple):
+    """A region of a published tensor, of which the changed elements go to a target."""
+
+    place: int
+    region: Region
+    shape: tuple[int, ...]
+    """Of the published tensor."""
+    target: torch.Tensor
+    bytes: int
+    """That its elements take at most, or about, if they are evenly spread."""
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the published tensor is not worth a request of its own."""
+        return math.prod(self.shape) * self.target.itemsize < TINY
+
+    @property
+    def span(self) -> Span:
+        return self.place, *span_of(self.region)
+
+
+def apply(changes: Sequence[Change], answer: tuple[Runs, list[torch.Tensor]]) -> None:
+    """Write the elements that a home has sent for these changes; see ``Deltas.read``."""
+    runs, flat = answer
+    targets = [change.target for change in changes]
+    begins = [0] * len(flat)
+    moved: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+    with unrecorded(targets):
+        for change, (group, count) in zip(changes, runs, strict=True):
+            device, begin = change.target.device, begins[group]
+            if (group, device) not in moved:
+                moved[group, device] = [tensor.to(device) for tensor in flat[2 * group : 2 * group + 2]]
+            index, bits = moved[group, device]
+            _write(change, index[begin : begin + count], bits[begin : begin + count])
+            begins[group] += count
+
+
+def _write(change: Change, index: torch.Tensor, bits: torch.Tensor) -> None:
+    first, shape, strides = change.region
+    target = as_copyable(change.target)
+    positions = index.long()
+    if strides is None and first == 0 and shape == change.shape and target.is_contiguous():
+        target.view(-1).scatter_(0, positions, bits)
+        return
+    if strides is None:  # elements that follow one another in the published tensor
+        its_strides, begin = strides_of(shape), [0] * len(shape)
+        positions = positions - first
+    else:
+        its_strides, begin = strides_of(change.shape), []
+        for stride in its_strides:
+            begin.append(first // stride)
+            first %= stride
+    places, is_within = torch.zeros_like(positions), torch.ones_like(positions, dtype=torch.bool)
+    for start, extent, stride, step in zip(begin, shape, its_strides, target.stride(), strict=True):
+        along = positions.div(stride, rounding_mode="floor") - start
+        positions = positions.remainder(stride)
+        is_within &= (along >= 0) & (along < extent)
+        places += along * step
+    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, target.stride(), strict=True))
+    memory = target.as_strided((span,), (1,), target.storage_offset())
+    if strides is None:  # all are within
+        memory.scatter_(0, places, bits)
+    else:
+        memory.scatter_(0, places[is_within], bits[is_within])

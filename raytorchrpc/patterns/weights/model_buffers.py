@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -13,16 +16,237 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.patterns.weights.model_tensors import BufferSpec, KnownSpecs, ModelTensors
-from raytorchrpc.patterns.weights.plan import Options
-from raytorchrpc.patterns.weights.shards import Model, Shard
+from raytorchrpc.patterns.weights.model_tensors import (
+    Model,
+    ModuleState,
+    SameTensors,
+    check_lasting,
+    local_tensor,
+    shards_of,
+)
+from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole
+from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams, nothing
+from raytorchrpc.tensors.dtypes import unrecorded
+
+_INSTEAD = "swap(in_place=True) copies into the tensors instead"
 
 
-def _unrecorded(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
-    # Tensors made under inference mode can only be written under it.
-    return torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad()
+class BufferSpec(NamedTuple):
+    """What the buffer of one tensor has to be like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+    pinned: bool
+    inference: bool  # made under inference mode
+    slot: int  # names whose tensors are the same memory have one slot, and share a buffer
+    place: PlaceInWhole | None  # of a shard
+
+    @staticmethod
+    def of(tensor: torch.Tensor, slot: int, place: PlaceInWhole | None) -> BufferSpec:
+        # The strides of a dense tensor are kept; a tensor with gaps gets a buffer without.
+        stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        pinned = tensor.is_cpu and torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
+        layout = tuple(tensor.shape), tuple(stride), tensor.device
+        return BufferSpec(tensor.dtype, *layout, pinned, tensor.is_inference(), slot, place)
+
+    def allocate(self) -> torch.Tensor:
+        with torch.inference_mode(self.inference):
+            return torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device, pin_memory=self.pinned
+            )
+
+
+#: What tells how memory is seen.
+_KINDS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_inference),
+    *(operator.attrgetter("dtype"), operator.attrgetter("device")),
+)
+
+
+class _Memory(NamedTuple):
+    """Where tensors lie, and how their memory is seen."""
+
+    addresses: list[int]
+    kinds: tuple[list[Any], ...]
+    """The shape of each tensor, then its strides, and so on."""
+
+    @staticmethod
+    def of(tensors: Mapping[str, torch.Tensor]) -> _Memory:
+        found = tensors.values()
+        return _Memory(list(map(torch.Tensor.data_ptr, found)), tuple([list(map(kind, found)) for kind in _KINDS]))
+
+    def slots(self) -> list[int]:
+        """A number for each tensor; equal for those that are the same memory, seen in the same way."""
+        places = range(len(self.addresses))
+        if 0 not in self.addresses and len(set(self.addresses)) == len(places):
+            return list(places)
+        found: dict[Any, int] = {}
+        keys = [
+            (address, *kind) if address and 0 not in kind[0] else place
+            for place, address, *kind in zip(places, self.addresses, *self.kinds, strict=True)
+        ]
+        return [found.setdefault(key, len(found)) for key in keys]
+
+
+class KnownSpecs:
+    """The specs of a model's tensors, for as long as they stay alike. Keeps no tensor."""
+
+    def __init__(self, own: Mapping[str, torch.Tensor], memory: _Memory, specs: dict[str, BufferSpec]) -> None:
+        self._same, self._kinds, self._slots, self.specs = SameTensors(own), memory.kinds, memory.slots(), specs
+
+    def are_those_of(self, own: Mapping[str, Any]) -> bool:
+        """Whether these are the same tensors, though they may have other memory."""
+        return self._same.are(own)
+
+    def specs_for(self, memory: _Memory) -> dict[str, BufferSpec] | None:
+        return self.specs if memory.kinds == self._kinds and memory.slots() == self._slots else None
+
+
+class ModelTensors:
+    """A model's tensors by name, at one moment."""
+
+    def __init__(self, model: Model, store: str, known: KnownSpecs | None = None) -> None:
+        """Raises ConfigurationError for anything that is not a model.
+
+        Args:
+            store: its name, for errors.
+            known: of the model's tensors at its last prefetch.
+        """
+        self._model, self._store = model, store
+        self._state = _state_of(model)
+        self.own = self._state.saved
+        is_known = known is not None and known.are_those_of(self.own)
+        shards = {} if is_known else shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
+        self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
+        """The tensors that have memory: of a DTensor, its local shard."""
+        for name, tensor in self.local.items():
+            if not is_known and not _is_plain(tensor):
+                raise ConfigurationError(
+                    f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
+                    f"support: pull() this model"
+                )
+        self._memory = _Memory.of(self.local)
+        self._writes = _writes(self.local)
+        specs = known.specs_for(self._memory) if known is not None and is_known else None
+        self.specs = self._make_specs(shards or shards_of(self.own, store)) if specs is None else specs
+
+    def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
+        places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
+        if absent := [name for name in self.local if name not in shards]:
+            raise ConfigurationError(
+                f"{absent[0]!r} of the weights for {self._store!r} is a number, and this process is not in its device "
+                f"mesh, which prefetch() does not support: pull() this model"
+            )
+        rows = zip(self.local.items(), self._memory.slots(), places, strict=True)
+        return {name: BufferSpec.of(tensor, slot, place) for (name, tensor), slot, place in rows}
+
+    def known_specs(self) -> KnownSpecs | None:
+        """For the model's next prefetch; None for a mapping, whose Shards may be others then."""
+        if not isinstance(self._model, torch.nn.Module):
+            return None
+        return KnownSpecs(self.own, self._memory, self.specs)
+
+    def detached(self) -> dict[str, torch.Tensor]:
+        """The tensors that have memory, without autograd."""
+        return {name: tensor.detach() for name, tensor in self.local.items()}
+
+    def now(self) -> ModelTensors:
+        """Return the model's tensors as they are now. Raises ConfigurationError."""
+        state, before = _state_of(self._model), self.own
+        now = state.saved
+        is_same = list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
+        if is_same and _Memory.of({name: local_tensor(tensor) for name, tensor in now.items()}) == self._memory:
+            self._state = state
+            return self
+        return ModelTensors(self._model, self._store)
+
+    def was_written(self) -> bool:
+        """Whether torch has counted a write to the tensors since. It counts none through ``.data`` or numpy."""
+        return _writes(self.local) != self._writes
+
+    def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
+        """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
+        if self.specs == specs:
+            return
+        names = chain(specs, self.specs)
+        changed = next((name for name in names if specs.get(name) != self.specs.get(name)), "the order of tensors")
+        raise ConfigurationError(
+            f"the model has changed since its prefetch from {self._store!r}: {changed!r} is not what it was; "
+            f"cancel the prefetch, and prefetch again"
+        )
+
+    def check_lasting(self, names: frozenset[str]) -> None:
+        """Raise ConfigurationError, which names it, for one of these that ``state_dict`` makes anew each time."""
+        check_lasting(self._store, self._model, {name: tensor for name, tensor in self.own.items() if name in names})
+
+    def check_replaceable(self, names: frozenset[str]) -> None:
+        """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
+        if not isinstance(self._model, torch.nn.Module):
+            raise ConfigurationError(
+                f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
+                f"use the same tensors: prefetch the module, or {_INSTEAD}"
+            )
+        slots: dict[int, int] = {}  # by the address of the storage
+        for name in (name for name in self.own if name in names and self.local[name].numel()):
+            tensor = self.local[name]
+            storage = tensor.untyped_storage()
+            obstacle = _obstacle(tensor, storage) if tensor is self.own[name] else _obstacle_of_shards(self._model)
+            if obstacle is None and name in self._state.made:
+                obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
+            slot = self.specs[name].slot
+            if obstacle is None and slots.setdefault(storage.data_ptr(), slot) != slot:
+                obstacle = "shares memory with another tensor of the model"
+            if obstacle is not None:
+                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
+        replaced = {id(self.own[name]) for name in names}
+        stays = (tensor for tensor in (*self.own.values(), *self._state.passing) if id(tensor) not in replaced)
+        for tensor in filter(_is_plain, map(local_tensor, stays)):
+            if tensor.numel() and (found := slots.get(tensor.untyped_storage().data_ptr())) is not None:
+                name = next(name for name in names if self.specs[name].slot == found)
+                raise ConfigurationError(
+                    f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
+                )
+
+
+def _state_of(model: Any) -> ModuleState:
+    """A model's tensors: those of a module are its own parameters and buffers."""
+    if isinstance(model, torch.nn.Module):
+        return ModuleState.of(model)
+    named = model.items() if isinstance(model, Mapping) else ()
+    tensors = {str(name): value.tensor if isinstance(value, Shard) else value for name, value in named}
+    return ModuleState(tensors, [], frozenset())
+
+
+def _writes(tensors: dict[str, torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, and is not made of other tensors."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
+    """Why the local shards of a model's DTensors cannot be given other memory; None if they can."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if fsdp is not None and any(isinstance(module, fsdp) for module in model.modules()):
+        return "is sharded by FSDP, which has views of its memory"
+    return None
+
+
+def _obstacle(tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
+    """Why a tensor cannot be given other memory; None if it can."""
+    if tensor._is_view() or storage.nbytes() != tensor.nbytes:
+        return "is a view of a larger tensor, or of another"
+    if not storage.resizable():
+        return "lies in memory that torch did not allocate"
+    if tensor.is_cpu and storage.is_shared():
+        return "lies in memory that processes share"
+    return None
 
 
 class ModelBuffers:
@@ -117,7 +341,7 @@ class ModelBuffers:
         moved = [name for name, spec in self.specs.items() if spec.slot in slots]
         owners = [model.local[name] for name in moved]
         self._take_from_pull()
-        with _unrecorded(owners):
+        with unrecorded(owners):
             buffers = [self.tensors[name] for name in moved]
             theirs = [owner.data for owner in owners]
             all_have_buffers = False
@@ -151,7 +375,7 @@ class ModelBuffers:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
         model.check_lasting(self.names)
         self._take_from_pull()
-        with _unrecorded(targets):
+        with unrecorded(targets):
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
         self._wait_for_readers = follow_streams(self._streams)
 

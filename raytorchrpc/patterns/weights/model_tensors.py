@@ -1,235 +1,338 @@
-"""The tensors of a model at one moment, and what buffers beside them have to be like."""
+"""The tensors of a model: found by name, checked, and known again."""
 
 from __future__ import annotations
 
+import functools
 import operator
-import sys
-from collections.abc import Callable, Mapping
-from itertools import chain
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.patterns.weights.module_state import ModuleState
-from raytorchrpc.patterns.weights.plan import PlaceInWhole
-from raytorchrpc.patterns.weights.shards import Model, Shard, local_tensor, shards_of
-from raytorchrpc.patterns.weights.targets import SameTensors, check_lasting
-
-_INSTEAD = "swap(in_place=True) copies into the tensors instead"
+from raytorchrpc.patterns.weights.shards import Shard
 
 
-class BufferSpec(NamedTuple):
-    """What the buffer of one tensor has to be like."""
+class ModuleState(NamedTuple):
+    """The tensors of a module, at one moment."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device: torch.device
-    pinned: bool
-    inference: bool  # made under inference mode
-    slot: int  # names whose tensors are the same memory have one slot, and share a buffer
-    place: PlaceInWhole | None  # of a shard
+    saved: dict[str, torch.Tensor]
+    """What ``state_dict(keep_vars=True)`` returns."""
+    passing: list[torch.Tensor]
+    """Parameters and buffers that are not saved."""
+    made: frozenset[str]
+    """Names of what is saved, and is neither a parameter nor a buffer."""
 
     @staticmethod
-    def of(tensor: torch.Tensor, slot: int, place: PlaceInWhole | None) -> BufferSpec:
-        # The strides of a dense tensor are kept; a tensor with gaps gets a buffer without.
-        stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
-        pinned = tensor.is_cpu and torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
-        layout = tuple(tensor.shape), tuple(stride), tensor.device
-        return BufferSpec(tensor.dtype, *layout, pinned, tensor.is_inference(), slot, place)
-
-    def allocate(self) -> torch.Tensor:
-        with torch.inference_mode(self.inference):
-            return torch.empty_strided(
-                self.shape, self.stride, dtype=self.dtype, device=self.device, pin_memory=self.pinned
-            )
+    def of(module: torch.nn.Module) -> ModuleState:
+        saved, passing, is_plain = _walk(module)
+        if is_plain:
+            return ModuleState(saved, passing, frozenset())
+        saved = dict(module.state_dict(keep_vars=True))
+        registered, passing, _ = _walk(module)  # again: a hook of FSDP replaces parameters
+        ids = set(map(id, (*registered.values(), *passing)))
+        made = frozenset(name for name, tensor in saved.items() if id(tensor) not in ids)
+        ids = set(map(id, saved.values()))
+        return ModuleState(saved, [its for its in (*registered.values(), *passing) if id(its) not in ids], made)
 
 
-#: What tells how memory is seen.
-_KINDS: tuple[Callable[[torch.Tensor], Any], ...] = (
-    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_inference),
-    *(operator.attrgetter("dtype"), operator.attrgetter("device")),
-)
+def _walk(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], bool]:
+    """Parameters and buffers by name, those that are not persistent, and whether ``state_dict`` would give the same."""
+    found: dict[str, torch.Tensor] = {}
+    passing: list[torch.Tensor] = []
+    kinds = set[Any]()
+    has_code = _visit("", module, found, passing, kinds)
+    return found, passing, not has_code and all(map(_saves_as_torch_does, kinds))
 
 
-class _Memory(NamedTuple):
-    """Where tensors lie, and how their memory is seen."""
-
-    addresses: list[int]
-    kinds: tuple[list[Any], ...]
-    """The shape of each tensor, then its strides, and so on."""
-
-    @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> _Memory:
-        found = tensors.values()
-        return _Memory(list(map(torch.Tensor.data_ptr, found)), tuple([list(map(kind, found)) for kind in _KINDS]))
-
-    def slots(self) -> list[int]:
-        """A number for each tensor; equal for those that are the same memory, seen in the same way."""
-        places = range(len(self.addresses))
-        if 0 not in self.addresses and len(set(self.addresses)) == len(places):
-            return list(places)
-        found: dict[Any, int] = {}
-        keys = [
-            (address, *kind) if address and 0 not in kind[0] else place
-            for place, address, *kind in zip(places, self.addresses, *self.kinds, strict=True)
-        ]
-        return [found.setdefault(key, len(found)) for key in keys]
-
-
-class KnownSpecs:
-    """The specs of a model's tensors, for as long as they stay alike. Keeps no tensor."""
-
-    def __init__(self, own: Mapping[str, torch.Tensor], memory: _Memory, specs: dict[str, BufferSpec]) -> None:
-        self._same, self._kinds, self._slots, self.specs = SameTensors(own), memory.kinds, memory.slots(), specs
-
-    def are_those_of(self, own: Mapping[str, Any]) -> bool:
-        """Whether these are the same tensors, though they may have other memory."""
-        return self._same.are(own)
-
-    def specs_for(self, memory: _Memory) -> dict[str, BufferSpec] | None:
-        return self.specs if memory.kinds == self._kinds and memory.slots() == self._slots else None
+def _visit(
+    prefix: str, part: Any, found: dict[str, torch.Tensor], passing: list[torch.Tensor], kinds: set[Any]
+) -> bool:
+    """Add what a module and its parts have. Returns whether one of these saves it by code of its own."""
+    its = part.__dict__
+    has_code = its.get("_state_dict_hooks", True) or its.get("_state_dict_pre_hooks", True)
+    has_code = bool(has_code) or "state_dict" in its or "_save_to_state_dict" in its
+    kinds.add(type(part))
+    for name, tensor in part._parameters.items():
+        if tensor is not None:
+            found[prefix + name] = tensor
+    if buffers := part._buffers:
+        not_saved = part._non_persistent_buffers_set
+        for name, tensor in buffers.items():
+            if tensor is not None and name in not_saved:
+                passing.append(tensor)
+            elif tensor is not None:
+                found[prefix + name] = tensor
+    for name, its_part in part._modules.items():
+        if its_part is not None:
+            has_code |= _visit(f"{prefix}{name}.", its_part, found, passing, kinds)
+    return has_code
 
 
-class ModelTensors:
-    """A model's tensors by name, at one moment."""
+def _saves_as_torch_does(kind: Any) -> bool:
+    """Whether modules of a class save their parameters, buffers and parts without code of their own."""
+    names = "state_dict", "_save_to_state_dict", "get_extra_state"
+    as_torch = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in names)
+    return as_torch and not issubclass(kind, torch.jit.ScriptModule)
 
-    def __init__(self, model: Model, store: str, known: KnownSpecs | None = None) -> None:
-        """Raises ConfigurationError for anything that is not a model.
 
-        Args:
-            store: its name, for errors.
-            known: of the model's tensors at its last prefetch.
-        """
-        self._model, self._store = model, store
-        self._state = _state_of(model)
-        self.own = self._state.saved
-        is_known = known is not None and known.are_those_of(self.own)
-        shards = {} if is_known else shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
-        self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
-        """The tensors that have memory: of a DTensor, its local shard."""
-        for name, tensor in self.local.items():
-            if not is_known and not _is_plain(tensor):
-                raise ConfigurationError(
-                    f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
-                    f"support: pull() this model"
-                )
-        self._memory = _Memory.of(self.local)
-        self._writes = _writes(self.local)
-        specs = known.specs_for(self._memory) if known is not None and is_known else None
-        self.specs = self._make_specs(shards or shards_of(self.own, store)) if specs is None else specs
+def values_of(model: Any) -> Any:
+    """A model's values by name: the parameters of a module themselves, which stay the same between pulls."""
+    return ModuleState.of(model).saved if isinstance(model, torch.nn.Module) else model
 
-    def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
-        places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
-        if absent := [name for name in self.local if name not in shards]:
+
+def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError, which names it, for a tensor that a module's ``state_dict`` makes anew each time.
+
+    What is written to it does not reach the module. ``values``: some of ``values_of(model)``.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return
+    own = set(map(id, (*model.parameters(), *model.buffers())))
+    made = [name for name, value in values.items() if id(value) not in own and value.numel()]
+    again = model.state_dict(keep_vars=True) if made else {}
+    for name in made:
+        if name not in again or local_tensor(again[name]).data_ptr() != local_tensor(values[name]).data_ptr():
             raise ConfigurationError(
-                f"{absent[0]!r} of the weights for {self._store!r} is a number, and this process is not in its device "
-                f"mesh, which prefetch() does not support: pull() this model"
+                f"{name!r} of the weights for {store!r} is a copy that state_dict() makes, and what is written to it "
+                f"does not reach the model: pull a dict of the model's own tensors, such as dict(named_parameters())"
             )
-        rows = zip(self.local.items(), self._memory.slots(), places, strict=True)
-        return {name: BufferSpec.of(tensor, slot, place) for (name, tensor), slot, place in rows}
 
-    def known_specs(self) -> KnownSpecs | None:
-        """For the model's next prefetch; None for a mapping, whose Shards may be others then."""
-        if not isinstance(self._model, torch.nn.Module):
+
+#: A model whose buffers are exchanged has two.
+_MEMORIES = 2
+_Tensor = torch.Tensor
+_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
+
+
+class KnownMemory:
+    """What was worked out for tensors, as long as they stay where they are. Keeps none of their memory."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[Any, dict[Hashable, Any]], ...] = ()
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, Any]:
+        """What is known, to be added to. ``tensors``: of the dtypes and shapes of before."""
+        memory, last = [list(map(ask, tensors)) for ask in _OF_MEMORY], self._last
+        found: tuple[Any, dict[Hashable, Any]] = next((one for one in last if one[0] == memory), (memory, {}))
+        if not last or last[0] is not found:
+            self._last = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
+        return found[1]
+
+
+class Targets(NamedTuple):
+    """Where a pull writes."""
+
+    tensors: dict[str, torch.Tensor]
+    """By name: a model's tensors, or their local shards."""
+    known: dict[Hashable, Any]
+    """What pulls into these addresses have worked out; no memory."""
+
+
+class SameTensors:
+    """Tells whether a model has the same tensors, by name, as before. Keeps none of them."""
+
+    def __init__(self, tensors: Mapping[Any, Any]) -> None:
+        self._names, self._tensors = list(tensors), list(map(weakref.ref, tensors.values()))
+
+    def are(self, tensors: Mapping[Any, Any]) -> bool:
+        """Whether these are the same, though they may have other memory."""
+        if list(tensors) != self._names:
+            return False
+        return all(map(is_, [known() for known in self._tensors], tensors.values()))
+
+    @property
+    def are_gone(self) -> bool:
+        """Whether nobody has the first of them any longer."""
+        return bool(self._tensors) and self._tensors[0]() is None
+
+
+class KnownTargets:
+    """A model's tensors, as the plan of a pull found them. Keeps none of their memory."""
+
+    def __init__(self, values: Mapping[str, Any], asked: Any) -> None:
+        """``asked``: the options of the pull."""
+        tensors = _tensors_of(values)
+        self._asked, self._places = asked, list(map(_place_of, values.values()))
+        self._kinds = _kinds(list(map(local_tensor, tensors.values())))
+        self._same, self._memory = SameTensors(tensors), KnownMemory()
+
+    @property
+    def are_gone(self) -> bool:
+        """See ``SameTensors.are_gone``."""
+        return self._same.are_gone
+
+    def found_in(self, values: Any, asked: Any) -> Targets | None:
+        """The tensors' present memory; None unless a pull would bring the same into them."""
+        if not isinstance(values, Mapping) or asked != self._asked:
             return None
-        return KnownSpecs(self.own, self._memory, self.specs)
-
-    def detached(self) -> dict[str, torch.Tensor]:
-        """The tensors that have memory, without autograd."""
-        return {name: tensor.detach() for name, tensor in self.local.items()}
-
-    def now(self) -> ModelTensors:
-        """Return the model's tensors as they are now. Raises ConfigurationError."""
-        state, before = _state_of(self._model), self.own
-        now = state.saved
-        is_same = list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
-        if is_same and _Memory.of({name: local_tensor(tensor) for name, tensor in now.items()}) == self._memory:
-            self._state = state
-            return self
-        return ModelTensors(self._model, self._store)
-
-    def was_written(self) -> bool:
-        """Whether torch has counted a write to the tensors since. It counts none through ``.data`` or numpy."""
-        return _writes(self.local) != self._writes
-
-    def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
-        """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
-        if self.specs == specs:
-            return
-        names = chain(specs, self.specs)
-        changed = next((name for name in names if specs.get(name) != self.specs.get(name)), "the order of tensors")
-        raise ConfigurationError(
-            f"the model has changed since its prefetch from {self._store!r}: {changed!r} is not what it was; "
-            f"cancel the prefetch, and prefetch again"
-        )
-
-    def check_lasting(self, names: frozenset[str]) -> None:
-        """Raise ConfigurationError, which names it, for one of these that ``state_dict`` makes anew each time."""
-        check_lasting(self._store, self._model, {name: tensor for name, tensor in self.own.items() if name in names})
-
-    def check_replaceable(self, names: frozenset[str]) -> None:
-        """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
-        if not isinstance(self._model, torch.nn.Module):
-            raise ConfigurationError(
-                f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
-                f"use the same tensors: prefetch the module, or {_INSTEAD}"
-            )
-        slots: dict[int, int] = {}  # by the address of the storage
-        for name in (name for name in self.own if name in names and self.local[name].numel()):
-            tensor = self.local[name]
-            storage = tensor.untyped_storage()
-            obstacle = _obstacle(tensor, storage) if tensor is self.own[name] else _obstacle_of_shards(self._model)
-            if obstacle is None and name in self._state.made:
-                obstacle = "is made by state_dict(), and is not a parameter or buffer of the module"
-            slot = self.specs[name].slot
-            if obstacle is None and slots.setdefault(storage.data_ptr(), slot) != slot:
-                obstacle = "shares memory with another tensor of the model"
-            if obstacle is not None:
-                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
-        replaced = {id(self.own[name]) for name in names}
-        stays = (tensor for tensor in (*self.own.values(), *self._state.passing) if id(tensor) not in replaced)
-        for tensor in filter(_is_plain, map(local_tensor, stays)):
-            if tensor.numel() and (found := slots.get(tensor.untyped_storage().data_ptr())) is not None:
-                name = next(name for name in names if self.specs[name].slot == found)
-                raise ConfigurationError(
-                    f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
-                )
+        tensors = _tensors_of(values)
+        if not self._same.are(tensors) or list(map(_place_of, values.values())) != self._places:
+            return None
+        local = list(map(local_tensor, tensors.values()))
+        if _kinds(local) != self._kinds:
+            return None
+        return Targets(dict(zip(map(str, tensors), local, strict=True)), self._memory.of(local))
 
 
-def _state_of(model: Any) -> ModuleState:
-    """A model's tensors: those of a module are its own parameters and buffers."""
+def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
+    return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
+
+
+def _tensors_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {name: value.tensor if type(value) is Shard else value for name, value in values.items()}
+
+
+def _place_of(value: Any) -> Any:
+    return value[1:] if type(value) is Shard else None
+
+
+#: A module, or its tensors by name: tensors, DTensors or Shards.
+Model = torch.nn.Module | Mapping[str, Any]
+
+
+def has_shards(model: Any) -> bool:
+    """Whether some tensor of a model may be a Shard or a DTensor. Quick where no DTensor exists."""
+    values: Iterable[Any] = model.values() if isinstance(model, Mapping) else ()
+    if any(type(value) is Shard for value in values):
+        return True
+    if torch_internals.dtensor_type() is None:
+        return False
     if isinstance(model, torch.nn.Module):
-        return ModuleState.of(model)
-    named = model.items() if isinstance(model, Mapping) else ()
-    tensors = {str(name): value.tensor if isinstance(value, Shard) else value for name, value in named}
-    return ModuleState(tensors, [], frozenset())
+        values = (*model.parameters(), *model.buffers())
+    return any(map(_is_dtensor, values))
 
 
-def _writes(tensors: dict[str, torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors.values()]
+def shards_of(model: Any, store: str) -> dict[str, Shard]:
+    """A model's tensors by name, without autograd. Raises ConfigurationError.
+
+    Leaves out DTensors that are numbers, without dimensions, if this process is not in their device mesh.
+    """
+    if isinstance(model, torch.nn.Module):
+        model = ModuleState.of(model).saved
+    if not isinstance(model, Mapping):
+        raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
+    shards = ((str(name), _shard_of(str(name), value, store)) for name, value in model.items())
+    return {name: shard for name, shard in shards if shard is not None}
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own, and is not made of other tensors."""
-    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+_PLAIN = torch.Tensor, torch.nn.Parameter
 
 
-def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
-    """Why the local shards of a model's DTensors cannot be given other memory; None if they can."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    if fsdp is not None and any(isinstance(module, fsdp) for module in model.modules()):
-        return "is sharded by FSDP, which has views of its memory"
-    return None
+def _shard_of(name: str, value: Any, store: str) -> Shard | None:
+    if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not _is_dtensor(value)):
+        dense = _dense(name, value, store)
+        shape = tuple(dense.shape)
+        return Shard(dense, shape, (0,) * len(shape))
+    if isinstance(value, Shard):
+        return _checked(name, value, store)
+    if _is_dtensor(value):
+        local, offset = _dense(name, local_tensor(value), store), _offset_of(name, value, store)
+        if len(offset) < value.dim():  # it has nothing of the tensor
+            offset = (0,) * value.dim()
+        if local.dim() != value.dim():
+            return None  # a shard without elements has a dimension
+        return Shard(local, tuple(value.shape), offset)
+    raise ConfigurationError(
+        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, or give a "
+        f"tensor, DTensor or Shard"
+    )
 
 
-def _obstacle(tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
-    """Why a tensor cannot be given other memory; None if it can."""
-    if tensor._is_view() or storage.nbytes() != tensor.nbytes:
-        return "is a view of a larger tensor, or of another"
-    if not storage.resizable():
-        return "lies in memory that torch did not allocate"
-    if tensor.is_cpu and storage.is_shared():
-        return "lies in memory that processes share"
-    return None
+def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        remedy = ": to_empty() gives a module memory" if tensor.is_meta else ""
+        raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory{remedy}")
+    return tensor.detach()
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose memory holds its elements: a copy of a conjugated or negated view."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+
+
+def _checked(name: str, shard: Shard, store: str) -> Shard:
+    given: Any = shard.tensor
+    if not isinstance(given, torch.Tensor) or _is_dtensor(given):
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
+        )
+    dense = _dense(name, given, store)
+    shape = tuple(dense.shape)
+    try:
+        whole, offset = tuple(map(operator.index, shard.global_shape)), tuple(map(operator.index, shard.offset))
+    except TypeError:
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} is a Shard with global_shape={shard.global_shape!r} and "
+            f"offset={shard.offset!r}: each has to be a tuple with a whole number for each dimension"
+        ) from None
+    if not _lies_in(shape, offset, whole):
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} is a Shard of shape {shape} at {offset}, "
+            f"which does not lie in a global tensor of shape {whole}"
+        )
+    return Shard(dense, whole, offset)
+
+
+@functools.lru_cache(4096)  # the layers of a model are alike
+def _lies_in(shape: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) == len(whole) == len(offset) and all(
+        0 <= begin <= begin + extent <= most for begin, extent, most in zip(offset, shape, whole, strict=True)
+    )
+
+
+def _is_dtensor(value: Any) -> bool:
+    kind = torch_internals.dtensor_type()
+    return kind is not None and isinstance(value, kind)
+
+
+def local_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The memory that a tensor or a DTensor has in this process.
+
+    It has no elements, and the DTensor's dimensions, if this process is not in the device mesh.
+    """
+    if type(value) in _PLAIN or not _is_dtensor(value):
+        return value
+    local = torch_internals.local_tensor(value)
+    return local if local.dim() == value.dim() else local.reshape(0, *value.shape[1:])
+
+
+def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
+    if any(placement.is_partial() for placement in dtensor.placements):
+        raise ConfigurationError(
+            f"{name!r} of the weights for {store!r} has partial sums ({dtensor.placements}): "
+            f"redistribute() it to Shard or Replicate first"
+        )
+    return _offset(tuple(dtensor.shape), dtensor.device_mesh, tuple(dtensor.placements))
+
+
+_offset = functools.lru_cache(4096)(torch_internals.offset_of_shard)
+
+
+def check_writable(store: str, targets: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigurationError, which names it, for a tensor that nothing can be received into."""
+    for name, tensor in targets.items():
+        if (obstacle := obstacle_of(tensor)) is not None:
+            raise ConfigurationError(f"{name!r} of the weights for {store!r} {obstacle}")
+
+
+T = TypeVar("T")
+
+
+def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
+    """Return each further name of a tensor with its first one. Empty tensors are not compared."""
+    addresses = list(map(torch.Tensor.data_ptr, tensors.values()))
+    if len(set(addresses)) == len(addresses):
+        return []
+    known: dict[object, T] = {}
+    found: list[tuple[T, T]] = []
+    for (name, tensor), address in zip(tensors.items(), addresses, strict=True):
+        if tensor.numel():
+            memory = address, tensor.get_device(), tensor.dtype, tensor.shape, tensor.stride()
+            if (first := known.setdefault(memory, name)) != name:
+                found.append((first, name))
+    return found

@@ -5,11 +5,14 @@ Pure: global indices in, regions out. Every element comes from one publisher, so
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import functools
-import math
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.conversions import (
     FP8,
     SOURCES,
@@ -19,10 +22,141 @@ from raytorchrpc.patterns.weights.conversions import (
     converts_blocks,
     scales_of,
 )
-from raytorchrpc.patterns.weights.mismatch import check_fits, dtype_mismatch, shape_mismatch
-from raytorchrpc.patterns.weights.names import Renamed, renames, selected, selects
 from raytorchrpc.patterns.weights.shards import Box, Shard
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
+
+#: How many mismatches an error names.
+_SHOWN = 10
+
+
+def check_fits(
+    store: str, wrong: Sequence[str], lacking: Collection[str] = (), unpublished: Collection[str] = ()
+) -> None:
+    """Raise ConfigurationError, which names up to ten mismatches and says what to do, if there are any.
+
+    Args:
+        store: the name of the store.
+        wrong: the mismatches.
+        lacking: the published names that the model does not have.
+        unpublished: the names of the model that were not published.
+    """
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        shown = "; ".join(wrong[:_SHOWN]) + more + _remedy_for_names(lacking, unpublished)
+        raise ConfigurationError(f"the weights of {store!r} do not fit: {shown}")
+
+
+def _remedy_for_names(lacking: Collection[str], unpublished: Collection[str]) -> str:
+    if not lacking and not unpublished:
+        return ""
+    if part := _additional_part(unpublished, lacking):
+        if all(name.startswith(part) for name in unpublished):
+            return f". The model's names begin with {part!r}: pull into the module inside, such as model.{part[:-1]}"
+        renamed = f"mapping={{name: name.replace({part!r}, '') for name in model.state_dict()}}"
+        return f". The model's names have {part!r} inside: pull with {renamed}"
+    if part := _additional_part(lacking, unpublished):
+        if all(name.startswith(part) for name in lacking):
+            return f". The published names begin with {part!r}: publish the module inside, such as model.{part[:-1]}"
+        renamed = f"{{name.replace({part!r}, ''): tensor for name, tensor in model.state_dict().items()}}"
+        return f". The published names have {part!r} inside: publish {renamed}"
+    return ". mapping= gives other names, and strict=False pulls only the names that both have"
+
+
+def _additional_part(longer: Collection[str], shorter: Collection[str]) -> str | None:
+    """What all names of one side have, up to a dot, and the other's lack; None if they differ in another way."""
+    if not longer or len(longer) != len(shorter):
+        return None
+    *parts, _ = next(iter(longer)).split(".")
+    prefixes = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    for part in (f"{part}." for part in (*prefixes, *parts)):
+        if {name.replace(part, "", 1) for name in longer} == set(shorter):
+            return part
+    return None
+
+
+def dtype_mismatch(name: str, published: str, wanted: str, convert: object) -> str | None:
+    """What is amiss if a tensor is published under one dtype, and the model's has another; None if it is converted."""
+    floating = DTYPES[published].is_floating_point and DTYPES[wanted].is_floating_point
+    if published == wanted or (convert and floating):
+        return None
+    remedy = "convert=True converts it" if floating else "only floating dtypes are converted"
+    return f"{name!r} is {published} as published, and {wanted} in the model ({remedy})"
+
+
+def shape_mismatch(name: str, published: tuple[int, ...], wanted: tuple[int, ...], is_whole: bool) -> str:
+    """What is amiss: the global tensors have other shapes. ``is_whole``: the model's is no shard."""
+    may_be_part = len(published) == len(wanted) and all(
+        its <= most for its, most in zip(wanted, published, strict=True)
+    )
+    remedy = " (for a part of it, pull a Shard or a DTensor)" if is_whole and may_be_part else ""
+    return f"{name!r} is {published} as published, and {wanted} in the model{remedy}"
+
+
+def tied_mismatch(names: tuple[str, str], parts: Sequence[str], what: str = "but differ as published") -> str:
+    """What is amiss if two names of one tensor are published apart. ``parts``: what the first one is made of."""
+    one, other = names
+    remedy = f"mapping={{{other!r}: {(parts[0] if len(parts) == 1 else list(parts))!r}}} and strict=False"
+    return (
+        f"{one!r} and {other!r} are one tensor in the model, {what}: give each a tensor of its own, or pull one into "
+        f"both with {remedy}"
+    )
+
+
+#: The argument ``only``: a glob, or several.
+Only = str | Sequence[str]
+#: The argument ``mapping``: names of the model -> the published name, or those of the parts of a fused parameter, in
+#: order.
+Renamed = Mapping[str, str | Sequence[str]]
+
+
+def globs_of(only: Only | None) -> tuple[str, ...]:
+    """Return the globs of the argument ``only``; none for None, which selects all names. Raises ConfigurationError."""
+    if only is None:
+        return ()
+    given: Any = [only] if isinstance(only, str) else only
+    globs: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else ()
+    if not globs or not all(isinstance(glob, str) for glob in globs):
+        raise ConfigurationError(f"only={only!r} has to be a glob such as 'lora_*', or several")
+    return globs
+
+
+def selects(globs: tuple[str, ...], name: str) -> bool:
+    """Whether a name matches one of the globs, or there are none."""
+    return not globs or _pattern(globs).match(name) is not None
+
+
+@functools.lru_cache(64)
+def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, globs)))
+
+
+def selected(globs: tuple[str, ...], names: Collection[str], store: str, may_be_none: bool = False) -> list[str]:
+    """Return the names that match. Raises ConfigurationError, which names the nearest, if there are none."""
+    found = [name for name in names if selects(globs, name)]
+    if not found and not may_be_none:
+        nearest = [near for glob in globs for near in difflib.get_close_matches(glob.strip("*"), names, 3, 0.0)]
+        hint = f"; the nearest are {', '.join(map(repr, dict.fromkeys(nearest)))}" if nearest else ""
+        raise ConfigurationError(
+            f"only={list(globs)} matches none of the {len(names)} names of the weights for {store!r}{hint}"
+        )
+    return found
+
+
+def renames(mapping: Renamed | None) -> dict[str, tuple[str, ...]]:
+    """Return the parts of each name in the argument ``mapping``. Raises ConfigurationError."""
+    given: Any = {} if mapping is None else mapping
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(f"mapping={mapping!r} has to be a dict: the published name, or names, by each name")
+    found: dict[str, tuple[str, ...]] = {}
+    for name, parts in given.items():
+        listed = (parts,) if isinstance(parts, str) else tuple(parts) if isinstance(parts, Sequence) else ()
+        if not listed or not all(isinstance(part, str) for part in listed):
+            raise ConfigurationError(
+                f"mapping={{{name!r}: {parts!r}}} has to give the published name, or a list of the names of its parts"
+            )
+        found[name] = listed
+    return found
+
 
 #: Of a shard: (shape of the global tensor, offset in it).
 PlaceInWhole = tuple[tuple[int, ...], tuple[int, ...]]
@@ -358,21 +492,3 @@ def _divide(wanted: Box, begin: tuple[int, ...], boxes: tuple[Box, ...]) -> tupl
             left += box.without(common)
         missing = left
     return pieces, missing
-
-
-def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
-    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
-
-
-@functools.lru_cache(4096)
-def region_of(
-    shape: tuple[int, ...], begin: tuple[int, ...], extents: tuple[int, ...]
-) -> tuple[int, tuple[int, ...] | None]:
-    """Where a region of a contiguous tensor begins, and its strides (None: it is contiguous), in elements."""
-    strides = strides_of(shape)
-    offset = sum(first * stride for first, stride in zip(begin, strides, strict=True))
-    inner = next((dimension for dimension, extent in enumerate(extents) if extent > 1), len(extents))
-    if extents[inner + 1 :] == shape[inner + 1 :]:
-        return offset, None
-    return offset, strides

@@ -12,17 +12,15 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
-from raytorchrpc.calls.event_loops import refuse_on_loop
-from raytorchrpc.calls.waiting import allow_calls
+from raytorchrpc.calls.scope import refuse_on_loop
+from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
 from raytorchrpc.patterns.weights.conversions import Convert
-from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, ModelBuffers
-from raytorchrpc.patterns.weights.model_tensors import BufferSpec, ModelTensors
-from raytorchrpc.patterns.weights.names import Renamed
-from raytorchrpc.patterns.weights.plan import Options
-from raytorchrpc.patterns.weights.shards import Model
+from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
+from raytorchrpc.patterns.weights.model_tensors import Model
+from raytorchrpc.patterns.weights.plan import Options, Renamed
 from raytorchrpc.process import fork
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -9,20 +10,21 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.weight_counters import StoreKey
-from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import windows
-from raytorchrpc.patterns.home import register_methods
-from raytorchrpc.patterns.weights.ahead import convert_ahead
+from raytorchrpc.patterns.handle import give_up_at
+from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
-from raytorchrpc.patterns.weights.partial import complete
-from raytorchrpc.patterns.weights.plan import PlaceInWhole
+from raytorchrpc.patterns.weights.model_tensors import ties_of
+from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.relays import RelayPlan
 from raytorchrpc.patterns.weights.snapshots import (
     Places,
@@ -33,9 +35,169 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
     equal_bits,
 )
-from raytorchrpc.patterns.weights.ties import ties_of
-from raytorchrpc.patterns.weights.versions import Layout, VersionLease, VersionWaits
+from raytorchrpc.process import threads
 from raytorchrpc.process.this_process import has_ended
+from raytorchrpc.tensors.cuda_streams import own_streams
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+
+
+class VersionLease(NamedTuple):
+    """What a home tells a reader before it pulls."""
+
+    version: int
+    lease: int  # keeps the version until it is released. 0: the reader has this version
+    layout: int
+    rows: list[Row] | None  # None: the reader knows this layout
+    changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
+    turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
+    deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
+    ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
+
+
+class Layout(NamedTuple):
+    """The tensors that a version has."""
+
+    number: int
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    places: tuple[PlaceInWhole | None, ...]
+    """Of shards, in their global tensors."""
+
+    @property
+    def rows(self) -> list[Row]:
+        rows = zip(self.names, self.specs, self.places, strict=True)
+        return [(name, DTYPE_NAMES[spec.dtype], spec.shape, place) for name, spec, place in rows]
+
+
+class VersionWaits:
+    """Waits for versions. Thread-safe."""
+
+    instance_id: int
+
+    def __init__(self, local: LocalMember) -> None:
+        self._local = local
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, DeferredReply]] = []
+        self._broken: Exception | None = None
+
+    def _newest(self) -> int:
+        """The newest version; 0 before the first."""
+        raise NotImplementedError
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise self._broken
+
+    def wait(self, version: int, until: float) -> int | DeferredReply:
+        """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""
+        with self._lock:
+            self._check_open()
+            newest = self._newest()
+            if newest >= version or until <= time.monotonic():
+                return newest if newest >= version else 0
+            reply = DeferredReply()
+            waits = version, reply
+            self._waiting.append(waits)
+
+        def give_up() -> None:
+            with self._lock:
+                if waits in self._waiting:
+                    self._waiting.remove(waits)
+                error = self._not_in_time(version)
+            reply.settle(0, error)
+
+        return give_up_at(self._local.deadlines, until, reply, give_up)
+
+    def _not_in_time(self, version: int) -> Empty | None:
+        """What a wait that ended raises; None: it returns 0. The caller holds the lock."""
+        return None
+
+    def _due(self, version: int) -> list[DeferredReply]:
+        """Take the waits that end with this version. The caller holds the lock, and settles them without it."""
+        due = [reply for wanted, reply in self._waiting if wanted <= version]
+        self._waiting = [(wanted, reply) for wanted, reply in self._waiting if wanted > version]
+        return due
+
+    def close(self, error: Exception) -> None:
+        """See ``Served``."""
+        with self._lock:
+            self._broken = error
+            waiting, self._waiting = self._waiting, []
+        for _, reply in waiting:
+            reply.settle(0, error)
+
+
+def complete(
+    tensors: Mapping[str, torch.Tensor],
+    places: Mapping[str, PlaceInWhole],
+    before: tuple[Layout, Snapshot] | None,
+) -> tuple[dict[str, torch.Tensor], dict[str, PlaceInWhole], frozenset[int]]:
+    """Add to some tensors those of the version before.
+
+    Returns all tensors and the places of shards, in the order of the layout, and which of them are of the version
+    before. Raises ConfigurationError.
+    """
+    if before is None:
+        raise ConfigurationError("only= takes the other tensors from the version before: publish all of them first")
+    layout, snapshot = before
+    known = {name: place for place, name in enumerate(layout.names)}
+    for name, tensor in tensors.items():
+        if name not in known:
+            raise ConfigurationError(f"{name!r} is not in the version before: publish all tensors, without only=")
+        place = known[name]
+        now = TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.device), places.get(name)
+        then = layout.specs[place], layout.places[place]
+        if now != then:
+            raise ConfigurationError(
+                f"{name!r} is {_shown(*now)}, and {_shown(*then)} in the version before: publish all tensors, without "
+                f"only="
+            )
+    held = dict(zip(layout.names, snapshot.memory.tensors, strict=True))
+    carried = frozenset(place for place, name in enumerate(layout.names) if name not in tensors)
+    shards = {name: place for name, place in zip(layout.names, layout.places, strict=True) if place is not None}
+    return {**held, **tensors}, shards, carried
+
+
+def _shown(spec: TensorSpec, place: PlaceInWhole | None) -> str:
+    shard = "" if place is None else f", at {place[1]} of {place[0]},"
+    return f"{DTYPE_NAMES[spec.dtype]} {spec.shape}{shard} on {spec.device}"
+
+
+logger = logging.getLogger(__name__)
+
+#: Tensors that are converted at once. Other conversions wait for them.
+_AT_ONCE = 32
+_NO_RANK = -1
+
+
+def convert_ahead(snapshot: Snapshot, before: Snapshot, pool: SnapshotPool) -> None:
+    """Begin to convert a snapshot, on a thread, as readers asked for the one before. Quick.
+
+    At most one version is converted for nobody: the one after the last that was asked for. The thread that wrote the
+    snapshot calls this; nobody retires it meanwhile.
+    """
+    if not before.asked:
+        return
+    asked, streams = list(before.asked), own_streams(snapshot.memory.pieces)
+    lease = pool.lease(snapshot, _NO_RANK, None)
+
+    def convert() -> None:
+        try:
+            with streams():
+                for at in range(0, len(asked), _AT_ONCE):
+                    if snapshot.retired:
+                        break
+                    snapshot.made(asked[at : at + _AT_ONCE])
+        except Exception as error:  # readers that ask for it are told
+            logger.debug("version %d of weights is not converted ahead: %s", snapshot.version, error)
+        finally:
+            pool.release(lease)
+
+    try:
+        threads.start(convert, name="raytorchrpc-convert")
+    except threads.ThreadShortage:
+        pool.release(lease)
+
 
 KIND = "weight store"
 
@@ -391,7 +553,7 @@ class PublishedWeights(Readable, VersionWaits):
             self._versions.clear()
 
 
-register_methods(
+SERVICES = object_services(
     {
         WAIT: lambda weights, _, version, wait_s: weights.wait(version, time.monotonic() + wait_s),
         LEASE: PublishedWeights.serve_lease,

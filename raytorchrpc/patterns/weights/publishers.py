@@ -9,20 +9,298 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.waiting import allow_calls
-from raytorchrpc.errors import ConfigurationError, NotFound, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name
-from raytorchrpc.patterns.home import factories, register_methods, setting_names
-from raytorchrpc.patterns.weights.coordinator import NEXT, RETIRE, SHARDS, STAGED, Coordinator, shards_name
+from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.server.gates import allow_calls
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
+from raytorchrpc.patterns.handle import Handle, Steps, begin, give_up_at, member_name
+from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
-from raytorchrpc.patterns.weights.published import KIND, PublishedWeights
+from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
+
+#: The shards of one publisher.
+SHARDS = "weight shards"
+
+#: Services of the coordinator.
+STAGED, LOOK, NEXT = "raytorchrpc.weights.staged", "raytorchrpc.weights.look", "raytorchrpc.weights.next"
+#: Of each publisher.
+RETIRE = "raytorchrpc.weights.retire"
+
+#: How many versions a publisher may be ahead of the others; each takes memory.
+_AHEAD = 2
+#: How many publishers an error names.
+_SHOWN = 8
+
+
+class Committed(NamedTuple):
+    """A version that all publishers have."""
+
+    version: int
+    instances: tuple[int, ...]
+    """Of each publisher's shards: a restarted publisher has lost them."""
+
+
+def shards_name(store: str, instance: int | None) -> str:
+    """The name of each publisher's shards. A new store of the same name has new ones."""
+    return f"{store} {instance}"
+
+
+class Publisher(NamedTuple):
+    """One process that publishes."""
+
+    number: int
+    """In the list of publishers."""
+    process: str
+    """The token of the process."""
+    instance: int
+    """Of its shards."""
+
+
+class _Staged(NamedTuple):
+    """A version that some publishers have."""
+
+    carried: Carried
+    instances: dict[int, int]
+    """By publisher: the instance of its shards."""
+
+
+#: Of a version that is published in part: the globs, and the version that all other tensors are from. Else None.
+Carried = tuple[tuple[str, ...], int] | None
+#: Publishers that wait no longer, and what each is told; see ``Coordinator.staged``.
+_Freed = list[tuple[DeferredReply, list[int]]]
+
+
+class _Behind(NamedTuple):
+    """A publisher that waits for the others."""
+
+    publisher: int
+    version: int
+    reply: DeferredReply
+
+
+class Coordinator(VersionWaits):
+    """Which versions exist. Thread-safe; never blocks."""
+
+    def __init__(self, local: LocalMember, name: str, settings: tuple[int, bool, tuple[str, ...]]) -> None:
+        """``settings``: how many versions can be pulled; whether changes are tracked; the publishers' names."""
+        super().__init__(local)
+        self.settings = settings
+        self._name, self._keep, self._publishers = name, settings[0], settings[2]
+        self._staged: dict[int, _Staged] = {}
+        self._vain: set[int] = set()
+        """Versions above ``_void`` that will never exist: not all publishers have kept what they had staged."""
+        self._present: dict[int, Publisher] = {}
+        self._committed: OrderedDict[int, Committed] = OrderedDict()
+        self._highest = self._void = 0
+        """The highest version that anyone has staged; versions up to ``_void`` that do not exist never will."""
+        self._behind: list[_Behind] = []
+
+    # --- publishers ----------------------------------------------------------------------------------------------
+
+    def next_version(self, publisher: Publisher, last: int) -> tuple[int, list[int]]:
+        """The number of a publisher's next version, and the versions that it has to keep.
+
+        ``last``: the highest number that it has used; 0 before the first.
+        """
+        with self._lock:
+            self._check_open()
+            freed = self._note(publisher)
+            found = max(self._void, self._newest(), last) + 1, self._kept(publisher.number)
+        _settle(freed)
+        return found
+
+    def staged(
+        self, publisher: Publisher, version: int, until: float, carried: Carried = None
+    ) -> list[int] | DeferredReply:
+        """Note that a publisher has its shards of a version; returns the versions that it has to keep.
+
+        Answers later if the publisher is far ahead of the others. Raises ConfigurationError if another publisher has
+        carried other tensors over: then the version will not exist.
+        """
+        with self._lock:
+            self._check_open()
+            freed, due = self._note(publisher), list[DeferredReply]()
+            self._highest = max(self._highest, version)
+            is_complete, refused = False, None
+            if version > max(self._void, self._newest()) and version not in self._vain:
+                there = self._staged.setdefault(version, _Staged(carried, {}))
+                if carried == there.carried:
+                    there.instances[publisher.number] = publisher.instance
+                    is_complete = len(there.instances) == len(self._publishers)
+                else:
+                    refused = self._other_parts(publisher.number, version, carried, there)
+                    freed += self._void_one(version)
+            if is_complete:
+                due = self._commit(version, there.instances)
+                freed += self._free()
+            mine = self._staged_by(publisher.number)
+            answer: list[int] | DeferredReply = self._kept(publisher.number)
+            if version in mine and len(mine) > _AHEAD:
+                answer = self._await_others(publisher.number, version, until)
+            oldest = self._oldest()
+        for waiting in due:
+            waiting.settle(version)
+        _settle(freed)
+        if is_complete:
+            self._tell_publishers(oldest, but=publisher.number)
+        if refused is not None:
+            raise refused
+        return answer
+
+    def _other_parts(self, publisher: int, version: int, carried: Carried, there: _Staged) -> ConfigurationError:
+        mine, its = (
+            "all tensors" if given is None else f"only={list(given[0])} and the others of version {given[1]}"
+            for given in (carried, there.carried)
+        )
+        return ConfigurationError(
+            f"version {version} of weight store {self._name!r} will not exist: {self._publishers[publisher]!r} "
+            f"publishes {mine}, but {self._publishers[min(there.instances)]!r} {its}; publish all tensors next, and "
+            f"then the same only= at every publisher"
+        )
+
+    def _void_one(self, version: int) -> _Freed:
+        """This version will not exist, so nobody keeps it or waits for it."""
+        if self._staged.pop(version, None) is not None:
+            self._vain.add(version)
+        free = [one for one in self._behind if one.version == version]
+        self._behind = [one for one in self._behind if one.version != version]
+        return [(one.reply, self._kept(one.publisher)) for one in free]
+
+    def _staged_by(self, publisher: int) -> list[int]:
+        return [number for number, there in self._staged.items() if publisher in there.instances]
+
+    def _note(self, publisher: Publisher) -> _Freed:
+        before = self._present.get(publisher.number)
+        self._present[publisher.number] = publisher
+        return self._drop_staged() if before is not None and before != publisher else []
+
+    def _drop_staged(self) -> _Freed:
+        """A publisher was restarted: what was staged with it must not be completed with its next state.
+
+        Those that wait for it go on: the version that they have published will not exist.
+        """
+        self._staged.clear()
+        self._vain.clear()
+        self._void = self._highest
+        return self._free()
+
+    def _free(self) -> _Freed:
+        """Take the publishers that wait, with what they are told. The caller settles them without the lock."""
+        behind, self._behind = self._behind, []
+        return [(one.reply, self._kept(one.publisher)) for one in behind]
+
+    def _kept(self, publisher: int) -> list[int]:
+        """The versions that a publisher has to keep."""
+        return [*self._committed, *self._staged_by(publisher)]
+
+    def _commit(self, version: int, having: dict[int, int]) -> list[DeferredReply]:
+        instances = tuple(having[publisher] for publisher in range(len(self._publishers)))
+        self._committed[version] = Committed(version, instances)
+        while len(self._committed) > self._keep:
+            self._committed.popitem(last=False)
+        self._staged = {number: there for number, there in self._staged.items() if number > version}
+        self._vain = {number for number in self._vain if number > version}
+        return self._due(version)
+
+    def _await_others(self, publisher: int, version: int, until: float) -> DeferredReply:
+        reply = DeferredReply()
+        behind = _Behind(publisher, version, reply)
+        self._behind.append(behind)
+        first = min(self._staged_by(publisher))
+        late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first].instances]
+
+        def give_up() -> None:
+            freed = _Freed()
+            with self._lock:
+                if behind in self._behind:
+                    self._behind.remove(behind)
+                    freed = self._void_one(version)  # else each one that is in vain takes memory
+            _settle(freed)
+            reply.settle(
+                None,
+                RpcTimeout(
+                    f"weight store {self._name!r}: {self._publishers[publisher]!r} has published version {version}, "
+                    f"but {', '.join(late)} not even version {first}; every publisher has to publish each version"
+                ),
+            )
+
+        return give_up_at(self._local.deadlines, until, reply, give_up)
+
+    def _oldest(self) -> int:
+        return next(iter(self._committed)) if self._committed else 0
+
+    def _newest(self) -> int:
+        return next(reversed(self._committed)) if self._committed else 0
+
+    def _tell_publishers(self, oldest: int, but: int) -> None:
+        """Have publishers free the memory of older versions. Does not wait for them."""
+        shards = shards_name(self._name, self.instance_id)
+        for number, name in enumerate(self._publishers):
+            if number != but and (there := self._present.get(number)) is not None:
+                with suppress(RayTorchRpcError):
+                    if name == self._local.me.name:
+                        self._local.services.find(SHARDS, shards, there.instance, name).retire_before(oldest)
+                    else:
+                        request = (SHARDS, shards, there.instance, oldest)
+                        self._local.outgoing.call(name, RETIRE, request, {}, CallOptions(retry=0))
+
+    def _not_in_time(self, version: int) -> Empty:
+        newest = [max([self._newest(), *self._staged_by(number)]) for number in range(len(self._publishers))]
+        last = sorted(range(len(newest)), key=newest.__getitem__)[:_SHOWN]
+        return Empty(
+            f"version {version} was not published to weight store {self._name!r} in time; every publisher has to "
+            f"publish it, and the newest of each is: {', '.join(f'{self._publishers[n]} {newest[n]}' for n in last)}"
+        )
+
+    # --- readers -------------------------------------------------------------------------------------------------
+
+    def look(self, version: int | None) -> Committed | None:
+        """A version (None: the newest); None if there is none yet. Raises NotFound if it is not kept."""
+        with self._lock:
+            self._check_open()
+            if not self._committed and version is None:
+                return None
+            chosen = self._newest() if version is None else version
+            found = self._committed.get(chosen)
+            if found is None:
+                kept = ", ".join(map(str, self._committed)) or "none"
+                raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
+            return found
+
+    def lose(self, rank: int) -> None:
+        """See ``Served``. What a publisher has staged stays: it may only be away."""
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """See ``Served``. What was staged until a publisher's process ended, or until it restarted, never exists."""
+        with suppress(NotAMember, ValueError):
+            number, freed = self._publishers.index(self._local.peers.route(rank).member.name), _Freed()
+            with self._lock:
+                there = self._present.get(number)
+                if there is not None and there.process != process:
+                    if process is not None:  # else its restart is still to come, and separates versions once more
+                        del self._present[number]
+                    freed = self._drop_staged()
+            _settle(freed)
+
+    def close(self, error: Exception) -> None:
+        super().close(error)
+        with self._lock:
+            behind, self._behind = self._behind, []
+        for one in behind:
+            one.reply.settle(None, error)
+
+
+def _settle(freed: _Freed) -> None:
+    for reply, kept in freed:
+        reply.settle(kept)
 
 
 class Shards(Handle):
@@ -180,7 +458,15 @@ def _open_shards(local: LocalMember, name: str, settings: Any) -> PublishedShard
     return shards
 
 
-factories[KIND] = _open
-setting_names[KIND] = setting_names[SHARDS] = ("keep", "track", "publishers")
-factories[SHARDS] = _open_shards
-register_methods({RETIRE: lambda weights, _, oldest: weights.retire_before(oldest)})
+_SETTING_NAMES = ("keep", "track", "publishers")
+KINDS = {KIND: Kind(_open, _SETTING_NAMES), SHARDS: Kind(_open_shards, _SETTING_NAMES)}
+SERVICES = object_services(
+    {
+        STAGED: lambda store, _, publisher, version, carried, wait_s: store.staged(
+            Publisher(*publisher), version, time.monotonic() + wait_s, carried
+        ),
+        LOOK: lambda store, _, version: store.look(version),
+        NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),
+        RETIRE: lambda weights, _, oldest: weights.retire_before(oldest),
+    }
+)

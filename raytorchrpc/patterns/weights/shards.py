@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from raytorchrpc._compat import torch_internals
-from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.patterns.weights.module_state import ModuleState
+from raytorchrpc.tensors.dtypes import OutOfBounds, within
 
 
 class Box(NamedTuple):
@@ -81,123 +78,35 @@ class Shard(NamedTuple):
         return tuple(self.tensor.shape) == self.global_shape
 
 
-#: A module, or its tensors by name: tensors, DTensors or Shards.
-Model = torch.nn.Module | Mapping[str, Any]
+#: A region of a contiguous tensor: (first element, shape, strides in elements; None: contiguous).
+Region = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 
-def has_shards(model: Any) -> bool:
-    """Whether some tensor of a model may be a Shard or a DTensor. Quick where no DTensor exists."""
-    values: Iterable[Any] = model.values() if isinstance(model, Mapping) else ()
-    if any(type(value) is Shard for value in values):
-        return True
-    if torch_internals.dtensor_type() is None:
-        return False
-    if isinstance(model, torch.nn.Module):
-        values = (*model.parameters(), *model.buffers())
-    return any(map(_is_dtensor, values))
+def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """View a region of a contiguous tensor. Raises OutOfBounds."""
+    offset, shape, strides = region
+    if strides is None:
+        within(offset, math.prod(shape), tensor.numel())
+        return tensor.view(-1)[offset : offset + math.prod(shape)].view(shape)
+    last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= tensor.numel()):
+        raise OutOfBounds(f"a region of shape {shape} and strides {strides} from {offset} on")
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
-def shards_of(model: Any, store: str) -> dict[str, Shard]:
-    """A model's tensors by name, without autograd. Raises ConfigurationError.
-
-    Leaves out DTensors that are numbers, without dimensions, if this process is not in their device mesh.
-    """
-    if isinstance(model, torch.nn.Module):
-        model = ModuleState.of(model).saved
-    if not isinstance(model, Mapping):
-        raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
-    shards = ((str(name), _shard_of(str(name), value, store)) for name, value in model.items())
-    return {name: shard for name, shard in shards if shard is not None}
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
-_PLAIN = torch.Tensor, torch.nn.Parameter
-
-
-def _shard_of(name: str, value: Any, store: str) -> Shard | None:
-    if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not _is_dtensor(value)):
-        dense = _dense(name, value, store)
-        shape = tuple(dense.shape)
-        return Shard(dense, shape, (0,) * len(shape))
-    if isinstance(value, Shard):
-        return _checked(name, value, store)
-    if _is_dtensor(value):
-        local, offset = _dense(name, local_tensor(value), store), _offset_of(name, value, store)
-        if len(offset) < value.dim():  # it has nothing of the tensor
-            offset = (0,) * value.dim()
-        if local.dim() != value.dim():
-            return None  # a shard without elements has a dimension
-        return Shard(local, tuple(value.shape), offset)
-    raise ConfigurationError(
-        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, or give a "
-        f"tensor, DTensor or Shard"
-    )
-
-
-def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        remedy = ": to_empty() gives a module memory" if tensor.is_meta else ""
-        raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory{remedy}")
-    return tensor.detach()
-
-
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its elements: a copy of a conjugated or negated view."""
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-
-
-def _checked(name: str, shard: Shard, store: str) -> Shard:
-    given: Any = shard.tensor
-    if not isinstance(given, torch.Tensor) or _is_dtensor(given):
-        raise ConfigurationError(
-            f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
-        )
-    dense = _dense(name, given, store)
-    shape = tuple(dense.shape)
-    try:
-        whole, offset = tuple(map(operator.index, shard.global_shape)), tuple(map(operator.index, shard.offset))
-    except TypeError:
-        raise ConfigurationError(
-            f"{name!r} of the weights for {store!r} is a Shard with global_shape={shard.global_shape!r} and "
-            f"offset={shard.offset!r}: each has to be a tuple with a whole number for each dimension"
-        ) from None
-    if not _lies_in(shape, offset, whole):
-        raise ConfigurationError(
-            f"{name!r} of the weights for {store!r} is a Shard of shape {shape} at {offset}, "
-            f"which does not lie in a global tensor of shape {whole}"
-        )
-    return Shard(dense, whole, offset)
-
-
-@functools.lru_cache(4096)  # the layers of a model are alike
-def _lies_in(shape: tuple[int, ...], offset: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    return len(shape) == len(whole) == len(offset) and all(
-        0 <= begin <= begin + extent <= most for begin, extent, most in zip(offset, shape, whole, strict=True)
-    )
-
-
-def _is_dtensor(value: Any) -> bool:
-    kind = torch_internals.dtensor_type()
-    return kind is not None and isinstance(value, kind)
-
-
-def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor or a DTensor has in this process.
-
-    It has no elements, and the DTensor's dimensions, if this process is not in the device mesh.
-    """
-    if type(value) in _PLAIN or not _is_dtensor(value):
-        return value
-    local = torch_internals.local_tensor(value)
-    return local if local.dim() == value.dim() else local.reshape(0, *value.shape[1:])
-
-
-def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
-    if any(placement.is_partial() for placement in dtensor.placements):
-        raise ConfigurationError(
-            f"{name!r} of the weights for {store!r} has partial sums ({dtensor.placements}): "
-            f"redistribute() it to Shard or Replicate first"
-        )
-    return _offset(tuple(dtensor.shape), dtensor.device_mesh, tuple(dtensor.placements))
-
-
-_offset = functools.lru_cache(4096)(torch_internals.offset_of_shard)
+@functools.lru_cache(4096)
+def region_of(
+    shape: tuple[int, ...], begin: tuple[int, ...], extents: tuple[int, ...]
+) -> tuple[int, tuple[int, ...] | None]:
+    """Where a region of a contiguous tensor begins, and its strides (None: it is contiguous), in elements."""
+    strides = strides_of(shape)
+    offset = sum(first * stride for first, stride in zip(begin, strides, strict=True))
+    inner = next((dimension for dimension, extent in enumerate(extents) if extent > 1), len(extents))
+    if extents[inner + 1 :] == shape[inner + 1 :]:
+        return offset, None
+    return offset, strides

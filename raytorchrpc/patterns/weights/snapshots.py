@@ -21,11 +21,11 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
+from raytorchrpc.patterns.weights.shards import Region, cut
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.bounds import OutOfBounds, within
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
-from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, view_at
+from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, unrecorded, view_at
 
 _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
@@ -37,8 +37,6 @@ _UNUSED_S = 2.0
 #: Tensors of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
 Places = Sequence[tuple[int, str | None]]
 
-#: A region of a contiguous tensor: (first element, shape, strides in elements; None: contiguous).
-Region = tuple[int, tuple[int, ...], tuple[int, ...] | None]
 
 #: Allocates host memory that peers can read in place: (bytes) -> a flat uint8 tensor, or None if there is none.
 AllocateShared = Callable[[int], torch.Tensor | None]
@@ -66,18 +64,6 @@ def lay_out(specs: Sequence[TensorSpec]) -> tuple[list[int], dict[torch.device, 
         offsets[place] = sizes[device]
         sizes[device] += (bytes_of[place] + _ALIGN - 1) & -_ALIGN
     return offsets, sizes
-
-
-def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """View a region of a contiguous tensor. Raises OutOfBounds."""
-    offset, shape, strides = region
-    if strides is None:
-        within(offset, math.prod(shape), tensor.numel())
-        return tensor.view(-1)[offset : offset + math.prod(shape)].view(shape)
-    last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
-    if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= tensor.numel()):
-        raise OutOfBounds(f"a region of shape {shape} and strides {strides} from {offset} on")
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def converted_specs(specs: Sequence[TensorSpec], name: str) -> list[TensorSpec]:
@@ -123,8 +109,7 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
             others[0].append(target)
             others[1].append(source)
     targets, sources = others
-    # Tensors made under inference mode can only be written under it.
-    with torch.inference_mode() if any(map(torch.Tensor.is_inference, targets)) else torch.no_grad():
+    with unrecorded(targets):
         host_device_copy.copy_into(targets, sources)
 
 

@@ -2,38 +2,96 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, overload
+
+import torch
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.current import process_member
-from raytorchrpc.calls.event_loops import refuse_on_loop
-from raytorchrpc.calls.future import Future
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.counters import PullCounter, StoreKey, WeightStats
+from raytorchrpc.calls.member import LocalMember, process_member
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.services import builtin_services
-from raytorchrpc.calls.waiting import keep_admission
-from raytorchrpc.calls.weight_counters import StoreKey, WeightStats
+from raytorchrpc.calls.scope import refuse_on_loop
+from raytorchrpc.calls.server.gates import keep_admission
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
-from raytorchrpc.patterns.weights.coordinator import LOOK, Committed
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, Remembered
-from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
-from raytorchrpc.patterns.weights.plan import Options
+from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, Remembered
+from raytorchrpc.patterns.weights.model_tensors import Model, has_shards, resolved, shards_of
+from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
-from raytorchrpc.patterns.weights.progress import publishing, pulling
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import names_of, shards_of_publisher, stage
-from raytorchrpc.patterns.weights.pull import Source
-from raytorchrpc.patterns.weights.shards import Model, has_shards, resolved, shards_of
-from raytorchrpc.patterns.weights.versions import PulledVersions, checked_version
+from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, shards_of_publisher, stage
+from raytorchrpc.patterns.weights.source_pull import Source
 from raytorchrpc.process import threads
+
+
+@overload
+def checked_version(name: str, value: int) -> int: ...
+@overload
+def checked_version(name: str, value: int | None) -> int | None: ...
+def checked_version(name: str, value: Any) -> int | None:
+    """Return an argument that has to be None or a whole number, as an int. Raises ConfigurationError."""
+    if value is None or type(value) is int:
+        return value
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ConfigurationError(f"{name}= has to be the number of a version, not {value!r}") from None
+
+
+class Publishing:
+    """What ``publishing`` yields: set the version."""
+
+    version = 0
+
+
+@contextmanager
+def pulling(local: LocalMember, store: StoreKey) -> Iterator[PullCounter]:
+    """One pull. The caller sets the counter's ``version`` to what the pull returns."""
+    tracer = local.tracer
+    began = 0.0 if tracer is None else time.monotonic()
+    pull, error = local.weights.begin_pull(store), None
+    try:
+        yield pull
+    except BaseException as raised:
+        error = type(raised).__name__  # the error itself would hold this frame, which would hold it
+        raise
+    finally:
+        local.weights.end_pull(pull, error is not None)
+        if tracer is not None:
+            size = pull.in_vain + pull.brought
+            about = {"version": pull.version, "bytes": size, "home": store[1]}
+            tracer.span("pull", f"pull {store[0]}", began, about, error)
+
+
+@contextmanager
+def publishing(local: LocalMember, store: StoreKey, tensors: Mapping[str, torch.Tensor]) -> Iterator[Publishing]:
+    """One publishing of these tensors. The caller sets ``version``."""
+    tracer = local.tracer
+    began = 0.0 if tracer is None else time.monotonic()
+    publish, error = Publishing(), None
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        yield publish
+        local.weights.published(store, publish.version, size)
+    except BaseException as raised:
+        error = type(raised).__name__
+        raise
+    finally:
+        if tracer is not None:
+            about = {"version": publish.version, "bytes": size, "home": store[1]}
+            tracer.span("publish", f"publish {store[0]}", began, about, error)
+
 
 #: How often a request is sent again that waits for a member to come back: until its deadline.
 _OFTEN = 1 << 30
@@ -293,7 +351,7 @@ class WeightStore(Handle):
     def _outlast(local: LocalMember, member: str, service: str, args: tuple[Any, ...], until: float) -> Any:
         """Send a request that waits for the member to come back. Raises RpcTimeout at ``until``."""
         if member == local.me.name:
-            return builtin_services[service].function(local, local.me.rank, *args)
+            return local.incoming.services[service].function(local, local.me.rank, *args)
         options = CallOptions(max(0.001, until - time.monotonic()), retry=_OFTEN)
         return Future(local.outgoing.call(member, service, args, {}, options)).wait()
 

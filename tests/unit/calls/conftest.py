@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import gates
+from raytorchrpc.calls.server import gates
 
 
 @pytest.fixture

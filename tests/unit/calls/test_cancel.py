@@ -16,12 +16,15 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, deferred, gates, rejoin
-from raytorchrpc.calls.event_loops import on_loop
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.client import deferred
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import set_local
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.scope import on_loop
+from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.services import DeferredReply
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -92,7 +95,7 @@ def members(actor: Actor) -> Iterator[Members]:
             yield made
     finally:
         actor.go.set()
-        current.set_local(None)
+        set_local(None)
         made.close()
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.future import Future
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.member import set_local
+from raytorchrpc.calls.server.exposed import Exposed
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -57,7 +57,7 @@ def members(latches: Latches) -> Iterator[Members]:
             yield made
     finally:
         latches.release(*range(10))
-        current.set_local(None)
+        set_local(None)
         made.close()
 
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from raytorchrpc.calls import protocol
+from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.client.outgoing import OutgoingCall
 from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.future import Future
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.out_of_band import Payload, PayloadSplitter
-from raytorchrpc.calls.outgoing_call import OutgoingCall
-from raytorchrpc.calls.payload import PayloadStep
+from raytorchrpc.calls.payload import Payload, PayloadSplitter, PayloadStep
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.process.workers import DeferredCleanup

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.calls import gates as execution
-from raytorchrpc.calls.gates import Admission, Gate, Work
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.waiting import allow_calls, keep_admission, wait_serving
+from raytorchrpc.calls.server import gates as execution
+from raytorchrpc.calls.server.gates import Admission, Gate, Work, allow_calls, keep_admission, wait_serving
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 

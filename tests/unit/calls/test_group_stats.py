@@ -7,8 +7,7 @@ import pickle
 import pytest
 
 from raytorchrpc.calls.counters import BUCKETS, PairStats, counted_name
-from raytorchrpc.calls.metrics import Reading
-from raytorchrpc.calls.stats import GroupStats
+from raytorchrpc.calls.metrics import GroupStats, Reading
 
 LONG = "a-member-with-a-name-of-40-characters---"
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.incoming import IncomingCalls
 from raytorchrpc.calls.protocol import CALL, FETCH, OK, RAISED, ControlHeader, ReplyHeader, RequestHeader
-from raytorchrpc.calls.services import DeferredReply, builtin_services
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.incoming import IncomingCalls
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
 from raytorchrpc.process.workers import Deadlines
@@ -101,9 +101,7 @@ def test_a_result_that_nobody_changes_is_sent_as_it_is(deadlines: Deadlines, fro
 
 
 @pytest.mark.parametrize("error", [None, NotFound("nothing there")])
-def test_a_service_answers_later_and_holds_no_thread_meanwhile(
-    deadlines: Deadlines, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
+def test_a_service_answers_later_and_holds_no_thread_meanwhile(deadlines: Deadlines, error: Exception | None) -> None:
     later, given, threads = DeferredReply(), [], []
     later.convert = lambda value: (threads.append(threading.current_thread().name), value)[1]
 
@@ -112,9 +110,8 @@ def test_a_service_answers_later_and_holds_no_thread_meanwhile(
         return later
 
     note = Exposed(service, True, None, False, False, False, frozen=True, service=True)
-    monkeypatch.setitem(builtin_services, "raytorchrpc.test", note)
     local = object()
-    server = make_callee(deadlines, local=local)
+    server = make_callee(deadlines, {"raytorchrpc.test": note}, local=local)
     lane: Any = SimpleNamespace(capabilities=Capabilities(None, True, True, True))
     answers: list[Message] = []
     body = Codec().encode((("a", 2), {}))

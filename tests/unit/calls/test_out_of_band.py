@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raytorchrpc.calls.out_of_band import PayloadSplitter, PendingTensors, joined, owned
+from raytorchrpc.calls.payload import PayloadSplitter, PendingTensors, joined, owned
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from raytorchrpc.calls.client.outgoing import OutgoingCall
+from raytorchrpc.calls.client.retry import RetriedCall
 from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.exposed import Exposed
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.out_of_band import Payload
-from raytorchrpc.calls.outgoing_call import OutgoingCall
+from raytorchrpc.calls.payload import Payload
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
-from raytorchrpc.calls.retry import RetriedCall
+from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune

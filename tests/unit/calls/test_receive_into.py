@@ -14,8 +14,8 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.receive_into import Buffers, Spread
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.tensors.bounds import OutOfBounds
 from raytorchrpc.tensors.codec import Codec, Encoded, orders
+from raytorchrpc.tensors.dtypes import OutOfBounds
 
 CODEC = Codec(ray_internals.cloudpickler())
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, gates
-from raytorchrpc.calls.exposed import Exposed, generate_in_turn, generate_in_turn_on_loop
-from raytorchrpc.calls.served_streams import StreamJob
+from raytorchrpc.calls.member import set_local
+from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server.exposed import Exposed, generate_in_turn, generate_in_turn_on_loop
+from raytorchrpc.calls.server.streams import StreamJob
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -107,7 +108,7 @@ def members(actor: Actor) -> Iterator[Members]:
             yield made
     finally:
         actor.go.set()
-        current.set_local(None)
+        set_local(None)
         made.close()
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
-from raytorchrpc.calls.exposed import Exposed
-from raytorchrpc.calls.peer_table import Absence
+from raytorchrpc.calls.member import set_local
+from raytorchrpc.calls.peers import Absence
+from raytorchrpc.calls.server.exposed import Exposed
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -33,7 +33,7 @@ def members() -> Iterator[Members]:
     made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
     with made.acting("a"):
         yield made
-    current.set_local(None)
+    set_local(None)
     made.close()
 
 
@@ -42,7 +42,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged of such calls; a failure of each kind is logged once."""
 
     def of_calls() -> list[str]:
-        records = [record for record in caplog.records if record.name == "raytorchrpc.calls.unretrieved"]
+        records = [record for record in caplog.records if record.name == "raytorchrpc.calls.client.unretrieved"]
         assert all(record.levelno == logging.ERROR and record.exc_info for record in records)
         return [record.getMessage() + f" {record.exc_info[1]!r}" for record in records if record.exc_info]
 

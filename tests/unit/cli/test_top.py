@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from raytorchrpc.calls.counters import CallCounters, PairStats
+from raytorchrpc.calls.counters import CallCounters, PairStats, WeightStats
 from raytorchrpc.calls.metrics import MemberStats, QueueStats, Reading
-from raytorchrpc.calls.weight_counters import WeightStats
 from raytorchrpc.cli.top import Update, as_data, run, tables, update
 from raytorchrpc.group.status import GroupStatus, as_json
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.doctor import collector, compatibility, gpu_probe
-from raytorchrpc.doctor.evidence import Evidence, GpuLink
-from raytorchrpc.doctor.findings import Finding
-from raytorchrpc.doctor.reports import examine_evidence, make_report
+from raytorchrpc.doctor import collector, examination
+from raytorchrpc.doctor.examination import examine_evidence, make_report
+from raytorchrpc.doctor.report import Evidence, Finding, GpuLink
 from tests.unit import clusters
 from tests.unit.clusters import Cluster, a100s, infiniband_hcas, member, public_nodes, roce_hcas, with_port
 
@@ -24,7 +23,7 @@ def evidence(cluster: Cluster, **fields: Any) -> list[Evidence]:
 
 
 def ids(cluster: Cluster, **fields: Any) -> dict[str, str]:
-    return {each.id: each.level for each in compatibility.findings(evidence(cluster, **fields))}
+    return {each.id: each.level for each in examination.together(evidence(cluster, **fields))}
 
 
 def one(findings: list[Finding], name: str) -> Finding:
@@ -34,7 +33,7 @@ def one(findings: list[Finding], name: str) -> Finding:
 
 def test_nodes_that_fit_show_their_routes_alone() -> None:
     assert ids(public_nodes()) == {"together-routes": "ok"}
-    routes = one(compatibility.findings(evidence(public_nodes())), "together-routes").seen
+    routes = one(examination.together(evidence(public_nodes())), "together-routes").seen
     assert routes.startswith("worker_0 - worker_1: calls: socket (tcp socket); cpu: torchrpc (torchrpc over ibv")
 
 
@@ -46,7 +45,7 @@ def test_different_torch_releases_form_no_group() -> None:
 
 
 def test_containers_of_one_host_with_different_gpus() -> None:
-    found = compatibility.findings(evidence(clusters.two_pods_one_host()))
+    found = examination.together(evidence(clusters.two_pods_one_host()))
     apart = one(found, "together-containers-apart")
     assert apart.level == "warning" and "worker_0 and worker_1" in apart.seen and "abort" in apart.meaning
     assert "together-containers-apart" not in ids(clusters.one_host_two_gpus())
@@ -56,7 +55,7 @@ def test_containers_of_one_host_with_different_gpus() -> None:
 def test_rdma_on_some_nodes_only() -> None:
     cluster = public_nodes(lambda host: (infiniband_hcas(), ())[host])
     assert ids(cluster)["together-rdma-uneven"] == "warning"
-    assert "worker_1" in one(compatibility.findings(evidence(cluster)), "together-rdma-uneven").seen
+    assert "worker_1" in one(examination.together(evidence(cluster)), "together-rdma-uneven").seen
 
 
 def test_fabrics_that_do_not_meet() -> None:
@@ -71,13 +70,13 @@ def test_a_gid_index_that_differs_from_host_to_host() -> None:
         gids = ports[0].ports[0].gids
         return with_port(ports, "mlx5_0", gids=tuple(g.changed({"index": g.index + 2 * host}) for g in gids))
 
-    found = one(compatibility.findings(evidence(public_nodes(hcas))), "together-gid-index-differs")
+    found = one(examination.together(evidence(public_nodes(hcas))), "together-gid-index-differs")
     assert found.level == "note" and "3 on worker_0; 5 on worker_1" in found.seen
 
 
 def test_token_authentication_on_some_nodes_only() -> None:
     on, off = evidence(public_nodes())
-    found = compatibility.findings(
+    found = examination.together(
         [on.model_copy(update={"ray_token": "on"}), off.model_copy(update={"ray_token": "off"})]
     )
     assert "off on worker_1" in one(found, "together-token-uneven").seen
@@ -168,15 +167,15 @@ def test_nvml_is_asked_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
-    answer = gpu_probe.ask_nvml()
+    answer = collector.ask_nvml()
     assert (answer.state, answer.driver, fake.open) == ("used", "580.65.06", 0)
-    assert gpu_probe.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
+    assert collector.links(a100s(2), answer) == (GpuLink(a=0, b=1, nvlinks=6, peer_access=True),)
 
 
 def test_without_nvml_cuda_alone_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
-    assert gpu_probe.links(a100s(2), gpu_probe.ask_nvml()) == (GpuLink(a=0, b=1, nvlinks=None, peer_access=False),)
+    assert collector.links(a100s(2), collector.ask_nvml()) == (GpuLink(a=0, b=1, nvlinks=None, peer_access=False),)
 
 
 def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

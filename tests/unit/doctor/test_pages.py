@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc.doctor.findings import LANES
+from raytorchrpc.doctor.report import LANES
 from raytorchrpc.topology import nccl_env
 from tests.unit.doctor.pages import FINDINGS
 

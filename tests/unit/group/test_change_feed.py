@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from raytorchrpc.group import change_feed
-from raytorchrpc.group.change_feed import ChangeFeed
+from raytorchrpc.group import detached
 from raytorchrpc.group.changes import Change, ChangeLog
+from raytorchrpc.group.detached import ChangeFeed
 from tests.conformance.peers import wait_until
 
 
@@ -39,7 +39,7 @@ class Host:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(change_feed, "_POLL_S", 0.2)
+    monkeypatch.setattr(detached, "_POLL_S", 0.2)
     made = Host()
     yield made
     made.feed.stop()
@@ -94,8 +94,7 @@ def test_the_thread_ends_with_the_group_and_with_the_cluster(host: Host, caplog:
 
 
 def test_an_answer_that_never_comes_is_asked_for_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(change_feed, "_GRACE_S", 0.0)
-    monkeypatch.setattr(change_feed, "_CHECK_S", 0.05)
+    monkeypatch.setattr(detached, "_CHECK_S", 0.05)
     seen: queue.SimpleQueue[Change] = queue.SimpleQueue()
     answered, silent = host.feed._fetch, iter([False, True])
     host.feed._last = 0
@@ -103,7 +102,7 @@ def test_an_answer_that_never_comes_is_asked_for_again(host: Host, monkeypatch: 
     def fetch(after: int | None, wait_s: float) -> Future[tuple[int, list[Change]]]:
         return Future() if next(silent, False) else answered(after, wait_s)
 
-    monkeypatch.setattr(change_feed, "_GRACE_S", 0.3)
+    monkeypatch.setattr(detached, "_GRACE_S", 0.3)
     monkeypatch.setattr(host.feed, "_fetch", fetch)
     host.feed.listen(seen.put)
     host.log.put(change("late"))

@@ -10,7 +10,7 @@ import pytest
 
 from raytorchrpc.group import failure_detector
 from raytorchrpc.group.failure_detector import FailureDetector, Findings
-from raytorchrpc.group.state import GroupState
+from raytorchrpc.group.roster import GroupState, Phase
 
 
 class Ray:
@@ -44,20 +44,17 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     return made
 
 
-def test_a_process_that_ray_has_given_up_is_lost_and_has_ended(ray: Ray) -> None:
-    assert ray.poll("RESTARTING") == Findings(lost=["a"], ended=[], dead=[], restarted=[])
-    assert ray.group.lost["a"].ended
-
-
-def test_that_a_process_has_ended_is_found_once_if_its_loss_was_announced_before(ray: Ray) -> None:
-    assert ray.poll("ALIVE") == Findings([], [], [], [])
-    ray.group.lost["a"].announced = True  # its host refused a connection
-    assert not ray.group.lost["a"].ended, "it may come back as it was"
-    assert ray.poll("RESTARTING").ended == ["a"]
-    assert ray.group.lost["a"].ended
-    assert ray.poll("RESTARTING") == Findings([], [], [], [])
-
-
-def test_the_return_of_a_process_says_that_the_one_before_has_ended(ray: Ray) -> None:
-    ray.group.lost["a"].announced = True
-    assert ray.poll("ALIVE", pid=2, listens=True) == Findings([], [], [], restarted=["a"])
+@pytest.mark.parametrize("before", [Phase.SUSPECTED, Phase.AWAY])
+@pytest.mark.parametrize("there", [("RESTARTING", 1, False), ("ALIVE", 2, False), ("ALIVE", 2, True)])
+def test_the_end_of_a_process_is_reported_before_the_next_is_admitted(
+    ray: Ray, before: Phase, there: tuple[str, int, bool]
+) -> None:
+    lost = ray.group.lost["a"]
+    lost.phase = before
+    assert ray.poll("ALIVE") == Findings([], [], []) and lost.phase is before, "it may come back as it was"
+    assert ray.poll(*there) == Findings(ended=["a"], dead=[], restarted=[])
+    lost.phase = Phase.ENDED  # announced
+    assert ray.poll("RESTARTING") == Findings([], [], [])
+    assert ray.poll("ALIVE", 2, listens=True) == Findings([], [], restarted=["a"])
+    assert ray.poll("ALIVE", 3) == Findings([], [], []) and lost.phase is Phase.ENDED
+    assert ray.poll("DEAD") == Findings([], dead=["a"], restarted=[])

@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
-from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import formation

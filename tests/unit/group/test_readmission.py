@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.group.state import GroupState
+from raytorchrpc.group.roster import GroupState, Phase
 from raytorchrpc.group.supervisor import Supervisor
 
 
@@ -21,7 +21,7 @@ def test_members_that_could_return_do_not_wait_for_those_that_could_not(
     state = GroupState(roster, None, {})  # type: ignore[arg-type]
     for name in "ab":
         state.lose(name, "its process ended")
-        state.lost[name].restarted = True
+        state.lost[name].phase = Phase.RESTARTED
 
     def admit(*_: Any) -> None:
         raise BootstrapError("no answer", members=failed)
@@ -29,4 +29,4 @@ def test_members_that_could_return_do_not_wait_for_those_that_could_not(
     restarts = SimpleNamespace(call_all=None)
     supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=restarts, _tried={}, _admit=admit)
     Supervisor._readmit(supervisor, ["a", "b"])
-    assert [name for name, lost in state.lost.items() if lost.restarted] == still_there
+    assert [name for name, lost in state.lost.items() if lost.phase is Phase.RESTARTED] == still_there

@@ -11,7 +11,7 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
-from raytorchrpc.calls.mailbox import REQUESTS, Mailbox, Process, packed
+from raytorchrpc.calls.rejoin import REQUESTS, Mailbox, Process, packed
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.ray_calls import RestartedActors
 

@@ -8,11 +8,9 @@ import pickle
 import pytest
 
 from benchmarks import _scale_report
-from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.group.guest import directory_of
-from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.state import GroupState
+from raytorchrpc.group.roster import GroupState, Roster
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
@@ -86,7 +84,7 @@ def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
     roster, prepared = formed(cluster)
     state = GroupState(roster, roster.info(prepared), prepared)
     for name, endpoint in cluster.items():
-        contacts = directory_of(state, endpoint).contacts
+        contacts = state.directory(endpoint).contacts
         near = {other for other, its in cluster.items() if its.boot_id == endpoint.boot_id}
         assert {other for other, contact in contacts.items() if not contact.by_tcp} == near
         assert contacts[name].address == prepared[name].addresses["socket"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytorchrpc.calls.mailbox import Owner
+from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.roster import Roster

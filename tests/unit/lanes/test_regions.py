@@ -20,7 +20,7 @@ from raytorchrpc.lanes.cuda_ipc import copy_kernel
 from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
 from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.process.cuda_driver import Driver, Kernel
-from raytorchrpc.tensors.bounds import OutOfBounds, span_of
+from raytorchrpc.tensors.dtypes import OutOfBounds, span_of
 from tests.unit.host_kernels import HostDriver
 
 CPU = torch.device("cpu")

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.counters import BUCKETS, CallCounters
+from raytorchrpc.calls.counters import BUCKETS, CallCounters, WeightCounters
 from raytorchrpc.calls.metrics import METRICS, MemberStats, QueueStats, Reading
 from raytorchrpc.calls.spans import Tracer
-from raytorchrpc.calls.weight_counters import WeightCounters
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.membership.ray_metrics import Exporter, reading
 from tests.unit.members import Members

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import PeerLost, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 

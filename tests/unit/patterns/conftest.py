@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current
+from raytorchrpc.calls.member import set_local
 from tests.unit.members import Members
 
 
@@ -19,5 +19,5 @@ def members(request: Any) -> Iterator[Members]:
     try:
         yield made
     finally:
-        current.set_local(None)
+        set_local(None)
         made.close()

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import peer_table
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.home import OPEN
-from raytorchrpc.patterns.queues import sequence
+from raytorchrpc.patterns.queues import store
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
@@ -149,7 +148,7 @@ def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
 def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence, "_HOLD_S", 0.05)
+    monkeypatch.setattr(store, "_HOLD_S", 0.05)
     lane = members.lanes["a"]
 
     async def put() -> None:
@@ -273,7 +272,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
 def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_table, "UNREPORTED_LOSS_S", 0.05)
+    monkeypatch.setattr("raytorchrpc.calls.peers.UNREPORTED_LOSS_S", 0.05)
     lane, failed = members.lanes["a"], []
 
     def fails_twice(method: str) -> bool:
@@ -685,7 +684,7 @@ def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(member
 def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_table, "UNREPORTED_LOSS_S", 0.05)
+    monkeypatch.setattr("raytorchrpc.calls.peers.UNREPORTED_LOSS_S", 0.05)
     with members.acting("b"):
         subscription = rtr.Topic("q", home="home").subscribe()
         members.part("b")

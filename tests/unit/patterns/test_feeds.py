@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
-from raytorchrpc.patterns.weights.selection import Selection
+from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until

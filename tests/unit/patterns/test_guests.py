@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import current, guests
-from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls import guests
+from raytorchrpc.calls.member import LocalMember, set_local
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from tests.conformance.peers import wait_until
 from tests.unit.members import GENERATION, DirectLane, Members
@@ -43,7 +43,7 @@ class Groups:
 def members() -> Iterator[Members]:
     made = Members(CONFIG)
     yield made
-    current.set_local(None)
+    set_local(None)
     made.close()
 
 
@@ -100,7 +100,7 @@ def test_a_guest_publishes_and_subscribes(members: Members) -> None:
     topic = rtr.Topic("q", home="home")
     with topic.subscribe() as mine, members.acting("a"):
         its = rtr.Topic("q", home="home").subscribe()
-        current.set_local(None)
+        set_local(None)
         topic.publish("x")
         assert mine.get(5) == "x"
         with members.acting("a"):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from raytorchrpc.patterns.weights.module_state import ModuleState
+from raytorchrpc.patterns.weights.model_tensors import ModuleState
 
 
 class Buffers(nn.Module):

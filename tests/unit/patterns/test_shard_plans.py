@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.patterns.weights.plan import Move, Options, Request, Row, plan, region_of, strides_of
-from raytorchrpc.patterns.weights.shards import Box, Shard, shards_of
+from raytorchrpc.patterns.weights.model_tensors import shards_of
+from raytorchrpc.patterns.weights.plan import Move, Options, Request, Row, plan
+from raytorchrpc.patterns.weights.shards import Box, Shard, region_of, strides_of
 
 
 def divided(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from raytorchrpc.calls.out_of_band import snapshot
+from raytorchrpc.calls.payload import snapshot
 from raytorchrpc.tensors.codec import Codec
 
 

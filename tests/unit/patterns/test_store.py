@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotAMember, NotFound
-from raytorchrpc.patterns.queues.buffer import Buffer, Policy
 from raytorchrpc.patterns.queues.items import (
     MESSAGE_BYTES,
     Item,
@@ -30,7 +29,7 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.store import Store
+from raytorchrpc.patterns.queues.store import Buffer, Policy, Store
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import Codec
 

@@ -10,7 +10,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.targets import KnownTargets
+from raytorchrpc.patterns.weights.model_tensors import KnownTargets
 
 
 def test_what_was_worked_out_is_kept_for_the_last_two_memories() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.patterns.weights.model_tensors import ties_of
 from raytorchrpc.patterns.weights.published import EQUAL
-from raytorchrpc.patterns.weights.ties import ties_of
 from tests.unit.members import Members
 
 DIFFER = r"'embed' and 'head' are one tensor in the model, but differ as published: .* mapping=\{'head': 'embed'\}"

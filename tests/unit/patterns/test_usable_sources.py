@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.peer_table import Absence
-from raytorchrpc.patterns.weights.coordinator import SHARDS
+from raytorchrpc.calls.peers import Absence
+from raytorchrpc.patterns.weights.model_pull import PATIENCE_S
 from raytorchrpc.patterns.weights.published import LEASE
-from raytorchrpc.patterns.weights.usable import PATIENCE_S
+from raytorchrpc.patterns.weights.publishers import SHARDS
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 

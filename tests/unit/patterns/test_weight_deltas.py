@@ -13,7 +13,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.patterns.weights import pull
+from raytorchrpc.patterns.weights import source_pull
 from raytorchrpc.patterns.weights.deltas import find_deltas
 from raytorchrpc.patterns.weights.published import DELTAS, PIECES, TENSORS, PublishedWeights
 from raytorchrpc.tensors.dtypes import as_copyable
@@ -305,7 +305,7 @@ def test_messages_of_deltas_are_bounded(members: Members, monkeypatch: pytest.Mo
         handle.pull(model)
     second = {name: changed(tensor) for name, tensor in first.items()}
     publish(members, second)
-    monkeypatch.setattr(pull, "MESSAGE_BYTES", 12_000)  # two deltas of about 4.6 KB
+    monkeypatch.setattr(source_pull, "MESSAGE_BYTES", 12_000)  # two deltas of about 4.6 KB
     sent = counted(members)
     with members.acting("a"):
         handle.pull(model, since=1)

@@ -14,8 +14,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotAMember, PeerLost
-from raytorchrpc.patterns.weights.model_buffers import ModelBuffers
-from raytorchrpc.patterns.weights.model_tensors import BufferSpec
+from raytorchrpc.patterns.weights.model_buffers import BufferSpec, ModelBuffers
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
 from raytorchrpc.process import fork
 from tests.conformance.peers import wait_until

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.services import DeferredReply
-from raytorchrpc.patterns.weights.coordinator import SHARDS, Coordinator, Publisher
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.patterns.weights.publishers import SHARDS, Coordinator, Publisher
 from raytorchrpc.process.workers import Deadlines
 from tests.unit.members import Members
 

@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotFound, PeerLost
-from raytorchrpc.patterns.weights import model_pull, pull
+from raytorchrpc.patterns.weights import model_pull, source_pull
 from raytorchrpc.patterns.weights.plan import Request
 from raytorchrpc.patterns.weights.published import TENSORS
 from tests.unit.members import Members
@@ -68,7 +68,7 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
     members.lanes["a"].holds = note
     for bound, messages in ((2 * SIZE, 3), (5 * SIZE, 1), (1, 5)):
         sent.clear()
-        monkeypatch.setattr(pull, "MESSAGE_BYTES", bound)
+        monkeypatch.setattr(source_pull, "MESSAGE_BYTES", bound)
         with members.acting("a"):
             mine = model(0.0)
             rtr.WeightStore.find("w").pull(mine)
@@ -78,7 +78,7 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
 def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "MESSAGE_BYTES", SIZE)
+    monkeypatch.setattr(source_pull, "MESSAGE_BYTES", SIZE)
     for value in (1.0, 2.0):
         publish(members, value, keep=2)
     lane, sent = members.lanes["a"], []

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.services import DeferredReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.read_only import Borrower, Lender
+from raytorchrpc.patterns.weights.model_pull import PulledVersions
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
-from raytorchrpc.patterns.weights.versions import PulledVersions
 from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until
 

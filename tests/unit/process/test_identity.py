@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from raytorchrpc.calls.event_loops import is_of_this_process, new_token
+from raytorchrpc.calls.scope import is_of_this_process, new_token
 from raytorchrpc.process import this_process
 
 

@@ -10,15 +10,16 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+import ray
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 import raytorchrpc as rtr
+from raytorchrpc.errors import SerializationError
 from raytorchrpc.lanes.nng.offers import NngServer
-from raytorchrpc.rdt import pull as pulls
-from raytorchrpc.rdt import source as sources
-from raytorchrpc.rdt import transport as transport
-from raytorchrpc.rdt.pull import Pull
-from raytorchrpc.rdt.source import Source
+from raytorchrpc.rdt import transfer, transport
+from raytorchrpc.rdt.transfer import Pull, Source
 from raytorchrpc.tensors.codec import Codec, Encoded
 
 SECRET = b"s" * 32
@@ -95,8 +96,8 @@ def test_a_pull_that_is_aborted_or_not_awaited(server: NngServer, elsewhere: Sou
     pull = Pull("object", elsewhere, False)
     with pytest.raises(TimeoutError, match="has not arrived within"):
         pull.wait(0.05)
-    pulls.abort("other")
-    threading.Timer(0.05, pulls.abort, ["object"]).start()
+    transfer.abort("other")
+    threading.Timer(0.05, transfer.abort, ["object"]).start()
     with pytest.raises(rtr.TransferFailed, match="Ray aborted the transfer"):
         pull.wait(None)
     assert torch.equal(Pull("other", elsewhere, False).wait(10)[0], torch.ones(3))
@@ -124,37 +125,37 @@ def test_what_is_kept_is_kept_until_it_is_dropped() -> None:
     tensor = torch.ones(1000)
     alive = weakref.ref(tensor.untyped_storage())
     before = rtr.rdt.held()
-    sources.keep("mine", [tensor])
-    here = sources.here("node", "127.0.0.1", "this process")
+    transfer.keep("mine", [tensor])
+    here = transfer.here("node", "127.0.0.1", "this process")
     outside = here._replace(process=b"another")
     del tensor
     assert rtr.rdt.held() == before + 1
     assert Pull("mine", here, False).wait(10)[0].sum() == 1000
     pull = Pull("mine", here, False)
-    sources.drop("mine")
+    transfer.drop("mine")
     assert rtr.rdt.held() == before
     with pytest.raises(rtr.TransferFailed, match="its last ObjectRef was dropped"):
         pull.wait(1)
     with pytest.raises(rtr.TransferFailed, match="nothing is offered"):
         Pull("mine", outside, False).wait(10)
     with pytest.raises(LookupError, match="restarted"):
-        sources.tensors_of("mine", b"an earlier process")
+        transfer.tensors_of("mine", b"an earlier process")
     del pull
     gc.collect()
     assert alive() is None
 
 
 def test_the_server_sends_what_is_kept() -> None:
-    sources.here("node", "127.0.0.1", "this process")
-    sources.keep("mine", [torch.arange(100_000), torch.empty(0, 3)])
+    transfer.here("node", "127.0.0.1", "this process")
+    transfer.keep("mine", [torch.arange(100_000), torch.empty(0, 3)])
     try:
-        here = sources.here("node", "127.0.0.1", "this process")._replace(process=b"another")
+        here = transfer.here("node", "127.0.0.1", "this process")._replace(process=b"another")
         large, empty = Pull("mine", here, False).wait(10)
         assert torch.equal(large, torch.arange(100_000)) and empty.shape == (0, 3)
         with pytest.raises(rtr.TransferFailed, match="cannot be reached"):
             Pull("mine", here._replace(secret=b"x" * 32), False).wait(10)
     finally:
-        sources.drop("mine")
+        transfer.drop("mine")
 
 
 def test_metadata_of_many_tensors_is_small() -> None:
@@ -172,3 +173,54 @@ def test_tensors_that_are_nowhere_are_refused_and_not_kept() -> None:
     with pytest.raises(rtr.ConfigurationError, match="carries tensors on cpu and cuda, not on meta: move them"):
         manager.extract_tensor_transport_metadata("object", [torch.ones(1), torch.ones(1, device="meta")])
     assert rtr.rdt.held() == before
+
+
+# --- DTensors in objects that Ray pickled before it knew of DTensors ---------------------------------------------
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the program imported DTensors only now."""
+    reducers = ray.cloudpickle.CloudPickler.dispatch
+    monkeypatch.setattr(transport, "_covered", set())
+    before = reducers.pop(DTensor, None)
+    yield
+    reducers.pop(DTensor, None)
+    if before is not None:
+        reducers[DTensor] = before
+
+
+@pytest.fixture
+def tensor() -> Iterator[DTensor]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield DTensor.from_local(torch.ones(3), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("unknown")
+def test_a_shard_that_ray_took_out_too_early_is_refused(tensor: DTensor) -> None:
+    with torch.no_grad():
+        taken = tensor.to_local()
+    with pytest.raises(SerializationError, match=r"call raytorchrpc\.rdt\.enable\(\) after you import torch"):
+        transport.check([torch.ones(3), taken])
+    transport.check([taken])  # from now on Ray takes it out as it should
+
+
+@pytest.mark.usefixtures("unknown")
+def test_other_tensors_pass(tensor: DTensor) -> None:
+    transport.check([torch.ones(3)])
+
+
+@pytest.mark.usefixtures("unknown")
+def test_a_reducer_of_the_users_own_is_kept(tensor: DTensor) -> None:
+    ray.cloudpickle.CloudPickler.dispatch[DTensor] = lambda tensor: (str, ("the user's",))
+    transport.reduce_for_transports()
+    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(tensor)) == "the user's"
+
+
+@pytest.mark.usefixtures("unknown")
+def test_outside_of_transports_pickles_stay_torchs_own(tensor: DTensor) -> None:
+    assert transport.reduce_for_transports()
+    assert not transport.reduce_for_transports()
+    found = ray.cloudpickle.loads(ray.cloudpickle.dumps(tensor))
+    assert type(found) is DTensor and found.device_mesh == tensor.device_mesh

@@ -9,16 +9,15 @@ import pytest
 import torch
 
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
-from raytorchrpc.lanes.base import Message, Part
+from raytorchrpc.lanes.base import Message, Part, checked
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.cuda_ipc import events
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
 from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.lanes.nixl.memory import check_members
-from raytorchrpc.rdt.pull import filled
-from raytorchrpc.tensors.bounds import OutOfBounds, checked, within
+from raytorchrpc.rdt.transfer import filled
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.dtypes import view_at
+from raytorchrpc.tensors.dtypes import OutOfBounds, view_at, within
 
 FLOATS = (torch.float32, (2, 3))
 

@@ -12,8 +12,8 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.bounds import span_of
 from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.dtypes import span_of
 from raytorchrpc.tensors.host_device_copy import PART, Region, Regions, pieces
 
 

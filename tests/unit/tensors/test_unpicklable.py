@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from raytorchrpc.errors import SerializationError
-from raytorchrpc.tensors import unpicklable
 from raytorchrpc.tensors.codec import Codec
 
 
@@ -29,7 +28,7 @@ class AwkwardKeys(dict[Any, Any]):
 def message(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(SerializationError) as raised:
         Codec().encode((args, kwargs))
-    return unpicklable.argument(Codec(), "b.double", args, kwargs, raised.value)
+    return Codec().explain_argument("b.double", args, kwargs, raised.value)
 
 
 LOCK = threading.Lock()

@@ -11,7 +11,7 @@ import pytest
 
 from raytorchrpc import GroupConfig
 from raytorchrpc.doctor import Evidence
-from raytorchrpc.doctor.reports import make_report
+from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import nccl_env

@@ -1,0 +1,497 @@
+"""A call in flight, and the future that stands for its result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+import types
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from raytorchrpc.calls.options import checked_timeout, takes_timeout
+from raytorchrpc.calls.scope import on_loop, refuse_on_loop
+from raytorchrpc.calls.server.gates import wait_serving
+from raytorchrpc.errors import CancelledError, ConfigurationError, PeerLost, RpcTimeout
+from raytorchrpc.process import fork
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Call(ABC):
+    """One call in flight; what a ``Future`` waits for. Thread-safe."""
+
+    peer_was_lost = False
+    """After ``outcome``: the error is the loss of the peer, and not an exception of the method."""
+    cancellable = False
+    """Whether ``cancel`` reaches the callee."""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """member.method, for messages."""
+
+    @abstractmethod
+    def remaining(self) -> float:
+        """Seconds until the call's deadline, at least 0."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the outcome can be taken, at most ``timeout_s``; whether it can."""
+
+    @abstractmethod
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when the outcome can be taken."""
+
+    @abstractmethod
+    def outcome(self) -> tuple[Any, BaseException | None] | None:
+        """Unpack the result: (value, None) or (None, error). To be called once, after ``wait`` has returned True.
+
+        None if the result was lost on its way and the call is sent again: ``wait`` once more.
+        """
+
+    @abstractmethod
+    def expire(self) -> tuple[None, RpcTimeout]:
+        """The outcome of a call whose deadline has passed."""
+
+    def lost(self) -> PeerLost | None:
+        """After ``wait`` has returned True: why the peer was lost, if it was. Does not take the outcome."""
+        return None
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Have the callee drop or stop the call, as far as it can. The outcome is not taken any more, also if the call
+        is not ``cancellable``. Waits end when the callee has answered.
+        """
+
+    @abstractmethod
+    def forget_failure(self) -> None:
+        """Log nothing if the call fails and nobody takes the outcome."""
+
+    @abstractmethod
+    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
+
+    @abstractmethod
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        """Run a user's callback on a worker thread."""
+
+
+def result_of(call: Call) -> Any:
+    """The result of a call that no ``Future`` stands for; raises the call's error. Blocks until its deadline."""
+    fork.check_process()
+    outcome = None
+    try:
+        while outcome is None:  # once more if it was sent again
+            arrived = wait_serving(call, call.remaining())
+            if arrived or not call.remaining():
+                outcome = call.outcome() if arrived else call.expire()
+        if outcome[1] is None:
+            return outcome[0]
+        raise outcome[1]
+    finally:
+        del call, outcome  # see Future._get
+
+
+class _Watchers:
+    """Callbacks of one future, called once and together. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callbacks: set[Callable[[], None]] = set()
+        self._follows = False
+
+    def add(self, callback: Callable[[], None]) -> bool:
+        """Returns whether the call is to be asked for ``notify``: it has not been since the last time."""
+        with self._lock:
+            self._callbacks.add(callback)
+            follows, self._follows = self._follows, True
+        return not follows
+
+    def discard(self, callback: Callable[[], None]) -> None:
+        """Call it no more, if it has not been called."""
+        with self._lock:
+            self._callbacks.discard(callback)
+
+    def notify(self) -> None:
+        """Call all of them."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, set()
+            self._follows = False
+        for callback in callbacks:
+            callback()
+
+
+class Future(Generic[T]):
+    """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
+
+    The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe. On an event loop,
+    ``wait``, ``result`` and ``exception`` raise RayTorchRpcError while the call is not done: use ``await`` there.
+    """
+
+    _cancelled = False
+    _watchers: _Watchers | None = None
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._taking = threading.Lock()
+        """Held while the outcome is decided: taken from the call, or cancelled."""
+        self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def done(self) -> bool:
+        """Whether ``result`` would return or raise at once. Never blocks."""
+        if self._outcome is not None or fork.forked():
+            return True
+        return self._call.wait(0) or self._call.remaining() == 0
+
+    def cancelled(self) -> bool:
+        """Whether ``cancel`` has cancelled the call."""
+        return self._cancelled
+
+    def cancel(self) -> bool:
+        """Cancel the call. Returns whether it is cancelled: False if it was done before, and keeps its result.
+
+        From now on ``result``, ``wait`` and ``exception`` raise CancelledError, and ``await`` raises
+        ``asyncio.CancelledError``. A thread that waits already is woken when the target has confirmed.
+
+        At the target, a coroutine is cancelled (``asyncio.CancelledError`` is raised in it), and a method that has not
+        begun will not run. A method that runs on a thread continues; its result is dropped. The target's confirmation
+        also frees the call's part of ``GroupConfig.max_calls_in_flight`` and ``max_bytes_in_flight``.
+
+        A task that is cancelled while it awaits this future cancels the call too; ``asyncio.shield`` prevents that.
+        """
+        fork.check_process()
+        if not self._taking.acquire(blocking=False):  # another thread takes the result, or cancels
+            return self._cancelled
+        try:
+            if self._cancelled or self.done():
+                return self._cancelled
+            self._cancelled = True  # first: who sees the outcome sees this too
+            self._outcome = None, CancelledError(f"the call of {self._call.label} was cancelled")
+        finally:
+            self._taking.release()
+        self._call.cancel()
+        if self._watchers is not None:
+            self._watchers.notify()
+        return True
+
+    def wait(self) -> T:
+        """Block until the result has arrived or the call's deadline has passed; return it or raise the call's error."""
+        try:
+            return self._get(self._call.remaining())
+        finally:
+            del self  # see _get
+
+    def result(self, timeout: float | None = None) -> T:
+        """As ``wait``, but block at most ``timeout`` seconds; then raise RpcTimeout. The call goes on: ask again."""
+        remaining = self._call.remaining()
+        try:
+            return self._get(remaining if timeout is None else min(timeout, remaining))
+        finally:
+            del self  # see _get
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error of the call, or None if it returned. Blocks like ``result``, and raises RpcTimeout and
+        CancelledError like it.
+        """
+        remaining = self._call.remaining()
+        self._settle(remaining if timeout is None else min(timeout, remaining))
+        assert self._outcome is not None
+        error = self._outcome[1]
+        if self._cancelled and error is not None:
+            raise error
+        return error
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Call ``callback(self)`` on a thread of the member's own once the call is done, or at once if it is done.
+
+        A call is done, too, when its deadline has passed, or when it is cancelled. The callback may block and may make
+        calls. An exception from it is logged.
+        """
+        fork.check_process()
+        if getattr(callback, "__module__", None) == asyncio.wait.__module__:  # it would be called on another thread
+            raise ConfigurationError("asyncio.wait takes tasks: pass it asyncio.ensure_future(future)")
+        first = threading.Lock()
+
+        def run() -> None:
+            if first.acquire(blocking=False):
+                self._call.run_callback(callback, self)
+
+        prevent = self._call.at_deadline(run)
+
+        def arrived() -> None:
+            prevent()
+            run()
+
+        self._watch(arrived)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        try:
+            while not (self.done() and self._settled(0)):
+                yield from until_done(self, self._call.remaining())
+        except asyncio.CancelledError:
+            if self._call.cancellable:
+                self.cancel()
+            raise
+        if self._cancelled:
+            raise asyncio.CancelledError(f"the call of {self._call.label} was cancelled")
+        try:
+            return self._get(0)
+        finally:
+            del self  # see _get
+
+    def _get(self, timeout_s: float) -> T:
+        self._settle(timeout_s)
+        assert self._outcome is not None
+        value, error = self._outcome
+        if error is None:
+            return value  # type: ignore[no-any-return]
+        try:
+            raise error
+        finally:
+            # The traceback of the error holds these frames and the caller's, with all their tensors. If they held the
+            # error in turn, by way of this Future, only the garbage collector could free them, and tensors do not
+            # make it run.
+            del self, error
+
+    def _settle(self, timeout_s: float) -> None:
+        if timeout_s > 0 and on_loop() and not self.done():
+            refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
+        until = time.monotonic() + timeout_s
+        while not self._settled(max(until - time.monotonic(), 0)):
+            if time.monotonic() >= until and self._call.remaining() > 0:
+                raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
+
+    def _settled(self, timeout_s: float) -> bool:
+        """Wait, and take the outcome; False if it has not arrived, or the call had to be sent again."""
+        if self._outcome is not None:
+            return True
+        fork.check_process()  # the reply comes to the parent
+        arrived = wait_serving(self._call, timeout_s)
+        if not arrived and not self._cancelled and self._call.remaining() > 0:
+            return False
+        with self._taking:
+            if self._outcome is None:
+                self._outcome = self._call.outcome() if arrived else self._call.expire()
+            return self._outcome is not None
+
+    # --- for several futures -----------------------------------------------------------------------------------------
+
+    def _watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher``, which is short, on any thread, when the outcome can be taken or the call is cancelled.
+
+        Perhaps at once. The deadline does not count.
+        """
+        watchers = (
+            self._watchers if self._watchers is not None else vars(self).setdefault("_watchers", _Watchers())
+        )  # one, whichever thread is first
+        follow = watchers.add(watcher)
+        if self._cancelled:
+            watchers.notify()
+        elif follow:
+            self._call.add_done_callback(watchers.notify)
+
+    def _unwatch(self, watcher: Callable[[], None]) -> None:
+        if self._watchers is not None:
+            self._watchers.discard(watcher)
+
+    def __repr__(self) -> str:
+        state = "cancelled" if self._cancelled else "done" if self.done() else "pending"
+        return f"<raytorchrpc.Future {self._call.label} {state}>"
+
+
+@types.coroutine
+def until_done(future: Future[Any], timeout_s: float) -> Generator[Any, None, None]:
+    """Wait on an event loop until the outcome can be taken, or the time has passed."""
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    def arrived() -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
+            loop.call_soon_threadsafe(wake)
+
+    future._watch(arrived)
+    deadline = loop.call_later(timeout_s, wake)  # a peer that is stuck sends nothing
+    try:
+        yield from woken
+    finally:
+        deadline.cancel()
+        future._unwatch(arrived)
+
+
+def call_back(callback: Callable[[Any], object], argument: Any) -> None:
+    """Run a user's callback; an exception from it is logged."""
+    try:
+        callback(argument)
+    except BaseException:
+        logger.exception("a callback of %r raised", argument)
+
+
+@takes_timeout
+def wait(
+    futures: Sequence[Future[Any]], num_returns: int = 1, timeout: float | None = None
+) -> tuple[list[Future[Any]], list[Future[Any]]]:
+    """Block until ``num_returns`` futures are done; return ``(done, not_done)``, as ``ray.wait`` does.
+
+    Both lists keep the order of ``futures``. ``done`` has at most ``num_returns`` futures, and fewer only after the
+    timeout; ``not_done`` has the rest. A future is done, too, if its call failed, was cancelled or passed its deadline:
+    ``result`` raises the error. Other methods of a sync actor may run meanwhile.
+
+    Raises RayTorchRpcError on an event loop, unless ``timeout`` is 0; use ``asyncio.wait`` there.
+
+    Args:
+        futures: from ``rpc_async``, each of them once.
+        num_returns: from 1 to the number of futures.
+        timeout: seconds; 0 only looks. None waits until the calls' deadlines.
+    """
+    everything = _checked(futures)
+    if len(set(everything)) < len(everything):
+        raise ConfigurationError("futures= holds a future twice")
+    count: Any = num_returns
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ConfigurationError(f"num_returns= must be a whole number of at least 1, not {num_returns!r}")
+    if num_returns > max(1, len(everything)):
+        raise ConfigurationError(f"num_returns={num_returns} exceeds the {len(everything)} futures")
+    until = math.inf if timeout is None else time.monotonic() + checked_timeout(timeout)
+    if timeout != 0:
+        refuse_on_loop(
+            "raytorchrpc.wait", "`await asyncio.wait([asyncio.ensure_future(future) for future in futures])`"
+        )
+    num_returns = min(num_returns, len(everything))
+    with _Arrivals(everything) as arrivals:
+        while True:
+            arrivals.take()
+            done = [future for future in everything if future.done()]
+            left = until - time.monotonic()
+            if len(done) >= num_returns or left <= 0:
+                break
+            arrivals.wanted = num_returns - len(done)
+            wait_serving(arrivals, min(left, _first_deadline(set(everything).difference(done))))
+    chosen = set(done[:num_returns])
+    return done[:num_returns], [future for future in everything if future not in chosen]
+
+
+def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
+    """Block until all futures are done; return their results in the order of the arguments.
+
+    If a call fails, its error is raised at once, and the other calls continue; their errors are not logged. With
+    ``return_exceptions`` the errors take their places among the results. Other methods of a sync actor may run
+    meanwhile.
+
+    Raises RayTorchRpcError on an event loop; use ``await asyncio.gather(*futures)`` there.
+    """
+    refuse_on_loop("raytorchrpc.gather", "`await asyncio.gather(*futures)`")
+    failed = _settle(_checked(futures), return_exceptions)
+    try:
+        if failed is not None:
+            failed.result(0)
+        outcomes = [future._outcome or (None, None) for future in futures]
+        return [value if error is None else error for value, error in outcomes]
+    finally:
+        del futures, failed  # see Future._get
+
+
+def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[Any] | None:
+    """Take all outcomes. Returns the first future that failed, at once, unless errors are to be returned."""
+    pending, deadline = set(futures), 0.0
+    with _Arrivals(pending) as arrivals:
+        while pending:
+            if time.monotonic() >= deadline:
+                deadline = time.monotonic() + _first_deadline(pending)
+            arrivals.wanted = 1
+            arrived = wait_serving(arrivals, max(0.0, deadline - time.monotonic()))
+            for future in arrivals.take() if arrived else [future for future in pending if future.done()]:
+                if not future._settled(0):
+                    arrivals.watch(future)  # it was sent again
+                    continue
+                pending.discard(future)
+                if not return_exceptions and future._outcome is not None and future._outcome[1] is not None:
+                    for other in pending:
+                        other._call.forget_failure()
+                    return future
+    return None
+
+
+class _Arrivals:
+    """Collects futures as they become done, but not those whose deadline passes; see ``waiting.Waitable``."""
+
+    def __init__(self, futures: Collection[Future[Any]]) -> None:
+        self.wanted = 1
+        """Done when so many have arrived since ``take``."""
+        self._futures = futures
+        self._watchers: list[tuple[Future[Any], Callable[[], None]]] = []
+        self._lock = threading.Lock()
+        self._arrived: deque[Future[Any]] = deque()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def __enter__(self) -> _Arrivals:
+        for future in self._futures:
+            self.watch(future)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future, watcher in self._watchers:
+            future._unwatch(watcher)
+        self._watchers.clear()  # they lead back here; without them, the futures can be freed
+
+    def watch(self, future: Future[Any]) -> None:
+        """Collect the future once."""
+        watcher = partial(self._arrive, future)
+        self._watchers.append((future, watcher))
+        future._watch(watcher)
+
+    def _arrive(self, future: Future[Any]) -> None:
+        callbacks: list[Callable[[], None]] = []
+        with self._lock:
+            self._arrived.append(future)
+            if len(self._arrived) >= self.wanted:
+                callbacks, self._callbacks = self._callbacks, callbacks
+        for callback in callbacks:
+            callback()
+
+    def take(self) -> list[Future[Any]]:
+        """Those that have arrived since the last time."""
+        with self._lock:
+            arrived = list(self._arrived)
+            self._arrived.clear()
+        return arrived
+
+    def wait(self, timeout_s: float) -> bool:
+        woken = threading.Lock()
+        woken.acquire()
+        self.add_done_callback(woken.release)
+        return woken.acquire(timeout=timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if len(self._arrived) < self.wanted:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
+def _checked(futures: Iterable[Any]) -> list[Future[Any]]:
+    if isinstance(futures, Future):
+        raise ConfigurationError("futures= is a list of futures, not a single one")
+    checked = list(futures)
+    for future in checked:
+        if not isinstance(future, Future):
+            raise ConfigurationError(f"{future!r} is not a raytorchrpc.Future, as rpc_async(target).method() returns")
+    return checked
+
+
+def _first_deadline(futures: Iterable[Future[Any]]) -> float:
+    """Seconds until the first deadline."""
+    return min(future._call.remaining() for future in futures)

@@ -1,0 +1,551 @@
+"""Gates that keep an actor's own concurrency for its methods, and let chains of calls come back to it.
+
+The gate of a sync actor is a monitor: it admits one method at a time, and a method that waits in a blocking operation
+of the package lends its admission until it goes on. Other gates admit as many methods as Ray would, and a method keeps
+its admission while it waits. Only calls of its own chain may run inside it then, one at a time: each such admission has
+a monitor of its own. A call carries the tokens of all admissions that its chain holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.scope import Token, current_scope, new_token, token_of_threads
+from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+
+logger = logging.getLogger(__name__)
+
+#: Methods that may have lent their admission to a monitor at a time: each holds a thread. From then on it admits only
+#: methods that have begun, and calls of chains that come back to the actor.
+MOST_LENT = 256
+#: The same with the calls of chains. More are almost certainly an infinite recursion.
+MOST_NESTED = 2000
+#: A call that has waited for so long because one method runs is logged (seconds).
+SLOW_S = 1.0
+#: A call that is still queued this share of its time before its deadline is refused, so that its caller learns why;
+#: at least and at most so many seconds before.
+_EARLY, _LEAST_EARLY_S, _MOST_EARLY_S = 0.02, 0.01, 0.25
+
+Work = Callable[[], None]
+
+
+class Job(Protocol):
+    """A method call that waits for an admission."""
+
+    @property
+    def label(self) -> str:
+        """member.method, for messages."""
+
+    @property
+    def path(self) -> tuple[Token, ...]:
+        """See ``scope.Scope``."""
+
+    @property
+    def deadline(self) -> float | None:
+        """It is not to run after that (``time.monotonic``)."""
+
+    def admit(self, admission: Admission) -> Work | None:
+        """Take the admission. Returns the work, for the calling thread to do or to ``spawn``; None if it went to an
+        event loop. Quick, never raises. The work ends with ``admission.leave``.
+        """
+
+    def spawn(self, work: Work) -> None:
+        """Do the work on another thread."""
+
+    def run_inside(self, admission: Admission) -> None:
+        """Begin the work on the event loop, inside an admission that its chain holds there. Does not raise."""
+
+    def refuse(self, error: Exception) -> None:
+        """Answer with this error, on another thread."""
+
+
+class _Waiter:
+    """A Job that only hands the admission to a waiting thread or coroutine."""
+
+    deadline = None
+
+    def __init__(
+        self, label: str, receive: Callable[[Admission], None], path: tuple[Token, ...] = (), back: Any = None
+    ) -> None:
+        """``back``: the admission that was lent and is wanted back, if it is not a new one."""
+        self.label, self.receive, self.path = label, receive, path
+        self.back: Admission | None = back
+
+    def admit(self, admission: Admission) -> Work | None:
+        self.receive(admission)
+        return None
+
+    def spawn(self, work: Work) -> None:
+        raise AssertionError("a waiter has no work of its own")
+
+    def run_inside(self, admission: Admission) -> None:
+        raise AssertionError("a waiter never runs inside an admission")
+
+    def refuse(self, error: Exception) -> None:
+        raise AssertionError("a waiter has no deadline")
+
+
+def _wants_back(job: Job | _Waiter) -> Admission | None:
+    return job.back if isinstance(job, _Waiter) else None
+
+
+class _Queued(NamedTuple):
+    """A job in a gate's queue."""
+
+    job: Job | _Waiter
+    since: float
+
+    @property
+    def refused_at(self) -> float:
+        """When it is refused (``time.monotonic``)."""
+        deadline = self.job.deadline
+        if deadline is None:
+            return math.inf
+        return deadline - min(max(_EARLY * (deadline - self.since), _LEAST_EARLY_S), _MOST_EARLY_S)
+
+
+class Admission:
+    """Admission to a gate, held while one method runs."""
+
+    __slots__ = ("direct", "gate", "held", "label", "monitor", "owner", "since", "token")
+
+    def __init__(self, gate: Gate, token: Token, label: str, direct: bool) -> None:
+        self.gate, self.token, self.label, self.direct = gate, token, label, direct
+        self.owner: int | None = None
+        """Ident of the thread the method runs on; None on an event loop."""
+        self.held = True
+        """False while it is lent, and once it was given up."""
+        self.since = time.monotonic()
+        self.monitor: Gate | None = gate if gate.lends else None
+        """In which its method runs; made when it is first needed."""
+
+    def lend(self) -> None:
+        """Let others run in the monitor until ``regain``. On the thread that owns it."""
+        monitor = self.monitor
+        if monitor is None:
+            with self.gate.lock:
+                monitor = self.gate.monitor_of(self)
+        self.held = False
+        monitor.leave(self, lends=True)
+
+    def regain(self) -> None:
+        """Block until it is this method's turn again."""
+        assert self.monitor is not None
+        try:
+            if not self.monitor._take_back(self):
+                self.monitor._await(lambda receive: _Waiter(self.label, receive, back=self))
+        finally:
+            self.held, self.owner = True, threading.get_ident()
+
+    def leave(self) -> None:
+        """Give it up; the next in the queue starts on a thread of its own."""
+        self.gate.leave(self)
+
+
+class Gate:
+    """Admits ``limit`` methods at a time, first come, first served. Thread-safe.
+
+    ``elastic``: Ray does not report the limit (of a concurrency group). Then calls through Ray wait only for direct
+    calls, and there may be as many direct calls at a time as Ray was ever seen to admit.
+
+    ``lends``: it is a monitor. A method that waits does not count, and ``token`` is that of all its admissions.
+    """
+
+    review_at = math.inf
+    """When ``review`` is due (``time.monotonic``). For whoever calls it."""
+
+    def __init__(
+        self, limit: int, *, elastic: bool = False, lends: bool = False, token: Token = "", lock: Any = None
+    ) -> None:
+        self.lock = threading.Lock() if lock is None else lock
+        self.lends = lends
+        self._limit, self._elastic, self._token = limit, elastic, token
+        self._running = self._direct = self._lent = 0  # _direct: of direct calls
+        self._admitted: dict[Token, Admission] = {}  # not in a monitor, where calls of chains queue like others
+        self._queue: deque[_Queued] = deque()
+        self._latest: Admission | None = None
+        self._logged: set[tuple[str, str]] = set()
+
+    # --- entering ----------------------------------------------------------------------------------------------------
+
+    def request(self, job: Job) -> Work | None:
+        """Admit the job now and return its work, or queue it until an admission is free.
+
+        Raises RayTorchRpcError if its chain of calls has come back too often.
+        """
+        with self.lock:
+            held = self.held(job.path) if job.path else None
+            if held is None or held.owner is not None:
+                gate = self if held is None else self.monitor_of(held)
+                if gate._lent > MOST_NESTED and gate._token in job.path:
+                    raise RayTorchRpcError(
+                        f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} "
+                        f"times already, which is the limit; end the recursion earlier, or make it a loop"
+                    )
+                if not gate._is_free(job.path):
+                    gate._queue.append(_Queued(job, time.monotonic()))
+                    return None
+                admission = gate._admit(job.label, direct=True)
+        if held is not None and held.owner is None:
+            job.run_inside(held)
+            return None
+        try:
+            return job.admit(admission)
+        except BaseException:
+            admission.leave()
+            raise
+
+    def enter(self, label: str = "a method", path: tuple[Token, ...] = ()) -> Admission:
+        """Block this thread until admitted, as Ray's own queue would. ``path``: of the method's scope."""
+        gate = self
+        if path:
+            with self.lock:
+                if (held := self.held(path)) is not None:
+                    gate = self.monitor_of(held)
+        admission = gate.enter_now(label, path)
+        if admission is None:
+            admission = gate._await(lambda receive: _Waiter(label, receive, path))
+        admission.owner = threading.get_ident()
+        return admission
+
+    def enter_now(self, label: str = "a method", path: tuple[Token, ...] = ()) -> Admission | None:
+        """An admission if one is free and no job queues for it; never blocks."""
+        with self.lock:
+            if not self._is_free(path):
+                if not self._elastic or self._direct:
+                    return None
+                self._limit = self._running + 1
+            return self._admit(label, direct=False)
+
+    async def enter_on_loop(self, label: str = "a method") -> Admission:
+        """As ``enter``, from a coroutine."""
+        admission = self.enter_now(label)
+        if admission is not None:
+            return admission
+        loop = asyncio.get_running_loop()
+        admitted: asyncio.Future[Admission] = loop.create_future()
+
+        def settle(mine: Admission) -> None:
+            if admitted.cancelled():
+                mine.leave()
+            else:
+                admitted.set_result(mine)
+
+        def receive(mine: Admission) -> None:
+            loop.call_soon_threadsafe(settle, mine)
+
+        self._queue_up(_Waiter(label, receive))
+        try:
+            return await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():  # cancelled between its admission and its next step
+                admitted.result().leave()
+            raise
+
+    def _await(self, waiter: Callable[[Callable[[Admission], None]], _Waiter]) -> Admission:
+        """Block until the waiter is admitted. An interrupt is raised afterwards, so that no admission is lost."""
+        received: list[Admission] = []
+        admitted = threading.Lock()
+        admitted.acquire()
+
+        def receive(mine: Admission) -> None:
+            received.append(mine)
+            admitted.release()
+
+        mine, interrupt = waiter(receive), None
+        self._queue_up(mine)
+        while not received:
+            try:
+                if not admitted.acquire(timeout=SLOW_S):
+                    self.review()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            if mine.back is None:
+                received[0].leave()
+            raise interrupt
+        return received[0]
+
+    def _take_back(self, admission: Admission) -> bool:
+        """Give a lent admission back, unless another method runs."""
+        with self.lock:
+            if self._running:
+                return False
+            self._give_back(admission)
+            return True
+
+    def _queue_up(self, waiter: _Waiter) -> None:
+        with self.lock:
+            self._queue.append(_Queued(waiter, time.monotonic()))
+            following = self._next()
+        if following is not None and (work := following[0].admit(following[1])) is not None:
+            following[0].spawn(work)
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def leave(self, admission: Admission, lends: bool = False) -> None:
+        """Give the admission up, or lend it; the next in the queue starts on a thread of its own."""
+        following = self.pass_on(admission, lends)
+        if following is not None:
+            following[0].spawn(following[1])
+
+    def pass_on(self, admission: Admission, lends: bool = False) -> tuple[Job, Work] | None:
+        """Give the admission up, or lend it; returns the next in the queue for this thread to run, if it needs one.
+
+        Calls of its chain that have not begun when it is given up move to the queue.
+        """
+        with self.lock:
+            self._running -= 1
+            if lends:
+                self._lent += 1
+            else:
+                admission.held = False
+                self._direct -= admission.direct
+                self._admitted.pop(admission.token, None)
+                if admission.monitor not in (None, self):
+                    self._close(admission.monitor)
+            following = self._next()
+        if following is None:
+            return None
+        job, admission = following
+        work = job.admit(admission)
+        return None if work is None else (job, work)
+
+    def _close(self, monitor: Any) -> None:
+        """Under the lock: the method whose admission this was the monitor of is over.
+
+        Methods of its chain that have begun and outlive it go on.
+        """
+        begun: deque[_Queued] = deque()
+        for queued in monitor._queue:
+            (self._queue if _wants_back(queued.job) is None else begun).append(queued)
+        monitor._queue, monitor._running = begun, monitor._running - 1
+        if (following := monitor._next()) is not None:
+            following[0].admit(following[1])
+
+    # --- under the lock ----------------------------------------------------------------------------------------------
+
+    def _is_free(self, path: tuple[Token, ...]) -> bool:
+        """Whether a method may be admitted now. ``path``: of its chain of calls."""
+        return self._running < self._limit and (self._lent < MOST_LENT or self._token in path)
+
+    def _next(self) -> tuple[Any, Admission] | None:
+        """Take the next job out of the queue, and admit it, if one is free."""
+        for place, (job, _) in enumerate(self._queue):
+            if self._running >= self._limit:
+                return None
+            if (back := _wants_back(job)) is not None:
+                del self._queue[place]
+                self._give_back(back)
+                return job, back
+            if self._is_free(job.path):
+                del self._queue[place]
+                return job, self._admit(job.label, direct=not isinstance(job, _Waiter))
+        return None
+
+    def _give_back(self, admission: Admission) -> None:
+        self._lent -= 1
+        self._running += 1
+        self._latest, admission.since = admission, time.monotonic()
+
+    def _admit(self, label: str, *, direct: bool) -> Admission:
+        admission = self._latest = Admission(self, self._token if self.lends else new_token(), label, direct)
+        self._running += 1
+        self._direct += direct
+        if not self.lends:
+            self._admitted[admission.token] = admission
+        return admission
+
+    def held(self, path: tuple[Token, ...]) -> Admission | None:
+        """The admission that a chain of calls holds, if it has come back; None in a monitor, where it queues."""
+        if self._admitted:
+            for token in reversed(path):
+                if (admission := self._admitted.get(token)) is not None:
+                    return admission
+        return None
+
+    def monitor_of(self, admission: Admission) -> Gate:
+        """The monitor in which the admission's method runs."""
+        if admission.monitor is None:
+            monitor = admission.monitor = Gate(1, lends=True, token=admission.token, lock=self.lock)
+            monitor._running, monitor._latest = 1, admission
+        return admission.monitor
+
+    def _queues(self) -> list[deque[_Queued]]:
+        monitors = (admission.monitor for admission in self._admitted.values())
+        return [self._queue, *(monitor._queue for monitor in monitors if monitor is not None)]
+
+    # --- jobs that wait ----------------------------------------------------------------------------------------------
+
+    def withdraw(self, job: Job) -> bool:
+        """Remove a job that waits for an admission; False if there is none."""
+        with self.lock:
+            for queue in self._queues():
+                for queued in queue:
+                    if queued.job is job:
+                        queue.remove(queued)
+                        return True
+        return False
+
+    def due(self, job: Job) -> float:
+        """When a job that is queued now has to be reviewed (``time.monotonic``), if that is before ``review_at``."""
+        now, deadline = time.monotonic(), job.deadline
+        if self.review_at <= now + SLOW_S and (deadline is None or self.review_at <= deadline - _MOST_EARLY_S):
+            return math.inf
+        return min(_Queued(job, now).refused_at, now + SLOW_S)
+
+    def review(self) -> float:
+        """Log calls that one method keeps waiting, and refuse those whose deadlines pass. Returns when it is due again
+        (``time.monotonic``).
+        """
+        now, due, refused, slow = time.monotonic(), math.inf, [], None
+        with self.lock:
+            latest = self._latest
+            runs_s = now - latest.since if latest is not None and latest.held else 0.0
+            for queue in self._queues():
+                for queued in list(queue):
+                    if now >= queued.refused_at:
+                        queue.remove(queued)
+                        refused.append(queued)
+                        continue
+                    due = min(due, queued.refused_at, now + SLOW_S)
+                    is_slow = min(runs_s, now - queued.since) >= 0.9 * SLOW_S and queued.job.label != "a method"
+                    if is_slow and slow is None and latest is not None:
+                        slow = queued.job.label, latest.label
+            if slow in self._logged:
+                slow = None
+            elif slow is not None:
+                self._logged.add(slow)
+        if slow is not None:
+            logger.warning(
+                "%s waits for %s, which has run in this actor for %.3g s: let calls in while that waits, by `with "
+                "raytorchrpc.allow_calls():`, or make one of them @raytorchrpc.method(concurrent=True)",
+                *slow,
+                runs_s,
+            )
+        for job, since in refused:
+            because = "other calls" if latest is None else latest.label
+            job.refuse(
+                RpcTimeout(
+                    f"{job.label} waited for its turn for {now - since:.3g} s, until its deadline, and did not run: "
+                    f"{because} was running in that actor"
+                )
+            )
+        return due
+
+
+# --- the actor in this process ---------------------------------------------------------------------------
+
+_actor: Any = None
+_gates: dict[str | None, Gate] = {}
+_gates_lock = threading.Lock()
+
+
+def gate_of(instance: Any, group: str | None) -> Gate | None:
+    """The gate of this actor's methods in Ray concurrency group ``group``; None for any other object.
+
+    Each group has a gate of its own. Ray does not report a named group's limit to the actor's process, so its gate
+    starts with the actor's ``max_concurrency`` and grows with what Ray admits.
+    """
+    global _actor
+    if instance is not _actor:
+        if instance is None or ray_internals.actor_instance() is not instance:
+            return None
+        with _gates_lock:
+            _actor = instance
+            _gates.clear()
+    gate = _gates.get(group)
+    if gate is None:
+        with _gates_lock:
+            width = ray_internals.actor_max_concurrency()
+            lends = group is None and width == 1 and not ray_internals.actor_is_async()
+            token = token_of_threads() if lends else ""
+            gate = _gates.setdefault(group, Gate(width, elastic=group is not None, lends=lends, token=token))
+    return gate
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Waitable(Protocol):
+    """Something to wait for, as a call in flight."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until done, at most ``timeout_s``; whether it is done."""
+
+
+def wait_serving(pending: Waitable, timeout_s: float) -> bool:
+    """Block until ``pending`` is done, and let other methods of this actor run meanwhile; see ``gates``.
+
+    False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
+    """
+    admission = _own_admission()
+    if admission is None or timeout_s <= 0:
+        return pending.wait(timeout_s)
+    admission.lend()
+    try:
+        return pending.wait(timeout_s)
+    finally:
+        admission.regain()
+
+
+@contextmanager
+def allow_calls() -> Iterator[None]:
+    """Let direct calls run in this sync actor while the block runs: ``with raytorchrpc.allow_calls(): ray.get(ref)``.
+
+    The blocking operations of this package do so by themselves. Use it around other waits (``ray.get``,
+    ``time.sleep``, a lock, a long computation that touches nothing of the actor), and with ``pass`` as the block to let
+    in, in the order of their arrival, the calls that wait already. The block must not use the actor's state. Its end
+    blocks until no other method of the actor runs.
+
+    No effect in threaded and async actors, in methods with ``concurrent=True``, and outside a method.
+    """
+    admission = _own_admission()
+    if admission is None or not admission.held:
+        yield
+        return
+    admission.lend()
+    try:
+        yield
+    finally:
+        admission.regain()
+
+
+@contextmanager
+def keep_admission() -> Iterator[Callable[[F], F]]:
+    """Keep the admission during waits, for an operation that leaves the actor's state incomplete in between.
+
+    Yields a decorator for functions in which it is lent all the same.
+    """
+    scope = current_scope.get()
+
+    def lending(function: F) -> F:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = current_scope.set(scope)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                current_scope.reset(before)
+
+        return call  # type: ignore[return-value]
+
+    before = current_scope.set(scope._replace(admission=None))
+    try:
+        yield lending
+    finally:
+        current_scope.reset(before)
+
+
+def _own_admission() -> Admission | None:
+    """The admission of the method that runs on this thread; a thread that it started may have copied its context."""
+    admission = current_scope.get().admission
+    return None if admission is None or admission.owner != threading.get_ident() else admission

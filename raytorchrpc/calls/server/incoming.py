@@ -1,0 +1,143 @@
+"""Incoming requests: what a member does with each, from a lane's thread to the job or the reply."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from raytorchrpc.calls import protocol
+from raytorchrpc.calls.payload import PendingTensors
+from raytorchrpc.calls.peers import PeerTable
+from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
+from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.gates import Work
+from raytorchrpc.calls.server.served_call import Callee, CancellableCalls, CancellableJob, Job
+from raytorchrpc.calls.spans import Tracer
+from raytorchrpc.errors import CancelledError, LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
+from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.tensors.codec import NOTHING
+
+_ALIVE = Message((protocol.OK,), NOTHING)
+
+
+class IncomingCalls:
+    """Serves one member's requests. Thread-safe; never blocks a lane's thread."""
+
+    tracer: Tracer | None = None
+    """While the group is traced."""
+
+    def __init__(
+        self,
+        token: str,
+        methods: Mapping[str, Exposed],
+        services: Mapping[str, Exposed],
+        callee: Callee,
+        peers: PeerTable,
+    ) -> None:
+        """``token``: of this process; see ``peers.process_token``. ``methods``: of the actor, by name; ``services``:
+        those of the package's own.
+        """
+        self.token, self.methods, self.services, self.callee, self._peers = token, methods, services, callee, peers
+        self._cancellable = CancellableCalls()
+
+    def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
+        """Take a request; returns the work that it needs a thread for, if any.
+
+        A reply is work too: its receiver may have stopped reading.
+        """
+        kind, caller, token = message.header[:3]
+        name, replies = self.callee.name, self.callee.replies
+        try:
+            # Before anything else: a request that is refused has to discard its out-of-band tensors.
+            pending = self._pending(caller, message) if message.manifests else []
+            if message.unread_bytes:
+                raise MemoryError(
+                    f"{name} has no memory for a request of {message.unread_bytes} bytes; it did not run there"
+                )
+            if token != self.token:
+                raise PeerLost(name, "it belongs to another generation of the group", may_have_run=False)
+            if caller in self._peers.removed:
+                raise NotAMember(f"the caller was removed from the group of {name!r}")
+            if kind in (protocol.CALL, protocol.REMOTE):
+                header = RequestHeader._make(message.header)
+                exposed = self._exposed(header.method)
+                route = self._peers.route_back(caller)
+                made: Any = exposed.job or (CancellableJob if header.number else Job)
+                job = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
+                if header.number:
+                    self._cancellable.add(header.number, job)
+                return self._dispatch(job)
+            return self._control(ControlHeader(*message.header), message, reply)
+        except Exception as error:
+            # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
+            refusal = replies.refusal(kind, error)
+            return partial(replies.send, reply, lambda: refusal)
+
+    def _control(self, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
+        if header.kind == protocol.PING:
+            return partial(self.callee.replies.send, reply, lambda: _ALIVE)
+        if header.kind == protocol.FETCH:
+            kept = self.callee.replies.take(header.number)
+            kept.make_current()
+            return partial(self.callee.replies.send, reply, lambda: kept)
+        if header.kind == protocol.CANCEL:
+            return partial(self._answer_cancelled, self._cancellable.cancel(header.number), reply)
+        if header.kind == protocol.CLOSE:
+            self.callee.streams.end(header.number)
+            return partial(self.callee.replies.send, reply, lambda: _ALIVE)
+        return partial(self._ask, message, reply) if header.kind == protocol.ASK else None
+
+    def _answer_cancelled(self, to_call: Reply | None, reply: Reply) -> None:
+        """Reply to a cancelled call, which frees what its caller keeps for it, and to the cancellation."""
+        replies = self.callee.replies
+        if to_call is not None:
+            replies.refuse(protocol.CALL, CancelledError("the call was cancelled"), to_call)
+        replies.send(reply, lambda: _ALIVE)
+
+    def _pending(self, caller: int, message: Message) -> list[PendingTensors]:
+        try:
+            return self.callee.payloads.receive(self._peers.route_back(caller), message)
+        except LaneUnavailable as error:
+            raise PeerLost(self.callee.name, "it has left the group", may_have_run=False) from error
+
+    def _ask(self, message: Message, reply: Reply) -> None:
+        try:
+            function, arguments = self.callee.codec.decode(*message.body)
+            answer = Message((protocol.OK,), self.callee.codec.encode(function(self.callee.local, *arguments)))
+        except Exception as error:
+            answer = self.callee.replies.refusal(protocol.ASK, error)
+        self.callee.replies.send(reply, lambda: answer)
+
+    def _exposed(self, name: str) -> Exposed:
+        exposed = self.methods.get(name) or self.services.get(name)
+        if exposed is None:
+            raise NoSuchMethod(self._why_not(name))
+        return exposed
+
+    def _why_not(self, name: str) -> str:
+        """Why this member does not serve a method of that name."""
+        if self.callee.instance is None:
+            return f"{self.callee.name!r} is a driver: it exposes no methods"
+        offered, cls = ", ".join(sorted(self.methods)) or "none", type(self.callee.instance)
+        if callable(getattr(cls, name, None)):
+            return (
+                f"{cls.__name__}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "
+                f"(exposed: {offered})"
+            )
+        similar = difflib.get_close_matches(name, self.methods, 1)
+        meant = f"; did you mean {similar[0]!r}?" if similar else ""
+        return f"{cls.__name__} has no method {name!r} (exposed: {offered}){meant}"
+
+    def _dispatch(self, job: Job) -> Work | None:
+        if job.exposed.concurrent:
+            return job.admit(None)
+        gate = gates.gate_of(self.callee.instance, job.exposed.concurrency_group)
+        if gate is None:
+            raise NotAMember(f"the actor of member {self.callee.name!r} is gone from its process")
+        work = gate.request(job)
+        if work is None and job.admission is None and (due := gate.due(job)) < gate.review_at:
+            self.callee.review(gate, due)
+        return work

@@ -1,0 +1,504 @@
+"""Calls whose callers can cancel them, at the callee."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from raytorchrpc import errors
+from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.calls.payload import PayloadStep, PendingTensors
+from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
+from raytorchrpc.calls.scope import Limit, Scope, current_scope, on_loop
+from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.gates import Admission, Gate, Work
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.calls.spans import ServedSpan, Tracer
+from raytorchrpc.errors import (
+    CancelledError,
+    LaneUnavailable,
+    PeerLost,
+    RayTorchRpcError,
+    RpcTimeout,
+    SerializationError,
+)
+from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.process import threads
+from raytorchrpc.process.workers import Deadlines, Workers
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
+from raytorchrpc.tensors.cuda_streams import handoff_streams
+from raytorchrpc.tensors.exceptions import encode_exception
+
+logger = logging.getLogger(__name__)
+
+#: A member without memory for a reply tries for this long to report that (seconds).
+_REPORT_SHORTAGE_S = 10.0
+
+
+class _Kept(NamedTuple):
+    message: Message
+    fetched: Callable[[], None]
+    """Cancels the drop at the deadline."""
+
+
+class Replies:
+    """Answers requests, with results or exceptions. Thread-safe."""
+
+    def __init__(self, name: str, codec: Codec, deadlines: Deadlines) -> None:
+        """``name``: of this member."""
+        self._name, self._codec, self._deadlines = name, codec, deadlines
+        self._kept: dict[int, _Kept] = {}
+        self._numbers = itertools.count()
+        # Encoded now: it is for when there is no memory to encode anything.
+        starved = MemoryError(f"{name} has no memory for its answer; the call may have run there")
+        self._starved = Message((RAISED,), encode_exception(codec, starved))
+        self._starved_remote = Message((True, starved), NOTHING)
+
+    def refusal(self, kind: int, error: BaseException) -> Message:
+        """The reply with an exception, to a request of that kind."""
+        if kind == REMOTE:
+            return Message((True, error), NOTHING)
+        return Message((RAISED,), encode_exception(self._codec, error))
+
+    def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
+        """Reply with an exception. Blocks while it is sent; does not raise."""
+        self.send(reply, lambda: self.refusal(kind, error), kind)
+
+    def send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
+        """Reply with what ``make`` returns. Blocks while it is sent; does not raise."""
+        try:
+            try:
+                reply(make())
+            except LaneUnavailable as error:  # a kept result that no lane takes
+                reply(self.refusal(CALL, error))
+        except PeerLost as lost:
+            logger.debug("%s could not answer a call: %s", self._name, lost)  # the caller's lane reports it
+        except Exception as error:
+            threads.report(error, f"{self._name} could not answer a call")
+            if threads.is_shortage(error):
+                self.report_shortage(kind, reply)
+
+    def report_shortage(self, kind: int, reply: Reply) -> None:
+        """Reply that there is no memory for the result, as soon as there is memory for that. Blocks."""
+        starved = self._starved_remote if kind == REMOTE else self._starved
+        try:
+            threads.persist(lambda: reply(starved), _REPORT_SHORTAGE_S)
+        except Exception as error:
+            logger.debug("%s could not answer a call: %s", self._name, error)
+
+    # --- results that another lane has to carry --------------------------------------------------------------
+
+    def keep(self, body: Encoded, seconds: float) -> Message:
+        """Keep a result until the caller fetches it, or for ``seconds``; returns the reply that announces it."""
+        number = next(self._numbers)
+        fetched = self._deadlines.at(time.monotonic() + seconds, partial(self._drop, number))
+        self._kept[number] = _Kept(Message((OK,), body, handoff_streams(body.tensors)), fetched)
+        return Message((KEPT, number), NOTHING)
+
+    def _drop(self, number: int) -> None:
+        self._kept.pop(number, None)
+
+    def take(self, number: int) -> Message:
+        """Take a kept result. Raises RpcTimeout if it was dropped."""
+        kept = self._kept.pop(number, None)
+        if kept is None:
+            raise RpcTimeout(f"the result was kept for {self._name!r}'s caller until its deadline, and dropped")
+        kept.fetched()
+        return kept.message
+
+    def kept(self) -> int:
+        """How many results are kept."""
+        return len(self._kept)
+
+    def close(self) -> None:
+        """Drop all kept results."""
+        self._kept.clear()
+
+
+class Callee:
+    """The parts of one member that all its jobs share."""
+
+    def __init__(
+        self,
+        name: str,
+        instance: Any,
+        local: Any,
+        codec: Codec,
+        payloads: PayloadStep,
+        replies: Replies,
+        workers: Workers,
+        deadlines: Deadlines,
+        streams: Any,
+    ) -> None:
+        """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor.
+        ``streams``: a ``streams.StreamTable``.
+        """
+        self.name, self.instance, self.local = name, instance, local
+        self.codec, self.payloads, self.replies, self.workers = codec, payloads, replies, workers
+        self.is_async = instance is not None and ray_internals.actor_is_async()
+        self.deadlines = deadlines
+        self.tasks: set[asyncio.Task[None]] = set()
+        """The jobs on event loops."""
+        self.streams = streams
+
+    def review(self, gate: Gate, due: float) -> None:
+        """Review the jobs that wait at the gate when that is due (``time.monotonic``), and as long as there are any."""
+        if due < gate.review_at:
+            gate.review_at = due
+            self.deadlines.at(due, partial(self._review, gate))
+
+    def _review(self, gate: Gate) -> None:
+        gate.review_at = math.inf  # first: who queues from now on asks again
+        self.review(gate, gate.review())
+
+
+class Job:
+    """One method call; see ``gates.Job``."""
+
+    span: ServedSpan | None = None
+    """If it is traced."""
+    admission: Admission | None = None
+
+    def __init__(
+        self,
+        callee: Callee,
+        lane: MessageLane,
+        route: PeerRoute,
+        exposed: Exposed,
+        header: RequestHeader,
+        message: Message,
+        pending: Sequence[PendingTensors],
+        reply: Reply,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """``lane``: that brought the request. ``route``: back to the caller. ``pending``: the out-of-band arguments."""
+        self.callee, self.lane, self.route, self.exposed = callee, lane, route, exposed
+        self.kind, self.message, self.pending, self.reply = header.kind, message, pending, reply
+        until = header.deadline
+        limit = Limit(time.monotonic() + header.seconds if until is None else until)
+        self.scope = Scope(header.path, limit)
+        self.path = header.path
+        self.context = torch_internals.current_autograd_context()
+        self.label = f"{callee.name}.{header.method}"
+        if tracer is not None:
+            self.span = tracer.served(self.label, header.mark)
+            self.reply = self.span.until(reply)
+
+    def admit(self, admission: Admission | None) -> Work | None:
+        if self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
+            self._start_on_loop(admission, admission)
+            return None
+        self.admission = admission
+        return self._work
+
+    @property
+    def deadline(self) -> float | None:
+        return self.scope.deadline
+
+    @property
+    def may_not_wait(self) -> bool:
+        """See Workers.submit: the methods that hold all threads may wait for this very call, or for its admission."""
+        return self.scope.holds_a_thread or (self.admission is not None and self.admission.gate.lends)
+
+    def spawn(self, work: Work) -> None:
+        self.callee.workers.submit(work)
+
+    def run_inside(self, admission: Admission) -> None:
+        self._start_on_loop(admission, None)
+
+    def refuse(self, error: Exception) -> None:
+        self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
+        self.spawn(partial(self._refuse, error))
+
+    def _work(self) -> None:
+        """Run this job, then all that inherit the admission, on the same thread. The queue may be of any length."""
+        job: Any = self
+        while job is not None:
+            job = job._run_admitted()
+
+    def _run_admitted(self) -> Any:
+        """Returns the next job, if this thread is to run it; only jobs like this one need a thread."""
+        admission, following = self.admission, None
+        if admission is None:
+            self._run(None)
+            return None
+        admission.owner = threading.get_ident()
+        try:
+            self._run(admission)
+        except BaseException as error:
+            threads.report(error, f"{self.label} was not served to its end")
+            self.callee.replies.report_shortage(self.kind, self.reply)
+        finally:
+            following = admission.gate.pass_on(admission)
+        return following and following[0]
+
+    def _run(self, admission: Admission | None) -> None:
+        """On a worker thread, or on the thread that waits inside ``admission``."""
+        before = None
+        try:
+            before = current_scope.set(self.scope.on_a_thread(admission))
+            if self.context == torch_internals.NO_CONTEXT:
+                self._call()
+            else:
+                with torch_internals.autograd_context(self.context):
+                    self._call()
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            self._end()
+            if before is not None:
+                current_scope.reset(before)
+
+    def _call(self) -> None:
+        args, kwargs = self._arguments()
+        if self.exposed.service:
+            result = self.exposed.function(self.callee.local, self.route.member.rank, *args, **kwargs)
+        else:
+            result = self.exposed.function(self.callee.instance, *args, **kwargs)
+        del args, kwargs
+        if isinstance(result, DeferredReply):
+            # The thread that settles it may have other things to do than to send, which can take long.
+            result.add_done_callback(partial(self.callee.workers.submit, self._answer_later))
+            return
+        body = self._encoded(result)
+        if self.kind != REMOTE:
+            result = None  # so that tensors which only the reply holds can be told from those that the actor holds
+        self._answer(body, result)
+
+    def _answer_later(self, later: Any) -> None:
+        try:
+            with later.context():
+                self._answer(self._encoded(later.outcome()), None)
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            host_device_copy.reap_copies()
+
+    def _start_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
+        loop = ray_internals.actor_event_loop(self.exposed.concurrency_group)
+        tasks = self.callee.tasks
+
+        def create() -> None:
+            task = loop.create_task(self._run_on_loop(admission, to_leave))
+            tasks.add(task)  # the loop itself keeps only a weak reference
+            task.add_done_callback(tasks.discard)
+
+        loop.call_soon_threadsafe(create)
+
+    async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
+        current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to reset
+        try:
+            args, kwargs = self._arguments()
+            if self.exposed.is_coroutine:
+                coroutine = self.exposed.function(self.callee.instance, *args, **kwargs)
+                result = await _in_autograd_context(coroutine, self.context)
+            else:
+                with torch_internals.autograd_context(self.context):
+                    result = self.exposed.function(self.callee.instance, *args, **kwargs)
+            del args, kwargs
+            body = self._encoded(result)
+            if self.kind != REMOTE:
+                result = None
+            self._answer(body, result)
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            self._end()
+            if to_leave is not None:
+                to_leave.leave()
+
+    def _end(self) -> None:
+        host_device_copy.reap_copies()
+        if self.scope.limit is not None:
+            self.scope.limit.over = True
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.span is not None:
+            self.span.begin()
+        deadline = self.scope.deadline
+        if deadline is not None and time.monotonic() > deadline:
+            raise RpcTimeout(f"{self.label} waited for its turn until its deadline, and did not run")
+        callee, message = self.callee, self.message
+        message.make_current()
+        try:
+            body = callee.payloads.unpack(
+                message, self.pending, arrives_on=self.route.cpu_arrives_on, keep=self.exposed.keep
+            )
+            if self.pending and self.span is not None:
+                self.span.beside("fetch", message.manifests[0][0])
+            decoded = callee.codec.decode(*body)
+            del body  # only the method is to hold its arguments
+            args, kwargs = decoded or ((), {})  # a call without arguments has no payload
+        except PeerLost as lost:
+            cause = f"it could not fetch the arguments: {lost.cause}"
+            raise PeerLost(callee.name, cause, may_have_run=False) from lost
+        except Exception as error:
+            if isinstance(error, RayTorchRpcError) and not isinstance(error, SerializationError):
+                raise
+            why = errors.shown(error)
+            raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {why}") from error
+        self.message = NO_MESSAGE  # only the method holds its arguments now
+        return args, kwargs
+
+    def _encoded(self, result: Any) -> Encoded:
+        if self.kind == REMOTE:
+            return NOTHING
+        try:
+            keep_graph = self.context != torch_internals.NO_CONTEXT
+            return self.callee.codec.encode(result, keep_graph=keep_graph, own=self.exposed.frozen)
+        except SerializationError as error:
+            what = f"the result of {self.label}"
+            raise SerializationError(self.callee.codec.explain(what, result, error)) from error
+
+    def _answer(self, body: Encoded, result: Any) -> None:
+        for tensors in self.pending:
+            tensors.used()
+        if self.kind == REMOTE:
+            self.reply(Message((False, result), NOTHING))
+            return
+        if self.span is not None:
+            self.span.lap()
+        fits, payload = self.callee.payloads.pack_reply(
+            self.route, self.lane, body, self.exposed.share, self.exposed.frozen
+        )
+        if not fits:
+            left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
+            self.reply(self.callee.replies.keep(payload.body, left))
+            return
+        if self.span is not None and payload.lane is not None:
+            self.span.beside("ship", payload.lane)
+        try:
+            self.reply(Message((OK,), payload.body, manifests=payload.manifests))
+        except BaseException as error:
+            payload.cancel()
+            if not isinstance(error, PeerLost):
+                raise
+
+    def _refuse(self, error: BaseException) -> None:
+        self.callee.replies.refuse(self.kind, error, self.reply)
+
+
+NO_MESSAGE = Message((), NOTHING)
+
+
+class _InContext:
+    """Awaits a coroutine with a distributed autograd context entered at each of its steps.
+
+    torch keeps the context per thread, and a loop's thread runs other coroutines in between.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
+        self._coroutine, self._context_id = coroutine, context_id
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value, error = None, None
+        while True:
+            try:
+                with torch_internals.autograd_context(self._context_id):
+                    step = self._coroutine.throw(error) if error is not None else self._coroutine.send(value)
+            except StopIteration as stop:
+                return stop.value
+            value, error = None, None
+            try:
+                value = yield step
+            except BaseException as thrown:  # cancellation too goes into the coroutine
+                error = thrown
+
+
+def _in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:
+    """An awaitable of ``coroutine`` that runs it inside an existing distributed autograd context."""
+    return coroutine if context_id == torch_internals.NO_CONTEXT else _InContext(coroutine, context_id)
+
+
+#: Cancellations that are remembered because their calls may not have arrived yet: a lane may change the order.
+_MOST_EARLY = 1024
+
+
+class CancellableJob(Job):
+    """A job whose caller may cancel it. Its reply is dropped then, because the caller gets another one at once."""
+
+    _cancelled = False
+    _task: asyncio.Task[Any] | None = None
+    """Once the job has begun on an event loop."""
+
+    def cancel(self) -> None:
+        """Do not run the job, or cancel its coroutine; a method that runs on a thread continues. Quick."""
+        self._cancelled = True
+        if self._task is not None:
+            self._on_its_loop(self._task.cancel, self._why())
+        elif not self.exposed.concurrent:
+            gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
+            if gate is not None and gate.withdraw(self):
+                self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
+
+    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._task.get_loop().call_soon_threadsafe(function, *args)
+
+    def _why(self) -> str:
+        return f"the caller of {self.label} cancelled it"
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if on_loop():
+            self._task = asyncio.current_task()
+        if self._cancelled:  # asked after the task is known: one of the two threads sees the other's
+            raise CancelledError(self._why())
+        return super()._arguments()
+
+
+class CancellableCalls:
+    """The jobs of one member that may be cancelled, by the numbers of their calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[int, tuple[CancellableJob, Reply]] = {}
+        self._early: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, number: int, job: CancellableJob) -> None:
+        """Let the caller cancel the job until it replies."""
+        reply, jobs, replies_itself = job.reply, self._jobs, False
+
+        def reply_unless_cancelled(message: Message) -> None:
+            nonlocal replies_itself
+            if not replies_itself:
+                if jobs.pop(number, None) is None:  # atomic: either this or ``cancel`` gets it
+                    raise PeerLost("the caller", "it cancelled the call")
+                replies_itself = True  # again, if this reply cannot be sent
+            reply(message)
+
+        job.reply = reply_unless_cancelled
+        jobs[number] = job, reply
+        if self._early:
+            with self._lock:
+                cancelled = number in self._early
+                self._early.pop(number, None)
+            if cancelled:
+                job.cancel()
+
+    def cancel(self, number: int) -> Reply | None:
+        """Cancel a job; returns how to reply to its call. None if it has replied, or has not arrived."""
+        found = self._jobs.pop(number, None)
+        if found is None:
+            with self._lock:
+                self._early[number] = None
+                if len(self._early) > _MOST_EARLY:
+                    self._early.popitem(last=False)
+            found = self._jobs.pop(number, None)  # it may have arrived just now
+            if found is None:
+                return None
+        job, reply = found
+        job.cancel()
+        return reply

@@ -1,0 +1,164 @@
+"""Objects that live in a member beside its actor, by kind and name: queues, topics, weight stores.
+
+Their methods are services (``Exposed.service``). A service runs on a thread of the member's own, without an admission
+of the actor. If it has to wait, it returns a ``DeferredReply`` and frees its thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+from raytorchrpc.errors import NotAMember, NotFound
+
+T = TypeVar("T", bound="Served")
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+class DeferredReply(Future[Any]):
+    """A reply that is not ready. The request is answered once this is settled."""
+
+    convert: Callable[[Any], Any] = staticmethod(_unchanged)
+    """Converts the value into the reply, on the sending thread."""
+    context: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    """Entered by the sending thread while it converts the value and sends the reply."""
+
+    def settle(self, value: Any, error: BaseException | None = None) -> bool:
+        """Settle it; False if it was settled or cancelled before. Runs the callbacks on this thread."""
+        try:
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
+
+    def outcome(self) -> Any:
+        """The converted value, or raises the error; only once it is done."""
+        return self.convert(self.result(0))
+
+
+class WaitableReply:
+    """Adapts a DeferredReply to ``waiting.Waitable``."""
+
+    def __init__(self, reply: DeferredReply) -> None:
+        self._reply = reply
+
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            self._reply.exception(timeout_s)  # returns the error, if there is one
+        except FutureTimeoutError:
+            return False
+        return True
+
+
+class Served(Protocol):
+    """An object that lives in a member."""
+
+    instance_id: int
+    """Set by ``Services.open``; differs for each object of the same name."""
+
+    def lose(self, rank: int) -> None:
+        """That member is away or gone: stop waiting for it. Quick."""
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """Drop everything on behalf of that member's other processes. Quick.
+
+        ``process``: the token of its present process, which may be the one that was away; None: it has none.
+        """
+
+    def close(self, error: Exception) -> None:
+        """This member leaves the group: fail all waits with the error."""
+
+
+class Services:
+    """The objects that live in one member, by kind and name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._served: dict[tuple[str, str], Any] = {}
+        self._closed = False
+
+    def open(self, kind: str, name: str, make: Callable[[], T]) -> T:
+        """The object of that name, which is made if there is none."""
+        with self._lock:
+            if self._closed:
+                raise NotAMember("this process has left the group")
+            served = self._served.get((kind, name))
+            if served is None:
+                served = make()
+                served.instance_id = secrets.randbits(62)
+                self._served[kind, name] = served
+            return served
+
+    def find(self, kind: str, name: str, instance_id: int | None, me: str) -> Any:
+        """The object of that name and instance (``instance_id`` None: of any instance). Hot path.
+
+        Raises NotFound. ``me``: this member's name, for the message.
+        """
+        served = self._served.get((kind, name))
+        if served is None or (instance_id is not None and served.instance_id != instance_id):
+            raise NotFound(self._why_not(kind, name, instance_id, me))
+        return served
+
+    def _why_not(self, kind: str, name: str, instance_id: int | None, me: str) -> str:
+        there = ", ".join(sorted(self.names(kind))) or "none"
+        if instance_id is None:
+            return (
+                f"member {me!r} has no {kind} {name!r}: it was never created there, or its process has "
+                f"restarted since (there: {there})"
+            )
+        new = f"; the {kind} {name!r} that is there now is a new one" if (kind, name) in self._served else ""
+        return (
+            f"member {me!r} has no {kind} {name!r} for this handle any more: the one that the handle belongs to ended "
+            f"when its home was restarted or another group was formed{new}. Make a handle by name again, or find() one "
+            f"(there: {there})"
+        )
+
+    def get(self, kind: str, name: str) -> Any:
+        """The object of that name, or None."""
+        return self._served.get((kind, name))
+
+    def metric_rows(self) -> list[Any]:
+        """What the objects that have a ``metric_rows(kind, name)`` show in the metrics: ``QueueStats``."""
+        with self._lock:
+            served = [(*key, found) for key, found in self._served.items() if hasattr(found, "metric_rows")]
+        return [row for kind, name, found in served for row in found.metric_rows(kind, name)]
+
+    def names(self, kind: str) -> list[str]:
+        """The names of all objects of that kind."""
+        with self._lock:
+            return [name for of_kind, name in self._served if of_kind == kind]
+
+    def lose(self, rank: int, ended: bool) -> None:
+        """A member is away; ``ended``: it can only come back as another process."""
+        with self._lock:
+            everything = list(self._served.values())
+        for served in everything:
+            served.lose(rank)
+            if ended:
+                served.keep_only(rank, None)
+
+    def activate(self, rank: int, process: str) -> None:
+        """A member is present (again), as the process with that token."""
+        with self._lock:
+            everything = list(self._served.values())
+        for served in everything:
+            served.keep_only(rank, process)
+
+    def close(self) -> None:
+        """Drop everything. Idempotent."""
+        with self._lock:
+            self._closed = True
+            everything, self._served = list(self._served.values()), {}
+        for served in everything:
+            served.close(NotAMember("this process has left the group (it was shut down)"))

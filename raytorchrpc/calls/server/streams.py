@@ -1,0 +1,307 @@
+"""The callee's end of streams: generator methods that run as their callers ask for items."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator
+from typing import Any
+
+from raytorchrpc.calls.client.stream import NEXT
+from raytorchrpc.calls.options import MAX_TIMEOUT_S
+from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.protocol import OK, REMOTE, STREAM, RequestHeader
+from raytorchrpc.calls.scope import current_scope
+from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.gates import Admission, allow_calls, wait_serving
+from raytorchrpc.calls.server.served_call import Callee, CancellableJob, Job
+from raytorchrpc.calls.server.services import DeferredReply, WaitableReply
+from raytorchrpc.errors import ConfigurationError, RpcTimeout
+from raytorchrpc.lanes.base import Message, MessageLane
+from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors.codec import NOTHING
+
+
+class StreamTable:
+    """The streams that are open, by number; see ``services.Served``. Thread-safe."""
+
+    instance_id = 0
+
+    def __init__(self) -> None:
+        self._streams: dict[int, StreamJob] = {}
+        self._numbers = itertools.count(1)
+
+    def add(self, stream: StreamJob) -> int:
+        """Returns its number."""
+        number = next(self._numbers)
+        self._streams[number] = stream
+        return number
+
+    def find(self, number: int) -> StreamJob | None:
+        """The stream of that number, if it is open."""
+        return self._streams.get(number)
+
+    def remove(self, number: int) -> None:
+        """The stream has ended. Idempotent."""
+        self._streams.pop(number, None)
+
+    def end(self, number: int) -> None:
+        """Its caller has closed it."""
+        if (stream := self._streams.get(number)) is not None:
+            stream.close()
+
+    def lose(self, rank: int) -> None:
+        """Close the streams of a member that is away or gone."""
+        for stream in list(self._streams.values()):
+            if stream.caller == rank:
+                stream.close()
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """A member that was away has no streams."""
+
+    def close(self, error: Exception) -> None:
+        """Close all streams."""
+        for stream in list(self._streams.values()):
+            stream.close()
+
+
+logger = logging.getLogger(__name__)
+
+
+class StreamJob(CancellableJob):
+    """A call of a generator method. It replies at once, with the number of the stream.
+
+    From then on it answers requests for items, and advances the generator only for a request, until the generator ends
+    or the stream is closed. Between two items it lends its admission, as any method that waits. A stream without a
+    request by the call's deadline is closed.
+    """
+
+    _number: int | None = None
+    _generator: Any = None
+    _stepping = False
+
+    def __init__(
+        self, callee: Callee, lane: MessageLane, route: PeerRoute, exposed: Exposed, header: RequestHeader, *rest: Any
+    ) -> None:
+        super().__init__(callee, lane, route, exposed, header, *rest)
+        self._seconds = header.seconds
+        self._lock = threading.Lock()
+        self._requests: dict[int, ItemRequest] = {}
+        """By the positions of the items."""
+        self._position = 0
+        self._awaited: DeferredReply | None = None
+        """Settled when there is a request for the next item, or when the stream is closed."""
+        self._closed = False
+
+    # --- for the caller's requests -----------------------------------------------------------------------------------
+
+    @property
+    def caller(self) -> int:
+        """The caller's rank."""
+        return self.route.member.rank
+
+    def request(self, position: int, request: ItemRequest) -> bool:
+        """Take a request for an item; False if the stream is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._requests[position] = request
+            awaited = self._awaited if position == self._position else None
+        if awaited is not None:
+            awaited.settle(None)
+        return True
+
+    def close(self) -> None:
+        """End the stream as soon as the generator yields. A coroutine is cancelled where it awaits. Quick."""
+        with self._lock:
+            self._closed = True
+            awaited = self._awaited
+        if awaited is not None:
+            awaited.settle(None)
+        if self._task is not None:
+            self._on_its_loop(self._cancel_step)
+
+    def _cancel_step(self) -> None:
+        if self._stepping and self._task is not None:
+            self._task.cancel(f"the caller of {self.label} closed its stream")
+
+    # --- running the generator ---------------------------------------------------------------------------------------
+
+    def _call(self) -> None:
+        self._open()
+        try:
+            while (request := self._next_request()) is not None:
+                self._begin_item()
+                try:
+                    item = (next(self._generator),)
+                except BaseException as error:
+                    self._send_end(request, error)
+                    break
+                if not self._send_item(request, item):
+                    break
+                del request, item
+        finally:
+            self._finish()
+            try:
+                self._generator.close()
+            except BaseException:
+                logger.exception("%s raised when its stream was closed", self.label)
+
+    async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
+        current_scope.set(self.scope.inside(admission))
+        try:
+            self._open()
+            await self._serve_on_loop()
+        except BaseException as error:
+            self._refuse(error)
+        finally:
+            self._end()
+            if to_leave is not None:
+                to_leave.leave()
+
+    async def _serve_on_loop(self) -> None:
+        try:
+            while (request := await self._next_request_on_loop()) is not None:
+                self._begin_item()
+                self._stepping = True
+                try:
+                    item = (await _next(self._generator),)
+                except BaseException as error:
+                    self._send_end(request, error)
+                    break
+                finally:
+                    self._stepping = False
+                if not self._send_item(request, item):
+                    break
+                del request, item
+        finally:
+            self._finish()
+            try:
+                await _close(self._generator)
+            except BaseException:
+                logger.exception("%s raised when its stream was closed", self.label)
+
+    def _open(self) -> None:
+        """Make the generator, which does not begin to run, and reply."""
+        if self.kind == REMOTE:
+            raise ConfigurationError(f"{self.label} is a generator: call it with rpc_sync or rpc_async")
+        args, kwargs = self._arguments()
+        self._generator = self.exposed.function(self.callee.instance, *args, **kwargs)
+        del args, kwargs
+        self._number = self.callee.streams.add(self)
+        try:
+            self.reply(Message((STREAM, self._number, self.exposed.ahead), NOTHING))
+        except BaseException:
+            self._finish()
+            raise
+
+    def _look(self) -> ItemRequest | DeferredReply | None:
+        """The request for the next item; None if the stream is closed; else what is settled when that changes."""
+        with self._lock:
+            if self._closed:
+                return None
+            request = self._requests.pop(self._position, None)
+            if request is not None:
+                return request
+            self._awaited = DeferredReply()
+            return self._awaited
+
+    def _patience(self) -> float:
+        """How long to wait for a request: the caller may take its time once it has begun (seconds)."""
+        deadline = self.scope.deadline
+        return MAX_TIMEOUT_S if self._position or deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _next_request(self) -> ItemRequest | None:
+        with allow_calls():  # those that wait already, as in any wait; the next request may be here
+            pass
+        while isinstance(found := self._look(), DeferredReply):
+            if not wait_serving(WaitableReply(found), self._patience()) and not self._position:
+                return None
+        return found
+
+    async def _next_request_on_loop(self) -> ItemRequest | None:
+        while isinstance(found := self._look(), DeferredReply):
+            done, _ = await asyncio.wait([asyncio.wrap_future(found)], timeout=self._patience())
+            if not done and not self._position:
+                return None
+        return found
+
+    def _begin_item(self) -> None:
+        """Each item has the call's whole time."""
+        if self.scope.limit is not None:
+            self.scope.limit.at = time.monotonic() + self._seconds
+
+    def _send_item(self, request: ItemRequest, item: Any) -> bool:
+        """Answer a request with an item; False if that failed."""
+        # The reply as for this method, and with its name in errors.
+        request.exposed, request.label, request.scope = self.exposed, self.label, self.scope
+        try:
+            request._answer(request._encoded(item), None)
+        except BaseException as error:
+            request._refuse(error)
+            return False
+        with self._lock:
+            self._position += 1
+        return True
+
+    def _send_end(self, request: ItemRequest, error: BaseException) -> None:
+        if isinstance(error, (StopIteration, StopAsyncIteration)):
+            request.end()
+        else:
+            request._refuse(error)
+
+    def _finish(self) -> None:
+        """Answer the requests that are left."""
+        with self._lock:
+            self._closed = True
+            left, self._requests = list(self._requests.values()), {}
+        if self._number is not None:
+            self.callee.streams.remove(self._number)
+        for request in left:
+            request.end()
+
+
+class ItemRequest(Job):
+    """A request for one item. The stream answers it."""
+
+    def _call(self) -> None:
+        (number, position), _ = self._arguments()
+        stream = self.callee.streams.find(number)
+        if stream is None or not stream.request(position, self):
+            raise RpcTimeout(
+                f"{self.callee.name} has ended this stream: its caller did not begin to read it by the deadline of the "
+                f"call, or was cut off"
+            )
+
+    def _end(self) -> None:
+        host_device_copy.reap_copies()  # the scope may be the stream's by now
+
+    def end(self) -> None:
+        """Reply that there are no more items. Does not raise."""
+        self.callee.replies.send(self.reply, lambda: Message((OK,), NOTHING))
+
+
+async def _next(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> Any:
+    if isinstance(generator, AsyncGenerator):
+        return await generator.__anext__()
+    try:
+        return next(generator)
+    except StopIteration:
+        raise StopAsyncIteration from None  # a coroutine may not raise the other
+
+
+async def _close(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> None:
+    if isinstance(generator, AsyncGenerator):
+        await generator.aclose()
+    else:
+        generator.close()
+
+
+def _never(*_: Any) -> None:
+    raise AssertionError("an ItemRequest answers itself")
+
+
+SERVICES = {NEXT: Exposed(_never, True, None, False, False, False, service=True, job=ItemRequest)}

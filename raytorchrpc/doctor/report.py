@@ -1,0 +1,183 @@
+"""The doctor's data: the ``Evidence`` of a process, the ``Finding`` of a rule, and the ``Report`` of both. JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from raytorchrpc.topology.endpoint import Endpoint
+
+#: The environment variables that some rule reads; no others are collected.
+WATCHED = (
+    *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "THP_MEM_ALLOC_ENABLE"),
+    *("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "RAY_AUTH_MODE", "KUBERNETES_SERVICE_HOST"),
+)
+
+
+class GpuLink(BaseModel, frozen=True, extra="forbid"):
+    """How two GPUs of this process are connected."""
+
+    a: int
+    b: int
+    """CUDA indices in this process."""
+    nvlinks: int | None = None
+    """Active NVLinks to the other GPU, or to the switch between them; None = NVML was not queried."""
+    peer_access: bool | None = None
+    """Each can map the other's memory; None = unknown."""
+
+
+class Evidence(BaseModel, frozen=True, extra="forbid"):
+    """One process, or one file tree (``--sysfs-root``). Whatever is unknown is None or empty."""
+
+    endpoint: Endpoint
+    live: bool = True
+    """False: read from a file tree, where facts of a running process are unknown unless a file states them."""
+    hosts: int = 1
+    """Number of hosts in the cluster."""
+    kernel: str | None = None
+    """Release of the kernel: ``6.8.0-45-generic``."""
+    container: str | None = None
+    """``docker``, ``kubernetes``, ...; None = no container was recognised."""
+    gpu_driver: str | None = None
+    """Version of the NVIDIA kernel driver; None = not loaded."""
+    cuda_driver: str | None = None
+    """Newest CUDA release that the driver supports."""
+    nvml: Literal["used", "missing", "failed"] | None = None
+    """Whether NVML could be queried; ``missing``: nvidia-ml-py is not installed."""
+    pci_gpus: tuple[str, ...] = ()
+    """PCI addresses of the machine's NVIDIA GPUs, including those outside this container."""
+    gpu_files: tuple[str, ...] = ()
+    """nvidia0, ... in /dev: the GPUs of this container."""
+    cuda_works: bool | None = None
+    """``torch.cuda.is_available()``; None = torch has no CUDA, or was not queried."""
+    links: tuple[GpuLink, ...] = ()
+    environment: dict[str, str] = {}
+    """Those of ``WATCHED`` that are set."""
+    nccl: dict[str, str] = {}
+    """NCCL's variables as it reads them, including its files."""
+    may_lock_all: bool | None = None
+    """The process has CAP_IPC_LOCK in the initial user namespace, where it counts."""
+    shm_total_bytes: int | None = None
+    """Size of /dev/shm; 0 = there is none, None = unknown."""
+    own_addresses: tuple[str, ...] | None = None
+    """What the host name resolves to; empty: nothing. None = unknown."""
+    ray_version: str | None = None
+    ray_jobs: bool | None = None
+    """``ray[default]`` is installed: a head started here accepts jobs. None = unknown."""
+    ray_token: Literal["on", "off", "missing"] | None = None
+    """Ray's token authentication in this process; ``missing``: on, but without a token."""
+
+    def merged(self, more: dict[str, Any]) -> Evidence:
+        """A copy with fields replaced; those of ``endpoint`` one by one. Raises pydantic's ValidationError."""
+        fields = self.model_dump(mode="json")
+        endpoint = fields["endpoint"] | more.get("endpoint", {})
+        return Evidence.model_validate(fields | more | {"endpoint": endpoint})
+
+
+# --- findings -------------------------------------------------------------------------------------------------------
+
+Level = Literal["ok", "note", "warning", "problem"]
+#: From best to worst.
+LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
+
+#: By lanes, the ids of the findings that affect only these.
+_AFFECTED = {
+    "nixl": "nixl nixl-missing",
+    "nixl nccl": "rdma memlock",
+    "nixl nccl torchrpc": (
+        "gpu-bar1-small rdma-none rdma-efa rdma-no-verbs-device rdma-first-unusable rdma-no-routed-gid rdma-gpudirect "
+        "rdma-no-gpudirect memlock-small together-rdma-uneven together-no-common-fabric"
+    ),
+    "nccl": "rdma-link-layers-mixed nccl-values nccl-value-unfit shm-small together-gid-index-differs",
+    "torchrpc": (
+        "gpu-resource1-missing rdma-port-down rdma-roce rdma-dma-buf-only huge-pages huge-pages-unused "
+        "own-name-loopback own-name-unknown interface-variable-wrong"
+    ),
+    "torchrpc nccl": "address-unknown",
+    "torchrpc nixl": "fork-unsafe",
+    "cuda_ipc nccl": "gpu-mig gpu-links gpu-no-peer-access",
+    "cuda_ipc torchrpc": "gpu-partly-in-container",
+    "cuda_ipc torchrpc shm": "together-containers-apart",
+    "cuda_ipc nccl nixl torchrpc": (
+        "gpu gpu-cuda-fails gpu-torch-without-cuda gpu-not-in-container gpu-driver-missing"
+    ),
+}
+LANES = {name: tuple(lanes.split()) for lanes, names in _AFFECTED.items() for name in names.split()}
+
+
+class Finding(BaseModel, frozen=True, extra="forbid"):
+    """A fact about a process or its machine, with its consequence and remedy."""
+
+    id: str
+    """Stable between releases."""
+    level: Level
+    """ok: as it should be. note: worth knowing, nothing to do. warning: works, but slower or over another lane.
+    problem: something the machine has cannot be used, or will fail."""
+    seen: str
+    meaning: str = ""
+    remedy: str = ""
+    """Empty where there is nothing to do."""
+    lanes: tuple[str, ...] = ()
+    """The lanes that are affected; empty means all."""
+
+
+def finding(
+    level: Level, name: str, seen: str, meaning: str = "", remedy: str = "", *, lanes: tuple[str, ...] | None = None
+) -> Finding:
+    """A ``Finding`` with the id ``name``; ``lanes``: other ones than it usually affects."""
+    lanes = LANES.get(name, ()) if lanes is None else lanes
+    return Finding(id=name, level=level, seen=seen, meaning=meaning, remedy=remedy, lanes=lanes)
+
+
+ok, note, warning, problem = (partial(finding, level) for level in LEVELS)
+
+
+def some(names: Iterable[object], limit: int = 4) -> str:
+    """``a, b, c, d and 5 more``."""
+    listed = [str(name) for name in names]
+    rest = len(listed) - limit
+    return ", ".join(listed[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# --- reports --------------------------------------------------------------------------------------------------------
+
+
+class NcclValue(BaseModel, frozen=True, extra="forbid"):
+    """One NCCL variable on one node."""
+
+    advised: str | None
+    """None = leave it unset."""
+    reason: str
+    chosen: str | None = None
+    """The value that is already set, which takes precedence."""
+    whole_job: bool = False
+    """Peers must agree: set it for the whole job (``runtime_env``). Members set the others themselves."""
+
+
+class NodeReport(BaseModel, frozen=True, extra="forbid"):
+    """The findings about one process, one node, or one file tree."""
+
+    name: str
+    findings: tuple[Finding, ...]
+    nccl: dict[str, NcclValue]
+    """By variable: the advised NCCL settings. Empty without GPUs and RDMA adapters."""
+    evidence: Evidence
+
+
+class Report(BaseModel, frozen=True, extra="forbid"):
+    """Everything the doctor found."""
+
+    version: str
+    """Of raytorchrpc."""
+    level: Level
+    """The worst of all findings."""
+    nodes: tuple[NodeReport, ...]
+    together: tuple[Finding, ...] = ()
+    """Findings about several nodes or actors at once."""
+
+    def healthy(self, *, strict: bool = False) -> bool:
+        """True without problems; with ``strict``, also without warnings."""
+        return LEVELS.index(self.level) < LEVELS.index("warning" if strict else "problem")
