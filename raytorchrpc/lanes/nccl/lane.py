@@ -31,7 +31,6 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, checked
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.connections import Acceptor, SocketAddress
-from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.nccl.carrier import Broken, Carrier
@@ -162,7 +161,7 @@ class NcclLane(TensorLane):
             self._kept.pop(number, None)
             raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
         descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
-        return CallbackExport(descriptor, partial(self._kept.pop, number, None), kept.precede)
+        return Export(descriptor, partial(self._kept.pop, number, None), kept.precede)
 
     def _check_apart(self, peer: str, mine: int, its: int) -> None:
         address = self._peers.get(peer)

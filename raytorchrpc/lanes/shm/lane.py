@@ -31,7 +31,6 @@ from raytorchrpc.lanes.base import (
     prepared,
 )
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.arena import Arena, PeerArena, Slot
@@ -110,7 +109,7 @@ class ShmLane(WindowLane):
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
         lent = self._lender.places(tensors)
         if lent is not None:
-            return CallbackExport(lent, nothing)
+            return Export(lent, nothing)
         tensors = [tensor.contiguous() if tensor.is_cuda else tensor for tensor in tensors]
         groups = packing.by_size([tensor.nbytes for tensor in tensors])
         slots: list[Slot] = []
@@ -131,7 +130,7 @@ class ShmLane(WindowLane):
             raise
         crowded = self._arena.crowded()
         descriptor = (tuple((*slot,) for slot in slots), tuple(places), crowded, self._arena.address.tag)
-        return CallbackExport(descriptor, partial(self._cancel, slots))
+        return Export(descriptor, partial(self._cancel, slots))
 
     def _cancel(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
