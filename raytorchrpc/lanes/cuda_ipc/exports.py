@@ -46,7 +46,7 @@ class Offer(NamedTuple):
     """The receiver's GPU."""
     ready: bytes
     """Handle of the event after which the tensors can be read."""
-    places: Sequence[tuple[bytes, int, int, Any]]
+    places: Sequence[tuple[Any, ...]]
     """Of each piece: handle of its allocation, offset in it, bytes, indices of its tensors (shared: its strides)."""
     shared: bool
     tag: str
