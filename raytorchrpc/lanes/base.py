@@ -204,21 +204,18 @@ def checked(method: F) -> F:
     return cast(F, call)
 
 
-class Export(ABC):
+class Export(NamedTuple):
     """Tensors that one peer may fetch once."""
 
     descriptor: Any
     """Travels in the message. Builtins only (int, str, bytes, tuples of them)."""
+    cancel: Callable[[], object]
+    """Withdraws the export, because the message with the descriptor was not sent."""
+    finished: Callable[[], object] = nothing
+    """Called when the call is over, so the receiver has fetched the tensors, on the thread that exported them.
 
-    @abstractmethod
-    def cancel(self) -> None:
-        """Withdraw the export, because the message with the descriptor was not sent."""
-
-    def finished(self) -> None:  # noqa: B027 - most lanes need nothing here
-        """Called when the call is over, so the receiver has fetched the tensors, on the thread that exported them.
-
-        CUDA work that this thread queues afterwards follows the receiver's copy.
-        """
+    CUDA work that this thread queues afterwards follows the receiver's copy.
+    """
 
 
 class TensorLane(PeerLane):

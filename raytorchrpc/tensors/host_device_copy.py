@@ -1,17 +1,18 @@
 """Copies tensors between a GPU and the CPU within a call, for device maps with "cpu".
 
-The end with the GPU makes the copy, so lanes only carry CPU tensors then. A lane announces memory that two processes
-share, and its parts are registered with CUDA as they are used: the GPU then accesses them directly, at the speed of the
-bus. Other memory takes an ordinary copy.
+The end with the GPU makes the copy, so lanes only carry CPU tensors then. Memory that two processes share is announced
+by its lane, and registered with CUDA in parts as it is used: a GPU then reads and writes it itself, at the speed of the
+bus. Tensors there are kept until a GPU has read them. Other memory takes an ordinary copy.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,125 +36,117 @@ _SMALL = 32 << 20
 _COMMON = frozenset({torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool})
 
 
-def pieces(offset: int, size: int, part: int = PART) -> Iterator[tuple[int, int]]:
-    """Yield (offset, size) of the pieces of a span, cut at every multiple of ``part``."""
-    end = offset + size
-    while offset < end:
-        until = min(end, (offset // part + 1) * part)
-        yield offset, until - offset
-        offset = until
-
-
-class Region:
-    """A span of host memory, of which the used parts are registered. Thread-safe."""
-
-    def __init__(self, base: int, size: int, register: Callable[[int, int], None]) -> None:
-        """``register(address, size)`` locks memory, or raises LaneUnavailable. ``base`` is the start of a page."""
-        self.base, self.size = base, size
-        self._register = register
-        self._lock = threading.Lock()
-        self._tried: set[int] = set()
-        self.registered: set[int] = set()
-        """Addresses of the registered parts."""
-        self.used_by: set[int] = set()
-        """GPUs that have copied here."""
-        self.closed = False
-        """Whether it registers nothing more."""
-
-    def prepare(self, offset: int, size: int) -> list[tuple[int, int]]:
-        """Register the parts of a span if possible; returns the pieces to copy it in. The copy works either way."""
-        cut = list(pieces(offset, size))
-        numbers = range(offset // PART, (offset + size - 1) // PART + 1)
-        if not self._tried.issuperset(numbers):
-            with self._lock:
-                for number in numbers:
-                    if number not in self._tried and not self.closed:
-                        self._try(number)
-                        self._tried.add(number)
-        return cut
-
-    def _try(self, number: int) -> None:
-        begin = number * PART
-        try:
-            self._register(self.base + begin, min(PART, self.size - begin))
-        except LaneUnavailable as error:
-            self.closed = True
-            _warn_once(error.reason)
-        else:
-            self.registered.add(self.base + begin)
-
-    def close(self) -> set[int]:
-        """Register nothing more; returns the addresses of what is registered."""
-        with self._lock:
-            self.closed = True
-            registered, self.registered = self.registered, set()
-            return registered
+# --- announced memory --------------------------------------------------------------------------------------------
 
 
 _warned = False
 
 
-def _warn_once(reason: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        logger.warning(
-            "cannot register shared memory with CUDA (%s); copies between the CPU and a GPU are slower without it: "
-            "raise the limit on locked memory (ulimit -l)",
-            reason,
-        )
+class Region:
+    """A span of host memory, of which the used parts are registered. Thread-safe."""
 
-
-class Regions:
-    """The announced memory of one process, by address. Thread-safe."""
-
-    def __init__(self) -> None:
+    def __init__(self, base: int, size: int, register: Callable[[int, int], object]) -> None:
+        """``register(address, size)`` locks memory, or raises LaneUnavailable. ``base`` is the start of a page."""
+        self.base, self.size, self._register = base, size, register
         self._lock = threading.Lock()
-        self._known: tuple[list[int], list[Region]] = ([], [])  # replaced as a whole, so that find() needs no lock
+        self._tried: set[int] = set()
+        self.registered: set[int] = set()
+        """Addresses of the registered parts."""
+        self._closed = False
+        self.used_by: set[int] = set()
+        """GPUs that have copied here."""
 
-    def add(self, region: Region) -> None:
+    def pieces(self, address: int, size: int) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the pieces to copy a span in, after registering its parts if possible.
+
+        The copy works either way.
+        """
+        first, last = (address - self.base) // PART, (address + size - 1 - self.base) // PART
+        begins = [self.base + number * PART for number in range(first, last + 1)]
+        if not self._tried.issuperset(begins):
+            with self._lock:
+                for begin in begins:
+                    if begin not in self._tried and not self._closed:
+                        self._try(begin)
+        edges = [address, *begins[1:], address + size]
+        return [(begin, end - begin) for begin, end in itertools.pairwise(edges)]
+
+    def _try(self, begin: int) -> None:
+        global _warned
+        try:
+            self._register(begin, min(PART, self.base + self.size - begin))
+        except LaneUnavailable as error:
+            self._closed = True
+            if not _warned:
+                _warned = True
+                logger.warning(
+                    "cannot register shared memory with CUDA (%s); copies between the CPU and a GPU are slower without "
+                    "it: raise the limit on locked memory (ulimit -l)",
+                    error.reason,
+                )
+        else:
+            self.registered.add(begin)
+        self._tried.add(begin)
+
+    def close(self) -> set[int]:
+        """Register nothing more; returns the addresses of what is registered."""
         with self._lock:
-            regions = sorted([*self._known[1], region], key=lambda known: known.base)
-            self._known = [known.base for known in regions], regions
-
-    def remove(self, base: int) -> Region | None:
-        with self._lock:
-            removed = next((region for region in self._known[1] if region.base == base), None)
-            regions = [region for region in self._known[1] if region is not removed]
-            self._known = [region.base for region in regions], regions
-        return removed
-
-    def find(self, address: int, size: int) -> Region | None:
-        """Return the region that contains the span, or None."""
-        bases, regions = self._known
-        place = bisect_right(bases, address) - 1
-        if place < 0 or address + size > regions[place].base + regions[place].size:
-            return None
-        return regions[place]
+            self._closed = True
+            registered, self.registered = self.registered, set()
+            return registered
 
 
-_regions = Regions()
-_in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()  # (event, tensors that are read until then)
-_reaping = threading.Lock()
+_lock = threading.Lock()
+_regions: list[Region] = []
+"""By address. Replaced as a whole, so that a look-up takes no lock."""
+
+
+def _base(region: Region) -> int:
+    return region.base
 
 
 def announce(base: int, size: int) -> None:
     """Announce ``size`` bytes of memory at ``base``, in whole pages, that GPUs will copy from and to."""
-    _regions.add(Region(base, size, lambda address, span: driver().register(address, span)))
+    global _regions
+    region = Region(base, size, lambda address, span: driver().register(address, span))
+    with _lock:
+        _regions = sorted([*_regions, region], key=_base)
 
 
 def withdraw(base: int) -> None:
     """Forget announced memory, before it is unmapped. Waits for the GPUs that used it."""
-    region = _regions.remove(base)
-    if region is None or not (registered := region.close()):
-        return
-    used_by = sorted(region.used_by)
-    for index in used_by:
-        torch.cuda.synchronize(index)
-    with driver().on(used_by[0]):
-        for address in registered:
-            driver().unregister(address)
-    reap_copies()
+    global _regions
+    with _lock:
+        removed = [region for region in _regions if region.base == base]
+        _regions = [region for region in _regions if region.base != base]
+    for region in removed:
+        if not (registered := region.close()):
+            continue
+        used_by = sorted(region.used_by)
+        for index in used_by:
+            torch.cuda.synchronize(index)
+        with driver().on(used_by[0]):
+            for address in registered:
+                driver().unregister(address)
+        reap_copies()
+
+
+def region_of(address: int, size: int) -> Region | None:
+    """Return the announced region that contains the span, or None."""
+    regions = _regions
+    place = bisect_right(regions, address, key=_base) - 1
+    if place < 0 or address + size > regions[place].base + regions[place].size:
+        return None
+    return regions[place]
+
+
+def _pieces(address: int, size: int, index: int) -> Sequence[tuple[int, int]]:
+    """(address, bytes) of the pieces in which the GPU ``index`` copies a span of host memory."""
+    region = region_of(address, size)
+    if region is None:
+        return ((address, size),)
+    region.used_by.add(index)
+    return region.pieces(address, size)
 
 
 # --- GPU to CPU --------------------------------------------------------------------------------------------------
@@ -169,16 +162,10 @@ def copy_out(tensor: torch.Tensor, address: int) -> None:
 
     Both must live until ``wait_for``. Raises LaneUnavailable.
     """
-    size, index, source = tensor.nbytes, tensor.device.index, tensor.data_ptr()
+    index, source = tensor.device.index, tensor.data_ptr()
     with driver().on(index):
         stream = torch.cuda.current_stream(index).cuda_stream
-        region = _regions.find(address, size)
-        if region is None:
-            driver().copy_out(address, source, size, stream)
-            return
-        region.used_by.add(index)
-        for offset, length in region.prepare(address - region.base, size):
-            begin = region.base + offset
+        for begin, length in _pieces(address, tensor.nbytes, index):
             driver().copy_out(begin, source + begin - address, length, stream)
 
 
@@ -220,24 +207,42 @@ def inbound(body: Encoded, index: int) -> Encoded:
 
 
 def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    reap_copies()
-    stream = torch.cuda.current_stream(device)
     arrived: list[torch.Tensor] = []
-    read: list[torch.Tensor] = []
+    announced: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in tensors:
-        size = tensor.nbytes
-        region = _regions.find(tensor.data_ptr(), size) if size and tensor.is_cpu else None
-        if region is None:
+        if _is_announced(tensor):
+            arrived.append(torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+            announced.append((arrived[-1], tensor))
+        else:
             # From ordinary memory, the driver has read the data when this returns.
             arrived.append(tensor.to(device, non_blocking=True))
-            continue
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        _copy_in(made, tensor.data_ptr(), region, stream)
-        arrived.append(made)
-        read.append(tensor)
-    if read:
-        _in_flight.append((stream.record_event(), read))
+    _copy_in(announced)
     return arrived
+
+
+def _is_announced(tensor: torch.Tensor) -> bool:
+    size = tensor.nbytes
+    return tensor.is_cpu and bool(size) and region_of(tensor.data_ptr(), size) is not None
+
+
+_in_flight: deque[tuple[Any, list[torch.Tensor]]] = deque()
+"""(event, tensors that are read until then)."""
+_reaping = threading.Lock()
+
+
+def _copy_in(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Queue copies to contiguous tensors of one GPU from contiguous ones in announced memory: (target, source)."""
+    reap_copies()
+    if not pairs:
+        return
+    device = pairs[0][0].device
+    stream = torch.cuda.current_stream(device)
+    with driver().on(device.index):
+        for target, tensor in pairs:
+            source = tensor.data_ptr()
+            for begin, length in _pieces(source, tensor.nbytes, device.index):
+                driver().copy_in(target.data_ptr() + begin - source, begin, length, stream.cuda_stream)
+    _in_flight.append((stream.record_event(), [tensor for _, tensor in pairs]))
 
 
 def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -268,24 +273,10 @@ def _copy_into_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:
     tensor = tensor.contiguous()  # no copy, unless it is a strided part of a larger one
     if not target.is_contiguous():
         target.copy_(_to_gpu([tensor], target.device)[0])  # the GPU arranges the strides
-        return
-    region = _regions.find(tensor.data_ptr(), tensor.nbytes)
-    if region is None:
+    elif _is_announced(tensor):
+        _copy_in([(target, tensor)])
+    else:
         target.copy_(tensor, non_blocking=True)  # see _to_gpu
-        return
-    reap_copies()
-    stream = torch.cuda.current_stream(target.device)
-    _copy_in(target, tensor.data_ptr(), region, stream)
-    _in_flight.append((stream.record_event(), [tensor]))
-
-
-def _copy_in(made: torch.Tensor, source: int, region: Region, stream: torch.cuda.Stream) -> None:
-    target = made.data_ptr() - source
-    region.used_by.add(made.device.index)
-    with driver().on(made.device.index):
-        for offset, length in region.prepare(source - region.base, made.nbytes):
-            begin = region.base + offset
-            driver().copy_in(target + begin, begin, length, stream.cuda_stream)
 
 
 def reap_copies() -> None:

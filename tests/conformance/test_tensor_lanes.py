@@ -26,8 +26,8 @@ from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
-from raytorchrpc.lanes.shm.arena import SLOTS, Arena, PeerArena
 from raytorchrpc.lanes.shm.lane import ShmLane
+from raytorchrpc.lanes.shm.memory import SLOTS, Arena, PeerArena
 from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until

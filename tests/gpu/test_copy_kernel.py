@@ -15,9 +15,8 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Scatter
 from raytorchrpc.lanes.cuda_ipc.mappings import Mappings
-from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.patterns.weights import model_pull
 from raytorchrpc.process.cuda_driver import Kernel, driver
 from tests.gpu.ends import ends, in_actor

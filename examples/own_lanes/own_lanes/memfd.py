@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,14 +32,6 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-size // _ALIGN) * _ALIGN
     return offsets, end
-
-
-class MemfdExport(Export):
-    def __init__(self, lane: MemfdLane, descriptor: tuple[int, str]) -> None:
-        self._lane, self.descriptor = lane, descriptor
-
-    def cancel(self) -> None:
-        self._lane.forget(self.descriptor[1])
 
 
 class MemfdLane(TensorLane):
@@ -85,7 +78,7 @@ class MemfdLane(TensorLane):
         except BaseException:
             self.forget(tag)
             raise
-        return MemfdExport(self, (fd, tag))
+        return Export((fd, tag), cancel=partial(self.forget, tag))
 
     def fetch(
         self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None

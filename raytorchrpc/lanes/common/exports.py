@@ -1,34 +1,15 @@
-"""What tensor lanes share to keep track of their exports."""
+"""Reclaims the memory of exports."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
-from raytorchrpc.lanes.base import Export
 from raytorchrpc.process import threads
-from raytorchrpc.tensors.cuda_streams import nothing
 
 #: A longer pause of a Janitor can be ended by ``wake`` (seconds).
 _SHORT_S = 0.05
-
-
-class CallbackExport(Export):
-    """An export made of its descriptor and of what its two methods call."""
-
-    __slots__ = ("_cancel", "_finished", "descriptor")
-
-    def __init__(self, descriptor: Any, cancel: Callable[[], object], finished: Callable[[], object] = nothing) -> None:
-        self.descriptor = descriptor
-        self._cancel, self._finished = cancel, finished
-
-    def cancel(self) -> None:
-        self._cancel()
-
-    def finished(self) -> None:
-        self._finished()
 
 
 class Janitor:

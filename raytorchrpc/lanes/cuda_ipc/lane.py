@@ -35,14 +35,11 @@ from raytorchrpc.lanes.base import (
     prepared,
 )
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
-from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
-from raytorchrpc.lanes.cuda_ipc.events import USES, SharedEvents, told
-from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, Exports
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Rows, Scatter
+from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, USES, Exports, Offer, SharedEvents
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
-from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.cuda_driver import driver
@@ -102,7 +99,7 @@ class CudaIpcLane(WindowLane):
         with driver().on(source):
             stream = self._events.current(source)[0]
             if not shared and in_message.suits(tensors, stream):
-                return CallbackExport(in_message.descriptor(tensors, devices[source], stream), nothing, nothing)
+                return Export(in_message.descriptor(tensors, devices[source], stream), nothing)
             if shared:
                 own = [self._place(tensor, found) for tensor in tensors]
                 placed = [(*place, tuple(place[0].stride())) for place in own]
@@ -113,9 +110,8 @@ class CudaIpcLane(WindowLane):
             number, out = self._exports.add(peer, kept, shared)
             ready = self._events.ready(source)
         places = tuple(tuple(place) for _, *place in placed)
-        descriptor = (number, devices[source], ready, places, shared, self._events.tag)
-        cancel, finish = partial(self._exports.cancel, number), partial(self._exports.finish, number, out)
-        return CallbackExport(descriptor, cancel, finish)
+        offer = Offer(number, devices[source], ready, places, shared, self._events.tag)
+        return Export(tuple(offer), partial(self._exports.cancel, number), partial(self._exports.finish, number, out))
 
     def _place(self, tensor: torch.Tensor, found: dict[int, tuple[int, bytes]]) -> tuple[torch.Tensor, bytes, int, int]:
         """Return (tensor to keep, handle of its allocation, offset in it, bytes from the first element to the last).
@@ -168,24 +164,25 @@ class CudaIpcLane(WindowLane):
     ) -> list[torch.Tensor]:
         if in_message.has(descriptor):
             return in_message.received(descriptor, self._devices, self._events.current, shapes, into)
-        number, target, _, places, shared, tag = told(descriptor, self._devices)
+        offer = Offer.checked(descriptor, self._devices)
+        target = offer.target
         device = torch.device("cuda", target)
         with driver().on(target):
-            with self._reading(peer, descriptor) as (mapped, stream, raw):
-                if not shared:
-                    arrived = self._copy(mapped, places, shapes, into, device, raw)
-                    self._copied_on(peer, descriptor, stream, raw)
+            with self._reading(peer, offer) as (mapped, stream, raw):
+                if not offer.shared:
+                    arrived = self._copy(mapped, offer.places, shapes, into, device, raw)
+                    self._copied_on(peer, offer, stream, raw)
                     return arrived
-                flags = self._events.page_of(peer, tag)
+                flags = self._events.page_of(peer, offer.tag)
                 # Prepare the event now: a finalizer releases the tensors, and may take no lock.
                 returning = self._returning[target]
                 self._events.record(target, returning, returning.cuda_stream)
-            loan = Loan(lambda: self._release(flags, number, stream))
+            loan = Loan(lambda: self._release(flags, offer.number, stream))
             return [
                 torch.empty(shape[1], dtype=shape[0], device=device)
                 if mapping is None
                 else tensor_over(mapping, offset, size, shape, strides, loan)
-                for mapping, (_, offset, size, strides), shape in zip(mapped, places, shapes, strict=True)
+                for mapping, (_, offset, size, strides), shape in zip(mapped, offer.places, shapes, strict=True)
             ]
 
     @checked
@@ -200,11 +197,11 @@ class CudaIpcLane(WindowLane):
             for tensor, its in zip(flat, parts, strict=True):
                 left += [(part.target, part.view_of(tensor)) for part in its]
             return left
-        _, index, _, places, _, _ = told(descriptor, self._devices)
-        cuda = driver()
+        offer, cuda = Offer.checked(descriptor, self._devices), driver()
+        index = offer.target
         kernel = partial(COPY_ROWS.on, index, cuda)
-        with cuda.on(index), self._reading(peer, descriptor) as (mapped, stream, raw):
-            for mapping, (_, begin, _, piece) in zip(mapped, places, strict=True):
+        with cuda.on(index), self._reading(peer, offer) as (mapped, stream, raw):
+            for mapping, (_, begin, _, piece) in zip(mapped, offer.places, strict=True):
                 if mapping is None:
                     continue
                 for number in piece:
@@ -214,34 +211,33 @@ class CudaIpcLane(WindowLane):
                     scatter = prepared(its, (self.name, index, size, raw != _DEFAULT), make)
                     left += scatter.queue(its, address, stream.device, cuda, kernel, raw)
                     begin += size
-            self._copied_on(peer, descriptor, stream, raw)
+            self._copied_on(peer, offer, stream, raw)
         return left
 
     @contextlib.contextmanager
-    def _reading(self, peer: str, descriptor: Any) -> Iterator[tuple[list[Mapped | None], torch.cuda.Stream, int]]:
+    def _reading(self, peer: str, offer: Offer) -> Iterator[tuple[list[Mapped | None], torch.cuda.Stream, int]]:
         """Yield the mapped allocations, and the stream on which they can be read. Releases the export if that fails."""
-        number, target, ready, places, _, tag = descriptor
+        device = torch.device("cuda", offer.target)
         try:
-            flags, device = self._events.page_of(peer, tag), torch.device("cuda", target)
+            flags = self._events.page_of(peer, offer.tag)
         except Gone as gone:
             raise never_fetched(peer) from gone
         # The user's own stream: its memory belongs to it, and what it queues next needs the data anyway.
-        stream, raw = self._events.current(target)
+        stream, raw = self._events.current(offer.target)
         try:
-            mapped = [self._mappings.get(handle, device) if size else None for handle, _, size, _ in places]
-            self._events.opened(ready, target).wait(stream)
+            mapped = [self._mappings.get(handle, device) if size else None for handle, _, size, _ in offer.places]
+            self._events.opened(offer.ready, offer.target).wait(stream)
             yield mapped, stream, raw
         except BaseException as error:  # for instance, no memory is left
             stream.synchronize()
-            flags[number] = UNUSED
+            flags[offer.number] = UNUSED
             if isinstance(error, LaneUnavailable) and self._events.is_dead(peer):  # CUDA could not map its memory
                 raise PeerLost(peer, f"its process ended before its tensors were fetched ({error.reason})") from error
             raise
 
-    def _copied_on(self, peer: str, descriptor: Any, stream: torch.cuda.Stream, raw: int) -> None:
+    def _copied_on(self, peer: str, offer: Offer, stream: torch.cuda.Stream, raw: int) -> None:
         """Tell the sender that what is queued on this stream reads its memory for the last time."""
-        number, target, _, _, _, tag = descriptor
-        self._events.page_of(peer, tag)[number] = COPIED + self._events.record(target, stream, raw)
+        self._events.page_of(peer, offer.tag)[offer.number] = COPIED + self._events.record(offer.target, stream, raw)
 
     def _copy(
         self,
@@ -260,7 +256,7 @@ class CudaIpcLane(WindowLane):
                 tensor = packing.room([shapes[index] for index in piece], device)
             if mapping is not None:
                 within(0, size, tensor.nbytes)
-                copies.rows.append((tensor.data_ptr(), mapping.at(offset, size), size, 1, 0, 0))
+                copies.rows.append(Rows(tensor.data_ptr(), mapping.at(offset, size), size, 1, 0, 0))
             arrived.append(tensor)
         copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, cuda), stream)
         return packing.unpack(arrived, [place[3] for place in places], shapes)
@@ -280,22 +276,23 @@ class CudaIpcLane(WindowLane):
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):
             return
-        number, target, _, _, shared, tag = descriptor
-        if not shared:
+        offer = Offer(*descriptor)
+        if not offer.shared:
             return
         with contextlib.suppress(Gone):  # then no process waits for it
-            page = self._events.page_of(peer, tag)
-            if page[number] == OUT:  # the method keeps some of the tensors
-                page[USES + number] = 1 + self._events.record(target, *self._events.current(target))
+            page = self._events.page_of(peer, offer.tag)
+            if page[offer.number] == OUT:  # the method keeps some of the tensors
+                place = self._events.record(offer.target, *self._events.current(offer.target))
+                page[USES + offer.number] = 1 + place
 
     def prepare(self, peer: str, descriptor: Any) -> None:
         """Map the memory meanwhile, on another thread: that takes 6 to 17 ms for each allocation of another GPU."""
         with contextlib.suppress(*MALFORMED, threads.ThreadShortage):
             if not in_message.has(descriptor):
-                _, target, _, places, _, _ = told(descriptor, self._devices)
-                handles = {handle for handle, _, size, _ in places if size}
+                offer = Offer.checked(descriptor, self._devices)
+                handles = {handle for handle, _, size, _ in offer.places if size}
                 if not all(map(self._mappings.is_mapped, handles)):
-                    threads.start(self._map, handles, target, name="raytorchrpc-cuda-map")
+                    threads.start(self._map, handles, offer.target, name="raytorchrpc-cuda-map")
 
     def _map(self, handles: Iterable[bytes], index: int) -> None:
         with contextlib.suppress(LaneUnavailable), driver().on(index):  # who fetches from it finds out
@@ -306,8 +303,8 @@ class CudaIpcLane(WindowLane):
         with contextlib.suppress(LaneUnavailable, *MALFORMED):  # the peer is gone
             if in_message.has(descriptor):
                 return
-            number, *_, tag = told(descriptor, self._devices)
-            self._events.page_of(peer, tag)[number] = UNUSED
+            offer = Offer.checked(descriptor, self._devices)
+            self._events.page_of(peer, offer.tag)[offer.number] = UNUSED
 
     # --- the end ---------------------------------------------------------------------------------------------
 

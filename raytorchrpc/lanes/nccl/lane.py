@@ -36,7 +36,6 @@ from raytorchrpc.lanes.base import (
     checked,
 )
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.exports import CallbackExport
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier
 from raytorchrpc.lanes.nccl.protocol import End, Kept, NotSent, TimedOut
 from raytorchrpc.lanes.setup import LaneSetup
@@ -224,7 +223,7 @@ class NcclLane(TensorLane):
             self._kept.pop(number, None)
             raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
         descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
-        return CallbackExport(descriptor, partial(self._kept.pop, number, None), kept.precede)
+        return Export(descriptor, partial(self._kept.pop, number, None), kept.precede)
 
     def _check_apart(self, peer: str, mine: int, its: int) -> None:
         address = self._peers.get(peer)

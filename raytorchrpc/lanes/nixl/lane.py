@@ -30,7 +30,7 @@ from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, checked
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.common.exports import CallbackExport, Janitor
+from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
@@ -140,7 +140,7 @@ class NixlLane(TensorLane):
             offer = _Offer(number, None, places, members)
             self._out[number] = _Exported(link, blocks, ())
         self._janitor.wake()
-        return CallbackExport(tuple(offer), partial(self._release, number), self.reap)
+        return Export(tuple(offer), partial(self._release, number), self.reap)
 
     def _lay_out_cuda(
         self, number: int, tensors: Sequence[torch.Tensor], link: Link, devices: Mapping[int, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy
@@ -19,14 +20,6 @@ from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, Tens
 from raytorchrpc.tensors import dtypes
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.dtypes import Shape
-
-
-class Box(Export):
-    def __init__(self, lane: Depot, descriptor: Any) -> None:
-        self.lane, self.descriptor = lane, descriptor
-
-    def cancel(self) -> None:
-        self.lane.cancelled.append(self.descriptor)
 
 
 class Depot(TensorLane):
@@ -55,7 +48,8 @@ class Depot(TensorLane):
             raise LaneUnavailable(self.name, self.refuses)
         self.exported += 1
         self.stored[self.exported] = [tensor.clone() for tensor in tensors]
-        return Box(self, (self.exported, "box"))
+        descriptor = (self.exported, "box")
+        return Export(descriptor, cancel=partial(self.cancelled.append, descriptor))
 
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         if self.refuses:

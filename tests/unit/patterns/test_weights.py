@@ -16,7 +16,7 @@ from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
-from raytorchrpc.lanes.shm.read_only import Borrower, Lender
+from raytorchrpc.lanes.shm.memory import Borrower, Lender
 from raytorchrpc.patterns.weights.model_pull import PulledVersions
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan

@@ -21,7 +21,7 @@ from raytorchrpc.group.changes import Announcer, Change, EventBus
 from raytorchrpc.group.roster import GroupState
 from raytorchrpc.lanes.base import Message, PeerAddress
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.shm.parallel_copy import Copier
+from raytorchrpc.lanes.shm.lane import Copier
 from raytorchrpc.process import threads
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers

@@ -11,9 +11,9 @@ import torch
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
 from raytorchrpc.lanes.base import Message, Part, checked
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.cuda_ipc import events
+from raytorchrpc.lanes.cuda_ipc.copies import Scatter
+from raytorchrpc.lanes.cuda_ipc.exports import FLAGS, Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
-from raytorchrpc.lanes.cuda_ipc.regions import Scatter
 from raytorchrpc.lanes.nixl.memory import check_members
 from raytorchrpc.rdt.transfer import filled
 from raytorchrpc.tensors.codec import Encoded
@@ -127,10 +127,11 @@ def test_memory_of_a_peers_gpu_ends_where_it_ends() -> None:
 
 
 def test_numbers_and_devices_of_a_shared_page() -> None:
-    assert events.told((5, 0, "more"), (0, 1)) == (5, 0, "more")
-    for number, device in ((-1, 0), (events.FLAGS, 0), (5, 2), (5, -1)):
+    rest = (b"", (), False, "tag")
+    assert Offer.checked((5, 0, *rest), (0, 1)).tag == "tag"
+    for number, device in ((-1, 0), (FLAGS, 0), (5, 2), (5, -1)):
         with pytest.raises(ValueError, match=r"are not in|not in tuple"):
-            events.told((number, device), (0, 1))
+            Offer.checked((number, device, *rest), (0, 1))
 
 
 def test_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:

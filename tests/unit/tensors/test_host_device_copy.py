@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import threading
 
@@ -14,23 +15,7 @@ from raytorchrpc.lanes.cuda_ipc.mappings import Loan
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import span_of
-from raytorchrpc.tensors.host_device_copy import PART, Region, Regions, pieces
-
-
-@pytest.mark.parametrize(
-    ("offset", "size", "expected"),
-    [
-        (0, 5, [(0, 5)]),
-        (0, 10, [(0, 10)]),
-        (7, 3, [(7, 3)]),
-        (7, 4, [(7, 3), (10, 1)]),
-        (10, 25, [(10, 10), (20, 10), (30, 5)]),
-        (9, 12, [(9, 1), (10, 10), (20, 1)]),
-        (3, 0, []),
-    ],
-)
-def test_a_span_is_cut_where_registrations_meet(offset: int, size: int, expected: list[tuple[int, int]]) -> None:
-    assert list(pieces(offset, size, 10)) == expected
+from raytorchrpc.tensors.host_device_copy import PART, Region, region_of
 
 
 class Registrar:
@@ -49,27 +34,48 @@ class Registrar:
 BASE = 1 << 40
 
 
+@pytest.mark.parametrize(
+    ("offset", "size", "cuts"),
+    [
+        (0, 5, []),
+        (0, PART, []),
+        (PART - 3, 3, []),
+        (PART - 3, 4, [PART]),
+        (PART, 2 * PART + 5, [2 * PART, 3 * PART]),
+        (PART - 1, PART + 2, [PART, 2 * PART]),
+    ],
+)
+def test_a_span_is_cut_where_registrations_meet(offset: int, size: int, cuts: list[int]) -> None:
+    registrar = Registrar()
+    edges = [BASE + edge for edge in (offset, *cuts, offset + size)]
+    assert Region(BASE, 8 * PART, registrar).pieces(BASE + offset, size) == [
+        (begin, end - begin) for begin, end in itertools.pairwise(edges)
+    ]
+    assert registrar.calls == [(BASE + (edge - BASE) // PART * PART, PART) for edge in edges[:-1]]
+
+
 def test_memory_is_registered_once_and_only_where_it_is_used() -> None:
     registrar = Registrar()
     region = Region(BASE, 3 * PART + 4096, registrar)
-    assert region.prepare(PART + 5, 10) == [(PART + 5, 10)]
-    assert registrar.calls == [(BASE + PART, PART)]
-    assert region.prepare(2 * PART - 1, 2) == [(2 * PART - 1, 1), (2 * PART, 1)]
-    assert registrar.calls == [(BASE + PART, PART), (BASE + 2 * PART, PART)]
-    region.prepare(3 * PART, 4096)
-    assert registrar.calls[2:] == [(BASE + 3 * PART, 4096)], "the last part ends with the region"
-    region.prepare(PART, 2 * PART)
-    assert len(registrar.calls) == 3
+    for offset, size, new in (
+        (PART + 5, 10, [(PART, PART)]),
+        (2 * PART - 1, 2, [(2 * PART, PART)]),
+        (3 * PART, 4096, [(3 * PART, 4096)]),  # the last part ends with the region
+        (PART, 2 * PART, []),
+    ):
+        before = len(registrar.calls)
+        region.pieces(BASE + offset, size)
+        assert registrar.calls[before:] == [(BASE + begin, length) for begin, length in new]
     assert region.close() == {BASE + PART, BASE + 2 * PART, BASE + 3 * PART}
     assert region.close() == set()
-    region.prepare(0, 10)
+    region.pieces(BASE, 10)
     assert len(registrar.calls) == 3, "a closed region registers nothing more"
 
 
 def test_many_threads_register_each_part_once() -> None:
     registrar = Registrar()
     region = Region(BASE, 64 * PART, registrar)
-    threads = [threading.Thread(target=region.prepare, args=(0, 64 * PART)) for _ in range(8)]
+    threads = [threading.Thread(target=region.pieces, args=(BASE, 64 * PART)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -85,33 +91,29 @@ def test_memory_that_cannot_be_registered_is_told_of_once_and_not_tried_again(
         for base in (BASE, 2 * BASE):
             registrar = Registrar(refuses_after=1)
             region = Region(base, 8 * PART, registrar)
-            assert list(region.prepare(0, 3 * PART)) == [(0, PART), (PART, PART), (2 * PART, PART)]
-            region.prepare(0, 8 * PART)
+            assert region.pieces(base, 3 * PART) == [(base + number * PART, PART) for number in range(3)]
+            region.pieces(base, 8 * PART)
             assert len(registrar.calls) == 2
             assert region.close() == {base}
     (record,) = caplog.records
     assert "no memory may be locked" in record.getMessage() and "are slower" in record.getMessage()
 
 
-def test_regions_are_found_by_address() -> None:
-    regions = Regions()
-    for base in (1000, 5000, 3000):
-        regions.add(Region(base, 1000, Registrar()))
-    for address, size, base in [(1000, 1000, 1000), (3999, 1, 3000), (5500, 100, 5000)]:
-        found = regions.find(address, size)
-        assert found is not None and found.base == base
-    for address, size in [(999, 1), (999, 10), (1500, 501), (2500, 1), (6000, 1), (4000, 1)]:
-        assert regions.find(address, size) is None
-    removed = regions.remove(3000)
-    assert removed is not None and regions.find(3500, 1) is None
-    assert regions.remove(3000) is None
-    assert regions.find(1500, 1) is not None
-
-
-def test_withdrawing_what_was_never_used_needs_no_gpu() -> None:
-    host_device_copy.announce(BASE, PART)
-    host_device_copy.withdraw(BASE)
-    host_device_copy.withdraw(BASE)
+def test_announced_memory_is_found_by_address_until_it_is_withdrawn() -> None:
+    """Withdrawing what was never used needs no GPU."""
+    bases = [BASE + 2000 * number for number in (0, 2, 1)]
+    for base in bases:
+        host_device_copy.announce(base, 1000)
+    for offset, size, begin in [(0, 1000, 0), (2999, 1, 2000), (4500, 100, 4000)]:
+        found = region_of(BASE + offset, size)
+        assert found is not None and found.base == BASE + begin
+    for offset, size in [(-1, 1), (-1, 10), (500, 501), (1500, 1), (5000, 1), (3000, 1)]:
+        assert region_of(BASE + offset, size) is None
+    host_device_copy.withdraw(bases[2])
+    assert region_of(bases[2], 1) is None and region_of(bases[1], 1) is not None
+    for base in bases:
+        host_device_copy.withdraw(base)
+    assert not host_device_copy._regions
 
 
 def test_a_body_without_anything_to_move_is_taken_as_it_is() -> None:

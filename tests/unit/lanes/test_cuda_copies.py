@@ -14,11 +14,9 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Part, Parts, prepared
-from raytorchrpc.lanes.common import packing, regions
-from raytorchrpc.lanes.common.regions import Dimension, Rows, collapse, copies
-from raytorchrpc.lanes.cuda_ipc import copy_kernel
-from raytorchrpc.lanes.cuda_ipc.copy_kernel import COPY_ROWS, Copies
-from raytorchrpc.lanes.cuda_ipc.regions import Scatter
+from raytorchrpc.lanes.common import packing
+from raytorchrpc.lanes.cuda_ipc import copies as module
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Dimension, Rows, Scatter, collapse, rows_of
 from raytorchrpc.process.cuda_driver import Driver, Kernel
 from raytorchrpc.tensors.dtypes import OutOfBounds, span_of
 from tests.unit.host_kernels import HostDriver
@@ -86,9 +84,9 @@ def any_target(chance: random.Random, shape: tuple[int, ...], dtype: torch.dtype
 @pytest.mark.parametrize("fast", ["rows alone", "as it decides", "a temporary"])
 def test_any_region_goes_into_any_target(monkeypatch: pytest.MonkeyPatch, fast: str) -> None:
     if fast == "rows alone":
-        monkeypatch.setattr(regions, "_DENSE", 0)
+        monkeypatch.setattr(module, "_DENSE", 0)
     elif fast == "a temporary":
-        monkeypatch.setattr(regions, "_DENSE", 1 << 40)
+        monkeypatch.setattr(module, "_DENSE", 1 << 40)
     chance = random.Random(fast)
     for _ in range(1500):
         shape = tuple(chance.choice([0, 1, 1, 2, 3, 4, 5, 5]) for _ in range(chance.randrange(5)))
@@ -116,13 +114,13 @@ def test_any_region_goes_into_any_target(monkeypatch: pytest.MonkeyPatch, fast: 
 
 @pytest.mark.parametrize("max_pitch", [1, 40, MANY])
 def test_rows_are_what_cuda_can_copy(monkeypatch: pytest.MonkeyPatch, max_pitch: int) -> None:
-    monkeypatch.setattr(regions, "_DENSE", 0)
+    monkeypatch.setattr(module, "_DENSE", 0)
     chance = random.Random(max_pitch)
     several = 0
     for _ in range(500):
         shape = tuple(chance.randint(1, 6) for _ in range(chance.randrange(5)))
         strides, target = any_strides(chance, shape), any_target(chance, shape, torch.int32)[1]
-        found = copies(shape, 4, strides, target.stride(), max_pitch)
+        found = rows_of(shape, 4, strides, target.stride(), max_pitch)
         assert found is not None
         assert sum(rows.width * rows.number for rows in found) == target.nbytes
         for rows in found:
@@ -146,26 +144,26 @@ def test_dimensions_that_are_contiguous_on_both_sides_become_one() -> None:
 def test_a_column_shard_is_one_copy() -> None:
     """Half of the columns of a matrix of 4096 x 4096, to a matrix of its own and into the other half of another."""
     shape, strides = (4096, 2048), (4096, 1)
-    assert copies(shape, 2, strides, (2048, 1), MANY) == (Rows(0, 0, 4096, 4096, 8192, 4096),)
-    assert copies(shape, 2, strides, (4096, 1), MANY) == (Rows(0, 0, 4096, 4096, 8192, 8192),)
-    assert copies((2048, 4096), 2, strides, (4096, 1), MANY) == (Rows(0, 0, 1 << 24, 1, 1 << 24, 1 << 24),)
+    assert rows_of(shape, 2, strides, (2048, 1), MANY) == (Rows(0, 0, 4096, 4096, 8192, 4096),)
+    assert rows_of(shape, 2, strides, (4096, 1), MANY) == (Rows(0, 0, 4096, 4096, 8192, 8192),)
+    assert rows_of((2048, 4096), 2, strides, (4096, 1), MANY) == (Rows(0, 0, 1 << 24, 1, 1 << 24, 1 << 24),)
 
 
 def test_a_shard_of_a_stack_of_matrices_is_one_copy_for_each() -> None:
-    found = copies((8, 512, 1024), 2, (2048 * 2048, 2048, 1), (512 * 1024, 1024, 1), MANY)
+    found = rows_of((8, 512, 1024), 2, (2048 * 2048, 2048, 1), (512 * 1024, 1024, 1), MANY)
     each = (1 << 23, 1 << 20)
-    assert found == tuple(Rows(i * each[0], i * each[1], 2048, 512, 4096, 2048) for i in range(8))
+    assert found == tuple(Rows(i * each[1], i * each[0], 2048, 512, 4096, 2048) for i in range(8))
     # Many columns of few rows: the outermost dimension has the rows.
-    found = copies((8192, 2, 1024), 2, (4096, 2048, 1), (4096, 1024, 1), MANY)
-    assert found == tuple(Rows(i * 4096, i * 2048, 2048, 8192, 8192, 8192) for i in range(2))
+    found = rows_of((8192, 2, 1024), 2, (4096, 2048, 1), (4096, 1024, 1), MANY)
+    assert found == tuple(Rows(i * 2048, i * 4096, 2048, 8192, 8192, 8192) for i in range(2))
 
 
 def test_a_temporary_is_used_only_where_little_lies_between() -> None:
-    transposed = copies((2048, 2048), 2, (1, 2048), (2048, 1), MANY)
+    transposed = rows_of((2048, 2048), 2, (1, 2048), (2048, 1), MANY)
     assert transposed is None
-    one_column = copies((1 << 20, 1), 4, (1 << 10, 1), (1, 1), MANY)
+    one_column = rows_of((1 << 20, 1), 4, (1 << 10, 1), (1, 1), MANY)
     assert one_column == (Rows(0, 0, 4, 1 << 20, 4096, 4),), "not with 4 GiB around it"
-    assert copies((64, 64, 64), 4, (10000, 128, 1), (64 * 64, 64, 1), MANY) is None, "64 small copies"
+    assert rows_of((64, 64, 64), 4, (10000, 128, 1), (64 * 64, 64, 1), MANY) is None, "64 small copies"
 
 
 @pytest.mark.parametrize("compiled", [no_kernel, kernel])
@@ -204,8 +202,8 @@ def test_copies_of_parts_that_come_again_need_only_the_memory(compiled: Callable
 
 def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of whole tensors and those of rows, and large ones in parts."""
-    monkeypatch.setattr(copy_kernel, "_LARGEST", 1 << 16)
-    monkeypatch.setattr(copy_kernel, "_THREADS", 64)
+    monkeypatch.setattr(module, "_LARGEST", 1 << 16)
+    monkeypatch.setattr(module, "_THREADS", 64)
     copying, chance = HostDriver(COPY_ROWS), random.Random(7)
     for spare in (0, 8):
         flat, parts, wholes = numbered(1 << 18), [], []
@@ -272,15 +270,17 @@ def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
 
 def test_copies_for_kernels_are_alike_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long ones, many rows, rows that are too long, and more than one kernel takes."""
-    monkeypatch.setattr(copy_kernel, "_LARGEST", 64)
+    monkeypatch.setattr(module, "_LARGEST", 64)
     copying = HostDriver(COPY_ROWS)
     flat, target = numbered(1 << 15), torch.zeros(1 << 15, dtype=torch.uint8)
     begin = target.data_ptr()
-    long, many, wide = (begin, 0, 10_001, 1, 0, 0), (begin + 10_240, 11_000, 24, 100, 32, 24), (0,) * 6
-    wide = (begin + 13_000, 15_000, 200, 5, 256, 300)
-    Copies([long, many, wide, *[(begin + 20_000 + 8 * at, 20_000 + 8 * at, 8, 1, 0, 0) for at in range(20)]]).queue(
-        flat.data_ptr(), Memory(), lambda: Kernel(copying, 0), 0
-    )
+    rows = [
+        Rows(begin, 0, 10_001, 1, 0, 0),
+        Rows(begin + 10_240, 11_000, 24, 100, 32, 24),
+        Rows(begin + 13_000, 15_000, 200, 5, 256, 300),
+        *(Rows(begin + 20_000 + 8 * at, 20_000 + 8 * at, 8, 1, 0, 0) for at in range(20)),
+    ]
+    Copies(rows).queue(flat.data_ptr(), Memory(), lambda: Kernel(copying, 0), 0)
     assert torch.equal(target[:10_001], flat[:10_001])
     rows = flat[11_000:14_200].view(100, 32)[:, :24]
     assert torch.equal(target[10_240:12_640].view(100, 24), rows)
@@ -295,7 +295,7 @@ def test_copies_for_kernels_are_alike_in_size(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_beside_other_work_large_copies_are_left_to_the_copy_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_kernel, "_LARGEST", 64)
+    monkeypatch.setattr(module, "_LARGEST", 64)
     driven: list[int] = []
 
     class Counted(Memory):
@@ -307,7 +307,7 @@ def test_beside_other_work_large_copies_are_left_to_the_copy_engines(monkeypatch
     flat, target = numbered(1 << 13), torch.zeros(1 << 13, dtype=torch.uint8)
     sizes = [8, 64, 100, 30, 65] * 4
     begins = [sum(sizes[:number]) for number in range(len(sizes))]
-    rows = [(target.data_ptr() + begin, begin, size, 1, 0, 0) for begin, size in zip(begins, sizes, strict=True)]
+    rows = [Rows(target.data_ptr() + begin, begin, size, 1, 0, 0) for begin, size in zip(begins, sizes, strict=True)]
     for beside, ready, wanted in (
         (False, kernel, []),
         (True, kernel, [100, 65] * 4),

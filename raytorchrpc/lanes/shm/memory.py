@@ -1,9 +1,9 @@
-"""An arena of slots that two processes of one host share. A receiver returns a slot by clearing a flag.
+"""The memory that two processes of one host share: arenas of slots for messages, and windows that their owner lends.
 
-The arena is a memfd: it has no name in a file system, so a killed process leaves nothing behind, and /dev/shm does not
-limit its size. A peer opens it through /proc, which the kernel allows only to the same user. The beginning of the arena
-holds one state byte for each slot. A receiver clears that byte to return the slot, without a message and without waking
-a thread.
+It is in memfds: they have no name in a file system, so a killed process leaves nothing behind, and /dev/shm does not
+limit their size. A peer opens them through /proc, which the kernel allows only to the same user. The beginning of an
+arena holds one state byte for each slot. A receiver clears that byte to return the slot, without a message and without
+waking a thread. A window has no receiver that returns it: its owner finds out by other means when all have read it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.common.shared_memory import LIBC, SharedAddress, SharedBytes, map_shared, open_shared
+from raytorchrpc.lanes.common.shared_memory import LIBC, SharedAddress, SharedBytes, is_open, map_shared, open_shared
 from raytorchrpc.process import fork
 from raytorchrpc.tensors.dtypes import within
 
@@ -231,3 +231,91 @@ def _on_dropped(states: numpy.ndarray, pid: int, index: int, held: weakref.ref[n
     _held.pop(id(held), None)
     if os.getpid() == pid:  # the parent may still use what a forked child drops
         states[index] = _FREE
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+#: A descriptor: (addresses of the pieces, for each tensor (piece, offset)).
+Places = tuple[tuple[tuple[int, int, str, int], ...], tuple[tuple[int, int], ...]]
+
+
+class Lender:
+    """The memory that this process lends. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, SharedBytes] = {}
+        """By address in this process."""
+
+    def make(self, size: int) -> torch.Tensor:
+        """Make a piece, as flat uint8. It is lent as long as a tensor on it lives. Raises LaneUnavailable."""
+        shared = SharedBytes(max(1, size))
+        array = shared.bytes[:size]  # a new array, which dies with the last tensor on it
+        begin = shared.bytes.ctypes.data
+        self._pieces[begin] = shared
+        weakref.finalize(array, self._drop, begin).atexit = False
+        return torch.from_numpy(array)
+
+    def _drop(self, begin: int) -> None:
+        if (shared := self._pieces.pop(begin, None)) is not None:
+            shared.close(free=True)
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> Places | None:
+        """Return where these tensors are, or None unless all of them lie in lent memory."""
+        if not (pieces := self._pieces.copy()):
+            return None
+        used: dict[int, int] = {}
+        found = []
+        begin, shared = next(iter(pieces.items()))
+        for tensor in tensors:
+            address = tensor.data_ptr() if tensor.nbytes else begin
+            if not begin <= address < begin + shared.address.size:
+                for begin, shared in pieces.items():
+                    if begin <= address < begin + shared.address.size:
+                        break
+                else:
+                    return None
+            if not tensor.is_contiguous():
+                return None
+            found.append((used.setdefault(begin, len(used)), address - begin))
+        return tuple((*pieces[begin].address,) for begin in used), tuple(found)
+
+    def close(self) -> None:
+        """Prevent peers from mapping it from now on. Its tensors stay valid."""
+        for shared in list(self._pieces.values()):
+            shared.close()
+        self._pieces.clear()
+
+
+class Borrower:
+    """The memory that peers lend, mapped here for as long as they lend it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapped: dict[tuple[str, SharedAddress], numpy.ndarray] = {}
+        """By peer and address."""
+
+    def bytes_at(self, peer: str, address: SharedAddress) -> numpy.ndarray:
+        """Map a piece. Raises LaneUnavailable."""
+        key = peer, address
+        with self._lock:
+            array = self._mapped.get(key)
+            if array is None:
+                self._unmap_closed()  # a peer that lends a new piece may have dropped others
+                array = self._mapped[key] = map_shared(address)
+            return array
+
+    def _unmap_closed(self) -> None:
+        for key in [key for key in self._mapped if not is_open(key[1])]:
+            del self._mapped[key]
+
+    def mapped(self, peer: str) -> int:
+        """Bytes of the memory that a peer lends and that is mapped here."""
+        with self._lock:
+            self._unmap_closed()
+            return sum(address.size for owner, address in self._mapped if owner == peer)
+
+    def forget(self, peer: str | None = None) -> None:
+        """Unmap the memory of that peer, or of all peers if None."""
+        with self._lock:
+            for key in [key for key in self._mapped if peer is None or key[0] == peer]:
+                del self._mapped[key]
