@@ -17,12 +17,10 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.cases import Case, Options
-from raytorchrpc.bench.results import Run
-from raytorchrpc.bench.rows import Device, Row
-from raytorchrpc.bench.run import measure
-from raytorchrpc.bench.schedule import BLOCK, rounds
-from raytorchrpc.bench.tables import Table, not_measured, plain
+from raytorchrpc.bench.cases import Case, Options, Row
+from raytorchrpc.bench.reports import Table, not_measured, plain
+from raytorchrpc.bench.results import Device, Run
+from raytorchrpc.bench.schedule import BLOCK, measure, rounds
 
 T = TypeVar("T")
 Pick = Callable[[T, T, T], T]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raytorchrpc.bench.fit import nonnegative_terms
-from raytorchrpc.bench.tables import grid
+from raytorchrpc.bench.reports import grid
+from raytorchrpc.bench.results import nonnegative_terms
 
 #: What the document predicts for (members).
 FAR = 1000

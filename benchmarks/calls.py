@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks._harness import Pick, engine, ratios, show
-from raytorchrpc.bench.cases import Case
-from raytorchrpc.bench.rows import PATTERN_ROWS, choose
+from raytorchrpc.bench.cases import PATTERN_ROWS, Case, choose
 
 SIZES = 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000
 TARGETS = {("quiet, nothing", "ray"): 0.7, ("quiet, 40 MB", "ray"): 0.5}

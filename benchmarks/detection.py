@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable
 
 from benchmarks._harness import Pick
-from raytorchrpc.bench.tables import Table, plain
+from raytorchrpc.bench.reports import Table, plain
 from tests.multihost.conftest import cluster
 from tests.multihost.rig import Host
 from tests.multihost.session import Driver, driver

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from raytorchrpc.bench.plots import label_logarithmic
+from raytorchrpc.bench.reports import label_logarithmic
 from raytorchrpc.bench.results import Run, read_run, show_size
 
 #: By row: label, colour (Okabe and Ito's palette for colour-blind readers), marker, dashes. Drawn where measured.

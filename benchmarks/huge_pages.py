@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks._harness import Pick, engine, ratios, show
-from raytorchrpc.bench.cases import Case
-from raytorchrpc.bench.rows import Row
+from raytorchrpc.bench.cases import Case, Row
 
 TORCHRPC = ("socket", "torchrpc")
 #: The routes. The second is torchrpc's route between hosts, here over loopback.

@@ -16,9 +16,9 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 
 import raytorchrpc as rtr
 from benchmarks._harness import Pick, engine, gpu_count, ratios, show
-from raytorchrpc.bench.cases import Case
-from raytorchrpc.bench.rows import Device, Row
-from raytorchrpc.bench.tables import plain, tables
+from raytorchrpc.bench.cases import Case, Row
+from raytorchrpc.bench.reports import plain, tables
+from raytorchrpc.bench.results import Device
 
 OURS, PLAIN, EMPTY = "TORCHRPC", "plain Ray", "empty"
 SIZES: dict[Device, tuple[int, ...]] = {

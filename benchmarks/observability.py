@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Pick, engine, ratios, show
-from raytorchrpc.bench.cases import Case
-from raytorchrpc.bench.rows import Row
+from raytorchrpc.bench.cases import Case, Row
 
 OPTIONS = ("against",)
 HERE = str(Path(__file__).resolve().parents[1])

@@ -20,7 +20,7 @@ import raytorchrpc as rtr
 from benchmarks._harness import Pick
 from benchmarks._resources import Held
 from benchmarks._soak_members import AsyncSoaker, Soaker
-from raytorchrpc.bench.tables import Table, plain
+from raytorchrpc.bench.reports import Table, plain
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
 OPTIONS = ("calls",)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks._harness import Line, Pick, Skipped, engine, gpu_count, ratios, show
-from raytorchrpc.bench.cases import Case
-from raytorchrpc.bench.rows import Row
+from raytorchrpc.bench.cases import Case, Row
 
 SMALL, LARGE = Case("quiet", size=1_250), Case("quiet", size=640_000_000)
 #: 400 tensors of 256 KiB in one call.

@@ -16,6 +16,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.bench.cases import Busy, Case
 from raytorchrpc.bench.links import LINKS, Calls, Digest, Link, digest, take
+from raytorchrpc.bench.results import Device
 
 #: Fewest samples of one measurement, however long they take.
 FEWEST = 2
@@ -204,18 +205,25 @@ class Member:
         self._links[name].pause()
 
     def measure(
-        self, name: str, device: str, case: Case, peers: Sequence[int], window: Window, callee: int | None, method: str
+        self,
+        name: str,
+        device: Device,
+        case: Case,
+        peers: Sequence[int],
+        window: Window,
+        pid: int | None,
+        method: str,
     ) -> Sample:
-        """Call that method of these peers."""
+        """Call that method of these peers; ``pid``: the process of the last."""
         link = self._links[name]
-        payload = [self.produce(device, case)] if case.size else []
-        return measure(lambda *args: [link.calls(p, method, *args) for p in peers], case, payload, window, callee)
+        payload = link.payload(device, case, self.produce)
+        return measure(lambda *args: [link.calls(p, method, *args) for p in peers], case, payload, window, pid)
 
-    def serve(self, name: str, device: str, case: Case, count: int) -> None:
+    def serve(self, name: str, device: Device, case: Case, count: int) -> None:
         """The other end of ``measure``, for links without calls."""
         self._links[name].serve(torch.zeros(case.size, dtype=torch.uint8, device=device), count)
 
-    def produce(self, device: str, case: Case) -> Any:
+    def produce(self, device: Device, case: Case) -> Any:
         """The tensor of that size, or list of tensors."""
         key = f"{device} {case.size} {case.tensors}"
         if key not in self._payloads:
@@ -228,7 +236,7 @@ class Member:
             self._payloads[key] = parts
         return self._payloads[key]
 
-    def prepare(self, device: str, case: Case) -> Digest:
+    def prepare(self, device: Device, case: Case) -> Digest:
         """Create the payload; returns the digest that its receiver must compute."""
         return digest(self.produce(device, case))
 

@@ -28,6 +28,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import raytorchrpc as rtr
+from raytorchrpc.bench.cases import Case
+from raytorchrpc.bench.results import Device
 from raytorchrpc.topology import probe
 
 #: Longest wait for the peer, in seconds.
@@ -132,6 +134,10 @@ class Link(ABC):
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         """Ways to call a member's method; the method says little where the link has no calls."""
 
+    def payload(self, device: Device, case: Case, produce: Callable[[Device, Case], Any]) -> list[Any]:
+        """The arguments of the calls of that case. ``produce`` makes the tensors."""
+        return [produce(device, case)] if case.size else []
+
     def serve(self, like: torch.Tensor, count: int) -> None:
         """Take part in ``count`` samples of that size and device."""
         raise NotImplementedError
@@ -230,6 +236,10 @@ class NcclLink(Link):
         dist.send(tensor, 1)
         dist.recv(self._ack, 1)
         torch.cuda.current_stream().synchronize()
+
+    def payload(self, device: Device, case: Case, produce: Callable[[Device, Case], Any]) -> list[Any]:
+        """The arguments of the calls of that case. ``produce`` makes the tensors."""
+        return [produce(device, case)] if case.size else []
 
     def serve(self, like: torch.Tensor, count: int) -> None:
         for _ in range(count):
@@ -425,8 +435,10 @@ class ObjectRefLink(Link):
 
     in_driver = True
 
+    def payload(self, device: Device, case: Case, produce: Callable[[Device, Case], Any]) -> list[Any]:
+        return [device, case]  # the source produces them in its actor
+
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
-        """``args``: those of ``Member.produce``."""
         produce, receive = self.members[0].produce, getattr(self.members[-1], method)
         if transport := self.options["tensor_transport"]:
             produce = produce.options(tensor_transport=transport)

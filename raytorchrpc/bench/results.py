@@ -5,17 +5,21 @@ from __future__ import annotations
 import csv
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ValidationError, model_validator
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
 
-from raytorchrpc.bench.rows import OURS, Device
 from raytorchrpc.errors import ConfigurationError
 
+Device = Literal["cpu", "cuda"]
 Unit = Literal["ms", "calls/s", "% of a core"]
+FloatArray = NDArray[np.float64]
 
 
 class Cell(BaseModel, frozen=True, extra="forbid"):
@@ -50,12 +54,12 @@ class Cell(BaseModel, frozen=True, extra="forbid"):
     @property
     def label(self) -> str:
         """The variant and the payload."""
-        return ", ".join(filter(None, (self.variant, show_payload(self.bytes))))
+        return label_of(self.variant, self.bytes)
 
-    @property
-    def points(self) -> tuple[int, float] | None:
-        """(bytes, seconds), if it was measured."""
-        return None if self.median is None else (self.bytes, self.median / 1e3)
+
+def label_of(variant: str, size: int) -> str:
+    """The variant and the payload of a case."""
+    return ", ".join(filter(None, (variant, show_size(size) if size else "nothing")))
 
 
 class RowResult(BaseModel, frozen=True, extra="forbid"):
@@ -66,8 +70,7 @@ class RowResult(BaseModel, frozen=True, extra="forbid"):
     kind: str
     what: str
     published: tuple[str, str] | None = None
-    reason: str | None = None
-    """Why it has no figures at all."""
+    """A key of ``published()``."""
     comparable: bool = True
     """False for a row that works only in an easier case, such as two actors on one GPU."""
 
@@ -87,16 +90,6 @@ class Run(BaseModel, frozen=True, extra="forbid"):
     seconds: float
     rows: tuple[RowResult, ...] = ()
     cells: tuple[Cell, ...]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_old(cls, data: Any) -> Any:
-        """Accept results from when sizes and patterns had formats of their own, and sizes were in seconds."""
-        if not isinstance(data, dict) or not {"sizes", "window_s"} & data.keys():
-            return data
-        kept = {name: value for name, value in data.items() if name not in ("sizes", "window_s")}
-        return kept | {"cells": [{_NEW.get(name, name): _new(name, value) for name, value in cell.items()}
-                                 for cell in data.get("cells", ())]}  # fmt: skip
 
     @property
     def has_patterns(self) -> bool:
@@ -120,8 +113,11 @@ class Run(BaseModel, frozen=True, extra="forbid"):
 
     def points(self, row: RowResult) -> list[tuple[int, float]]:
         """(bytes, seconds) of the measured sizes, ascending."""
-        cells = (self.cell(row.row, row.device, label) for label in self.labels(row.device))
-        return [cell.points for cell in cells if cell is not None and cell.points is not None]
+        return [
+            (cell.bytes, cell.median / 1e3)
+            for cell in self.cells
+            if (cell.row, cell.device, cell.pattern) == (row.row, row.device, "") and cell.median is not None
+        ]
 
     def measured(self, device: Device) -> list[RowResult]:
         """Rows with a figure for a size."""
@@ -136,19 +132,6 @@ class Run(BaseModel, frozen=True, extra="forbid"):
         """The rows with a figure in that pattern, in their usual order."""
         found = (cell for cell in self.cells if (cell.device, cell.pattern) == (device, pattern))
         return list(dict.fromkeys(cell.row for cell in found if cell.median is not None))
-
-    def fastest(self, device: Device, label: str, kind: str) -> Cell | None:
-        """The fastest row of that kind at that size, ours aside."""
-        rivals = [row for row in self.measured(device) if row.kind == kind and row.comparable and row.row != OURS]
-        cells = [cell for row in rivals if (cell := self.cell(row.row, device, label)) and cell.median is not None]
-        return min(cells, key=lambda cell: cell.median or 0.0, default=None)
-
-
-_NEW = {"median_s": "median", "low_s": "low", "high_s": "high"}
-
-
-def _new(name: str, value: Any) -> Any:
-    return value * 1e3 if name in _NEW and value is not None else value
 
 
 def read_run(path: Path) -> Run:
@@ -181,34 +164,69 @@ def show_size(size: float) -> str:
     return f"{size:g} B"
 
 
-def show_payload(size: int) -> str:
-    """``nothing``, or the size."""
-    return show_size(size) if size else "nothing"
-
-
-class Published(NamedTuple):
-    """One curve: (scope, transport), and milliseconds by bytes."""
-
-    scope: str
-    transport: str
-    ms: Mapping[int, float]
+# --- published figures -----------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def published() -> tuple[str, tuple[Published, ...]]:
-    """The source of the figures, and the curves in their published order."""
+def published() -> tuple[str, Mapping[tuple[str, str], Mapping[int, float]]]:
+    """The source of the figures; by (scope, transport), in their published order, milliseconds by bytes."""
     head, *lines = (files("raytorchrpc.bench") / "published_p2p.csv").read_text().splitlines()
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for line in csv.DictReader(lines):
         curves.setdefault((line["scope"], line["transport"]), {})[int(line["bytes"])] = float(line["ms"])
-    return head.lstrip("# "), tuple(Published(scope, name, ms) for (scope, name), ms in curves.items())
-
-
-def published_curve(key: tuple[str, str] | None) -> Mapping[int, float] | None:
-    """Milliseconds by bytes for (scope, transport); None if there is no such curve."""
-    return next((curve.ms for curve in published()[1] if (curve.scope, curve.transport) == key), None)
+    return head.lstrip("# "), curves
 
 
 def published_sizes() -> tuple[int, ...]:
     """All published sizes in bytes, ascending."""
-    return tuple(sorted({size for curve in published()[1] for size in curve.ms}))
+    return tuple(sorted({size for curve in published()[1].values() for size in curve}))
+
+
+# --- the line through a row's medians: time = per_op + bytes / bandwidth ----------------------------------------------
+
+
+class Line(NamedTuple):
+    """A fitted line, and the largest deviation of a point from it, relative to the point."""
+
+    per_op_s: float
+    bytes_per_s: float | None
+    """None if more bytes did not take longer."""
+    worst: float
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Line | None:
+    """Fit by least squares of the relative error, so that microseconds count as much as seconds.
+
+    Args:
+        points: (bytes, seconds). Returns None for fewer than two sizes.
+
+    Neither part is negative: if the best line has a negative part, the best line without that part is returned.
+    """
+    if len({size for size, _ in points}) < 2:
+        return None
+    sizes, seconds = (np.array(values, dtype=float) for values in zip(*points, strict=True))
+    (per_op, per_byte), worst = nonnegative_terms(np.stack([np.ones_like(sizes), sizes], axis=1), seconds)
+    return Line(per_op, 1 / per_byte if per_byte > 0 else None, worst)
+
+
+def nonnegative_terms(columns: FloatArray, values: FloatArray) -> tuple[list[float], float]:
+    """The non-negative factors of the columns whose sum fits the values best, and the largest relative error.
+
+    Fits by least squares of the relative error, with every subset of the columns. Values must be positive.
+    """
+    # |sum(f c) - v| / v = |sum(f c/v) - 1|: a linear problem with every target 1.
+    scaled, terms = columns / values[:, None], columns.shape[1]
+    best: tuple[float, list[float], float] | None = None
+    for count in range(1, min(terms, len(values)) + 1):
+        for kept in map(list, combinations(range(terms), count)):
+            solved, *_ = np.linalg.lstsq(scaled[:, kept], np.ones(len(values)), rcond=None)
+            if (solved < 0).any():
+                continue
+            factors = np.zeros(terms)
+            factors[kept] = solved
+            errors = np.abs(scaled @ factors - 1)
+            loss = float((errors**2).sum())
+            if best is None or loss < best[0] - 1e-12:  # more terms only if they fit better
+                best = loss, factors.tolist(), float(errors.max())
+    assert best is not None, "one positive column alone always fits"
+    return best[1], best[2]

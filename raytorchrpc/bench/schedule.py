@@ -1,4 +1,4 @@
-"""The order of samples and turns, within the limits of memory and time.
+"""A whole run: the order of samples and turns, within the limits of memory and time.
 
 Of sizes, samples are counted. Sizes ascend. At sizes that fit into memory for all rows at once, rows alternate in
 blocks: drift of the machine affects all of them, and each link is as warm as in its own loop. Larger sizes are measured
@@ -13,15 +13,17 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from itertools import groupby
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
-from raytorchrpc.bench.cases import Case, Options, Shape, case_obstacle, shape
+from raytorchrpc import __version__
+from raytorchrpc.bench.actors import Window
+from raytorchrpc.bench.cases import KIND_TEXT, Case, Options, Row, Shape, case_obstacle, shape
 from raytorchrpc.bench.links import Failed, Stuck
-from raytorchrpc.bench.results import Cell
-from raytorchrpc.bench.rows import Device, Row
-from raytorchrpc.bench.site import MemoryLimits, Site, needed, obstacle, size_obstacle
+from raytorchrpc.bench.results import Cell, Device, RowResult, Run
+from raytorchrpc.bench.site import MemoryLimits, Site, examine, needed, obstacle, size_obstacle
 from raytorchrpc.bench.teams import Place, Team, Turn
 
 #: Samples of one row per turn.
@@ -33,15 +35,13 @@ _REPEATS = ((2_000_000, 100), (50_000_000, 30), (math.inf, 10))
 #: Blocks of samples shorter than this begin with uncounted ones, because other rows displaced the caches.
 _LEAD_IN_S = 0.02
 #: Their approximate total time and largest number: a small call's first four take up to ten times as long.
-_LEAD_IN_TOTAL_S = 0.005
-_LEAD_IN_MOST = 10
+_LEAD_IN_TOTAL_S, _LEAD_IN_MOST = 0.005, 10
 #: Share of memory that rows may use together while they alternate.
 _SHARED_MEMORY = 0.5
 #: Shortest timeout of one answer, in seconds; slow samples get ten times their expected time.
 _TIMEOUT_S = 15.0
 #: Share of the remaining time that a slow row may use at one size; the last rows may use more.
-_TIME_SHARE = 0.2
-_LAST_TIME_SHARE = 0.8
+_TIME_SHARE, _LAST_TIME_SHARE = 0.2, 0.8
 #: Most seconds per byte assumed for a link of which only one size has been measured.
 _SLOWEST_BYTE = 1e-8
 #: Longest time of one measurement of a pattern, and of connecting the actors of one row (seconds).
@@ -57,6 +57,41 @@ Report = Callable[[str, float], None]
 """``report(current step, share of the work that is done)``."""
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+def measure(options: Options, command: str, report: Report) -> Run:
+    """Take all measurements on an initialised Ray. Always ends the actors it started.
+
+    Blocks until the actors are up, and then for about ``options.budget_s`` at most. Raises ConfigurationError for a
+    host that Ray does not have, BootstrapError if a host does not answer.
+    """
+    started, began = datetime.now(timezone.utc), time.monotonic()
+    report("examining the hosts", 0.0)
+    site = examine(options.hosts)
+    patterns = any(case.pattern for case in options.cases)
+    place = Place.at(site, patterns, chosen=options.hosts is not None)
+    runner: Runner = (PatternsRunner if patterns else SizesRunner)(options, site, place, report)
+    try:
+        runner.run()
+        gpus = sorted({ready.gpu_name for team in runner.teams for ready in team.ready if ready.gpu_name})
+    finally:
+        for team in runner.teams:
+            team.end("the run has ended")
+    rows = []
+    for device in options.devices:
+        for row in (row for row in options.rows if device in row.devices):
+            known: Any = {"what": row.what, "published": row.published, "comparable": not row.one_gpu}
+            rows.append(RowResult(row=row.name, device=device, kind=KIND_TEXT[row.kind], **known))
+    return Run(
+        version=__version__,
+        started=started.isoformat(timespec="seconds"),
+        command=command,
+        scope="one host" if site.same_host else "two hosts",
+        machine=site.facts(gpus),
+        seconds=round(time.monotonic() - began, 1),
+        rows=tuple(rows),
+        cells=tuple(runner.cells),
+    )
 
 
 def rounds(counts: Mapping[Key, int], blocks: Mapping[Key, int] | int) -> Iterator[list[tuple[Key, int]]]:
@@ -90,14 +125,10 @@ class Runner:
         """Take every measurement that fits into time and memory."""
         raise NotImplementedError
 
-    def end(self) -> None:
-        """End all actors."""
-        for team in self.teams:
-            team.end("the run has ended")
-
     def _await(self, teams: Sequence[Team]) -> None:
         """Wait for actors to start, outside the budget; those of teams that fail are ended."""
         began = self.clock()
+        self.teams += teams
         limit = began + _START_S + _START_EACH_S * sum(team.shape.members for team in teams)
         waiting = list(teams)
         while waiting and self.clock() < limit:
@@ -194,35 +225,48 @@ class SizesRunner(Runner):
         gpu_free = min((ready.gpu_free for team in self.teams for ready in team.ready if ready.gpu), default=0)
         self._memory = MemoryLimits.of(self.site, gpu_free)
         self._time_share = _TIME_SHARE
-        self._recorded: set[tuple[str, Device, Case]] = set()
+        self._recorded: set[tuple[Series, Case]] = set()
         together = [case for case in self.options.cases if self._fits_together(case)]
         apart = [case for case in self.options.cases if case not in together]
         for number, case in enumerate(together):
+            self._done = number / len(self.options.cases)
             # Later sizes are larger, but slow links, which dominate their time, may be skipped.
-            self._in_turns(case, self._left() / (len(together) - number + 2 * len(apart)), number)
+            self._measure(self._all, case, self._left() / (len(together) - number + 2 * len(apart)))
             if case.size >= 50_000_000:
-                for team in dict.fromkeys(series.team for series in self._all if series.alive):
+                for team in {series.team for series in self._all if series.alive}:
                     if team is not None:
                         team.drop(self._timeout())
-        self._row_by_row(apart, len(together))
+        # Fastest rows first, so that limited time covers most of them.
+        waiting = sorted(self._all, key=lambda series: series.expected(apart[0].size) or 0.0) if apart else []
+        while waiting:
+            series = waiting.pop(0)
+            for index, case in enumerate(apart):
+                left = (1 + sum(other.alive for other in waiting)) * (len(apart) - index)
+                self._time_share = max(_TIME_SHARE, _LAST_TIME_SHARE / left)
+                self._done = 1 - left / (len(self._all) * len(self.options.cases))
+                self._measure([series], case, self._left() / left)
+            if series.team is not None and series.team.failed is None:
+                if any(other.team is series.team for other in waiting):
+                    series.team.drop(self._timeout())
+                else:  # no other row uses its memory
+                    series.team.end("its turn has ended")
         for series in self._all:
             for case in self.options.cases:
                 self._note(series, case, reason=series.reason or OUT_OF_TIME)
 
     def _start_all(self) -> None:
         """Start the actors of every series that can run."""
-        wanted: dict[str, list[Series]] = {}
-        for series in self._all:
-            if series.reason is None:
-                wanted.setdefault(series.row.actors, []).append(series)
-        for its in wanted.values():
-            place = self.place if any(series.device == "cuda" for series in its) else self.place._replace(gpus=())
-            self.teams.append(team := self.start(its[0].row, place, shape(its[0].row, Case())))
-            for series in its:
-                series.team = team
-        self._await(self.teams)
-        for series in self._all:
-            series.reason = series.reason or (series.team.failed if series.team is not None else None)
+        able = [series for series in self._all if series.reason is None]
+        with_gpu = {series.row.actors for series in able if series.device == "cuda"}
+        teams: dict[str, Team] = {}
+        for series in able:
+            if (name := series.row.actors) not in teams:
+                place = self.place if name in with_gpu else self.place._replace(gpus=())
+                teams[name] = self.start(series.row, place, shape(series.row, Case()))
+            series.team = teams[name]
+        self._await([*teams.values()])
+        for series in able:
+            series.reason = series.team.failed if series.team is not None else None
 
     def _fits_together(self, case: Case) -> bool:
         able = [series for series in self._all if series.alive and not self._too_big(series, case)]
@@ -230,20 +274,20 @@ class SizesRunner(Runner):
         host, gpu = sum(host for host, _ in each), sum(gpu for _, gpu in each)
         return host <= self._memory.host * _SHARED_MEMORY and gpu <= self._memory.gpu * _SHARED_MEMORY
 
-    def _in_turns(self, case: Case, allotted: float, number: int) -> None:
+    def _measure(self, them: Sequence[Series], case: Case, allotted: float) -> None:
+        """Measure these series at a size, in turns, in about that time."""
         warm = []
-        for series in self._all:
-            self._progress(f"{case.label}: warming up {series.row.name}", number)
+        for series in them:
+            self.report(f"{case.label}: warming up {series.row.name}", self._done)
             if self._warm_up(series, case):
                 warm.append(series)
         counts = self._counts(warm, case, allotted)
         seconds: dict[Series, list[float]] = {series: [] for series in counts}
         blocks = {series: count if series.row.own_turn else BLOCK for series, count in counts.items()}
-        turns = list(rounds(counts, blocks))
-        for turn, due in enumerate(turns, 1):
+        for due in rounds(counts, blocks):
             for series, count in due:
                 if series.alive:
-                    self._progress(f"{case.label}: {series.row.name}", number + turn / (len(turns) + 1))
+                    self.report(f"{case.label}: {series.row.name}", self._done)
                     seconds[series] += self._sample(series, case, count)
         for series, taken in seconds.items():
             self._note(series, case, taken)
@@ -264,27 +308,6 @@ class SizesRunner(Runner):
             else:
                 counts[series] = max(FEWEST, count)
         return counts
-
-    def _row_by_row(self, cases: Sequence[Case], number: int) -> None:
-        """Fastest rows first, so that limited time covers most of them."""
-        waiting = sorted(self._all, key=lambda series: series.expected(cases[0].size) or 0.0) if cases else []
-        steps = max(1, len(waiting) * len(cases))
-        while waiting:
-            series = waiting.pop(0)
-            for index, case in enumerate(cases):
-                done = steps - (len(waiting) + 1) * len(cases) + index
-                self._progress(f"{case.label}: {series.row.name}", number + len(cases) * done / steps)
-                left = (1 + sum(other.alive for other in waiting)) * (len(cases) - index)
-                self._time_share = max(_TIME_SHARE, _LAST_TIME_SHARE / left)
-                if not self._warm_up(series, case):
-                    continue
-                for count in self._counts([series], case, self._left() / left).values():
-                    self._note(series, case, self._sample(series, case, count))
-            if series.team is not None and series.team.failed is None:
-                if any(other.team is series.team for other in waiting):
-                    series.team.drop(self._timeout())
-                else:  # no other row uses its memory
-                    series.team.end("its turn has ended")
 
     def _warm_up(self, series: Series, case: Case) -> bool:
         """Take two uncounted samples and verify the first. Returns False, and notes the reason, if the row ends."""
@@ -311,13 +334,13 @@ class SizesRunner(Runner):
                 return f"uses {series.via} at this size"
             if reason := self._too_long(series, case):  # large sizes can be much slower than extrapolated
                 return reason
-            self._take(series, case, (0, 1), self._timeout(series.expected(case.size)))
+            self._take(series, case, Window(0.0, fewest=1, lead=0), self._timeout(series.expected(case.size)))
         return None
 
-    def _take(self, series: Series, case: Case, counts: tuple[int, int], timeout_s: float) -> list[float]:
-        seconds = series.actors().sample(series.row, series.device, case, counts, timeout_s)
-        series.took[case.size] = min(seconds)
-        return seconds
+    def _take(self, series: Series, case: Case, window: Window, timeout_s: float) -> list[float]:
+        (sample,) = series.actors().measure(series.row, series.device, case, window, timeout_s)
+        series.took[case.size] = min(sample.seconds)
+        return sample.seconds
 
     def _sample(self, series: Series, case: Case, count: int) -> list[float]:
         try:
@@ -326,7 +349,7 @@ class SizesRunner(Runner):
                 expected = series.seconds(case.size) * (count + lead)
                 if expected > self._left():
                     return []
-                return self._take(series, case, (lead, count), self._timeout(expected))
+                return self._take(series, case, Window(0.0, fewest=count, lead=lead), self._timeout(expected))
         except Failed as failure:
             self._fail(series, case, failure)
             return []
@@ -357,18 +380,14 @@ class SizesRunner(Runner):
 
     def _note(self, series: Series, case: Case, seconds: Sequence[float] = (), reason: str = OUT_OF_TIME) -> None:
         """Record a series at a size. The first record counts."""
-        key = series.row.name, series.device, case
-        if key in self._recorded:
+        if (series, case) in self._recorded:
             return
-        self._recorded.add(key)
+        self._recorded.add((series, case))
         figures: dict[str, Any] = {"via": series.via}
         if len(seconds) >= FEWEST:
             low, middle, high = (each * 1e3 for each in quantiles(seconds, n=4, method="inclusive"))
             figures |= {"median": middle, "low": low, "high": high, "samples": len(seconds)}
         self._record(series.row, series.device, case, figures, reason)
-
-    def _progress(self, text: str, steps: float) -> None:
-        self.report(text, steps / max(1, len(self.options.cases)))
 
 
 def lead_in(seconds: float) -> int:
@@ -385,14 +404,14 @@ class PatternsRunner(Runner):
     def run(self) -> None:
         """Measure block by block. A block is a pattern's cases for which the rows need the same actors."""
         self._living: dict[tuple[str, Device, Shape], Team] = {}
-        self._to_do = self._cases_left = len(self.options.cases) * len(self.options.devices)
+        left = every = len(self.options.cases) * len(self.options.devices)
         for device in self.options.devices:
             groups = groupby(self.options.cases, lambda case: (case.pattern, case.members, case.concurrency))
             blocks = [list(block) for _, block in groups]
             for number, block in enumerate(blocks):
-                self._block(block, device)
-                self._cases_left -= len(block)
-                self._done = 1 - self._cases_left / self._to_do
+                self._block(block, device, self.clock() + self._left() * len(block) / left)
+                left -= len(block)
+                self._done = 1 - left / every
                 later = {self._key(row, case, device) for later in blocks[number + 1 :] for case in later
                          for row in self.options.rows if not self._obstacle(row, case, device)}  # fmt: skip
                 for key in [key for key in self._living if key not in later]:
@@ -406,15 +425,12 @@ class PatternsRunner(Runner):
         usable = MemoryLimits.of(self.site, 0).host
         return case_obstacle(row, case, device, len(self.place.gpus), usable)
 
-    def _block(self, block: Sequence[Case], device: Device) -> None:
-        reasons = self._reasons = dict[tuple[Row, Case], str]()
-        self._turns = {(row, case): list[Turn]() for case in block for row in self.options.rows}
-        for row, case in self._turns:
-            if (reason := self._obstacle(row, case, device)) is not None:
-                reasons[row, case] = reason
+    def _block(self, block: Sequence[Case], device: Device, stop_at: float) -> None:
+        turns = {(row, case): list[Turn]() for case in block for row in self.options.rows}
+        found = {key: self._obstacle(*key, device) for key in turns}
+        reasons = self._reasons = {key: reason for key, reason in found.items() if reason is not None}
         able = {row: [case for case in block if (row, case) not in reasons] for row in self.options.rows}
         teams = self._open({row: cases for row, cases in able.items() if cases}, device)
-        stop_at = self.clock() + self._left() * len(block) / self._cases_left
         took = 0.0
         for due in rounds(dict.fromkeys(teams, self.options.repeats), 1):
             began = self.clock()
@@ -422,13 +438,14 @@ class PatternsRunner(Runner):
                 break
             for row, _ in due:
                 self.report(f"{device}, {block[0].pattern}: {row.name}", self._done)
-                self._measure(teams[row], row, able[row], device)
+                for case, turn in self._measure(teams[row], row, able[row], device):
+                    turns[row, case].append(turn)
             took = self.clock() - began
-        for (row, case), turns in self._turns.items():
+        for (row, case), some in turns.items():
             reason = reasons.get((row, case))
-            if not turns and reason is None:
+            if not some and reason is None:
                 reason = (teams[row].failed if row in teams else None) or OUT_OF_TIME
-            self._record(row, device, case, {} if reason else summarize(turns), reason)
+            self._record(row, device, case, {} if reason else summarize(some), reason)
 
     def _open(self, wanted: Mapping[Row, Sequence[Case]], device: Device) -> dict[Row, Team]:
         """The connected actors of each row; all start at once."""
@@ -442,7 +459,6 @@ class PatternsRunner(Runner):
                 self._living[key] = self.start(row, place, shape(row, cases[0]))
                 fresh.append(self._living[key])
             teams[row] = self._living[key]
-        self.teams += fresh
         self._await(fresh)
         for row, team in teams.items():
             if team.failed is None:
@@ -452,7 +468,7 @@ class PatternsRunner(Runner):
                     team.end(str(failure))
         return teams
 
-    def _measure(self, team: Team, row: Row, cases: Sequence[Case], device: Device) -> None:
+    def _measure(self, team: Team, row: Row, cases: Sequence[Case], device: Device) -> Iterator[tuple[Case, Turn]]:
         """Measure each case of one row once. A case that fails is not tried again."""
         due = [case for case in cases if (row, case) not in self._reasons]
         if team.failed or self._left() <= 0 or not due:
@@ -463,8 +479,7 @@ class PatternsRunner(Runner):
                     if self._left() <= 0:
                         break
                     try:
-                        turn = team.turn(row, device, case, self.options.window_s, self._timeout())
-                        self._turns[row, case].append(turn)
+                        yield case, team.turn(row, device, case, self.options.window_s, self._timeout())
                     except Failed as failure:
                         self._reasons[row, case] = str(failure) if self._left() > 0 else OUT_OF_TIME
                         if isinstance(failure, Stuck):

@@ -7,12 +7,19 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from raytorchrpc.bench.results import show_size
-from raytorchrpc.bench.rows import Device, Need, Row
+import ray
+import torch.distributed
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raytorchrpc.bench.cases import Need, Row
+from raytorchrpc.bench.links import Failed, get
+from raytorchrpc.bench.results import Device, show_size
+from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -25,6 +32,8 @@ class Host:
     """One end, described by a process there that uses no GPU."""
 
     endpoint: Endpoint
+    node: str
+    """Ray's id."""
     free_bytes: int
     """Memory that processes can still allocate."""
     packages: frozenset[str]
@@ -58,19 +67,63 @@ class Site:
         """The two ends can have different GPUs."""
         return self.has_gpus and (not self.same_host or self.a.gpus > 1)
 
+    def facts(self, gpu_names: Sequence[str]) -> tuple[str, ...]:
+        """The hardware and software, given the names of the GPUs that were used."""
+        end = self.a.endpoint
+        hosts = {host.endpoint.boot_id: host for host in (self.a, self.b)}.values()
+        facts = [f"{p.cores} cores, {show_size(p.free_bytes)} of memory free, {p.processor}" for p in hosts]
+        if gpu_names:
+            facts.append(f"{self.a.gpus} x {', '.join(gpu_names)}, CUDA {end.cuda_version}")
+        facts.append(f"RDMA adapters: {', '.join(hca.name for hca in end.hcas) or 'none'}")
+        facts.append(f"Python {end.python_version}, torch {end.torch_version}, Ray {ray.__version__}")
+        return tuple(facts)
 
-def describe_host(node_ip: str) -> Host:
-    """Describe this process's host, without the fields that come from Ray (``gpus``, ``store_bytes``)."""
-    import torch.distributed
 
+def examine(hosts: tuple[str, str] | None) -> Site:
+    """Describe both ends: this host twice, unless nodes are named. Blocks until they answer.
+
+    Raises ConfigurationError for a host that Ray does not have, BootstrapError if one does not answer.
+    """
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    if hosts is None:
+        here = describe_host(find_node(ray.get_runtime_context().get_node_id(), alive))
+        return Site(here, here)
+    asked = []
+    for node in [find_node(host, alive) for host in hosts]:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked.append(ray.remote(describe_host).options(num_cpus=0, scheduling_strategy=there).remote(node))
+    try:
+        return Site(*get(asked, 60.0))
+    except Failed as failure:
+        raise BootstrapError(f"cannot examine both hosts: {failure}") from failure
+
+
+def find_node(host: str, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The node with that id, address or host name. Raises ConfigurationError, naming the existing ones."""
+    keys = ("NodeID", "NodeManagerAddress", "NodeManagerHostname", "NodeName")
+    found = [node for node in nodes if host in (node.get(key) for key in keys)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']})" for node in nodes)
+    if found:
+        ids = ", ".join(node["NodeID"] for node in found)
+        raise ConfigurationError(f"several Ray nodes match {host!r}; name one by its id: {ids}")
+    raise ConfigurationError(f"no Ray node {host!r}; nodes: {known}")
+
+
+def describe_host(node: Mapping[str, Any]) -> Host:
+    """Describe this process's host, which is that node of Ray."""
     processor = re.search(r"^model name\s*: (.*)", sysfs.read(Path("/proc/cpuinfo")) or "", re.MULTILINE)
     return Host(
-        endpoint=probe.probe(name=socket.gethostname(), node_ip=node_ip, wants_gpu=False),
+        endpoint=probe.probe(name=socket.gethostname(), node_ip=node["NodeManagerAddress"], wants_gpu=False),
+        node=node["NodeID"],
         free_bytes=free_memory(),
         packages=frozenset(name for name in ("pynng", "nixl") if importlib.util.find_spec(name)),
         nccl=torch.distributed.is_available() and torch.distributed.is_nccl_available(),
+        gpus=int(node["Resources"].get("GPU", 0)),
         cores=os.cpu_count() or 0,
         processor=processor[1] if processor else platform.machine(),
+        store_bytes=int(node["Resources"].get("object_store_memory", 0)),
     )
 
 

@@ -17,21 +17,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.actors import (
-    LEAD_IN,
-    AsyncGroupMember,
-    AsyncMember,
-    GroupMember,
-    Member,
-    Meter,
-    Ready,
-    Sample,
-    Window,
-    measure,
-)
-from raytorchrpc.bench.cases import Case, Shape
+from raytorchrpc.bench import actors
+from raytorchrpc.bench.actors import Member, Meter, Ready, Sample, Window
+from raytorchrpc.bench.cases import Case, Row, Shape
 from raytorchrpc.bench.links import LINKS, TIMEOUT_S, Failed, Link, Stuck, get, one_line
-from raytorchrpc.bench.rows import Device, Row
+from raytorchrpc.bench.results import Device
+from raytorchrpc.bench.site import Site
 
 #: Ray's share of a GPU for each actor. All teams run at once, each actor with its own CUDA context.
 _GPU_SHARE = 0.01
@@ -61,6 +52,19 @@ class Place(NamedTuple):
     """Values of CUDA_VISIBLE_DEVICES; None leaves the choice to Ray. Empty: no GPUs."""
     channels: frozenset[str] = frozenset()
     """The TensorPipe channels of this torch build."""
+
+    @classmethod
+    def at(cls, site: Site, patterns: bool, chosen: bool) -> Place:
+        """Of patterns all GPUs, else at most two. ``chosen``: the user has named the nodes."""
+        gpus: list[str | None] = []
+        if site.has_gpus and chosen:
+            gpus = [None, None]
+        elif site.has_gpus:
+            visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+            gpus = [*(visible or map(str, range(site.a.gpus)))][: site.a.gpus]
+            if not patterns:
+                gpus = (gpus * 2)[:2] if len(gpus) == 1 else gpus[:2]
+        return cls([site.a.node, site.b.node], gpus, frozenset(site.a.endpoint.tensorpipe_channels))
 
 
 class Turn(NamedTuple):
@@ -97,7 +101,11 @@ class Team:
     def _start(self, row: Row, rank: int) -> Any:
         place, gpus = self.place, self.place.gpus
         concurrency = self.shape.callee if rank == self.shape.members - 1 else self.shape.callers
-        sync, coroutine = (GroupMember, AsyncGroupMember) if row.transport == "group" else (Member, AsyncMember)
+        sync, coroutine = (
+            (actors.GroupMember, actors.AsyncGroupMember)
+            if row.transport == "group"
+            else (actors.Member, actors.AsyncMember)
+        )
         # The recommended environment, also for the rows for comparison, which benefit from it too.
         env = {**({} if rank in row.bare_ends else rtr.runtime_env()["env_vars"]), **row.env}
         if row.options.get("alone") and gpus:  # the one actor needs both GPUs
@@ -201,24 +209,33 @@ class Team:
         except Exception as error:  # a beta API: any exception is the row's reason
             raise Stuck(one_line(error)) from error
 
-    # --- samples of sizes ----------------------------------------------------------------------------------------
+    # --- measurements --------------------------------------------------------------------------------------------
 
-    def sample(
-        self, row: Row, device: Device, case: Case, counts: tuple[int, int], timeout_s: float, *, check: bool = False
-    ) -> list[float]:
-        """Take samples, ``counts`` being (uncounted, counted); returns the seconds of the counted. Raises Failed."""
-        lead, number = counts
-        window, method = Window(0.0, fewest=number, lead=lead), "take_checked" if check else "take"
-        if (link := self._links.get(row.name)) is not None:
-            return self._measure_here(link, case, [device, case], window, None, method).seconds
-        peer = min(1, len(self._actors) - 1)
-        asked = [self._actors[0].measure.remote(row.name, device, case, [peer], window, None, method)]
-        return self._answers(row, device, case, window, asked, timeout_s)[0].seconds
-
-    def _answers(
-        self, row: Row, device: Device, case: Case, window: Window, asked: list[Any], timeout_s: float
+    def measure(
+        self, row: Row, device: Device, case: Case, window: Window, timeout_s: float, *, check: bool = False
     ) -> list[Sample]:
-        """What callers measured, while the other end serves a link without calls. Raises Failed."""
+        """What each caller of the case measures in that window. Raises Failed.
+
+        ``check``: the callee keeps a digest of what arrived.
+        """
+        method = "take_checked" if check else "take_beside" if case.beside else "take"
+        callee = self.ready[-1].pid if case.pattern else None  # of sizes, no usage is measured
+        last = self.shape.members - 1
+        if (link := self._links.get(row.name)) is not None:
+            payload = link.payload(device, case, Member(False).produce)
+            try:
+                return [actors.measure(lambda *args: [link.calls(last, method, *args)], case, payload, window, callee)]
+            except Failed:
+                raise
+            except Exception as error:  # an alpha or beta API
+                raise (Stuck if case.pattern else Failed)(one_line(error)) from error
+        callers = range(last + 1) if case.together else range(max(1, last))
+        if len(callers) > 1:
+            window = window._replace(start=time.monotonic() + _START_S)
+        asked = []
+        for rank in callers:
+            peers = [peer for peer in callers if peer != rank] if case.together else [last]
+            asked.append(self._actors[rank].measure.remote(row.name, device, case, peers, window, callee, method))
         if not LINKS[row.transport].two_sided:
             return list(get(asked, timeout_s))
         served = self._actors[1].serve.remote(row.name, device, case, window.lead + window.fewest)
@@ -227,28 +244,19 @@ class Team:
         except Failed as failure:  # the other end is still waiting
             raise Stuck(str(failure)) from failure
 
-    def _measure_here(
-        self, link: Link, case: Case, payload: Sequence[Any], window: Window, callee: int | None, method: str
-    ) -> Sample:
-        try:
-            return measure(lambda *args: [link.calls(1, method, *args)], case, payload, window, callee)
-        except Failed:
-            raise
-        except Exception as error:  # an alpha or beta API
-            raise (Stuck if callee else Failed)(one_line(error)) from error
-
     def check(self, row: Row, device: Device, case: Case, timeout_s: float) -> tuple[str | None, float]:
         """Take a sample and verify it; returns the lane that carried it, if known, and its seconds. Raises Failed."""
         deadline = time.monotonic() + timeout_s
         expected = get(self._actors[0].prepare.remote(device, case), timeout_s)
         before = self._carried(row)
-        (seconds,) = self.sample(row, device, case, (0, 1), deadline - time.monotonic(), check=True)
+        once = Window(0.0, fewest=1, lead=0)
+        (sample,) = self.measure(row, device, case, once, deadline - time.monotonic(), check=True)
         receiver = self._actors[0 if LINKS[row.transport].local else -1]
         received = get(receiver.received.remote(row.name), deadline - time.monotonic())
         if received != expected and not row.options.get("empty"):
             raise Failed(f"the tensor arrived changed: {received}, not {expected}")
         grown = {lane: sent - before.get(lane, 0) for lane, sent in self._carried(row).items()}
-        return max(grown, key=lambda lane: grown[lane], default=None), seconds
+        return max(grown, key=lambda lane: grown[lane], default=None), sample.seconds[0]
 
     def _carried(self, row: Row) -> Mapping[str, int]:
         """Bytes per lane, from the group's statistics."""
@@ -261,8 +269,6 @@ class Team:
         with contextlib.suppress(Failed):
             self._call("drop", timeout_s)
 
-    # --- turns of patterns ---------------------------------------------------------------------------------------
-
     def turn(self, row: Row, device: Device, case: Case, window_s: float, timeout_s: float) -> Turn:
         """Measure a case of a pattern once, for about ``window_s``. Raises Failed."""
         if case.pattern == "idle":
@@ -273,28 +279,13 @@ class Team:
             window = Window(0.0, fewest=fewest, lead=max(window.lead, fewest // 4))
         if case.busy:
             window_s *= _BUSY_TIMES
-            window = Window(window_s, end=time.monotonic() + _START_S + window_s * (1 + LEAD_IN) + _SPARE_S)
+            window = Window(window_s, end=time.monotonic() + _START_S + window_s * (1 + actors.LEAD_IN) + _SPARE_S)
             work = self._actors[-1].work.remote(case.busy, window.end)
             time.sleep(_START_S)
-        samples = self._measure(row, device, case, window, timeout_s)
+        samples = self.measure(row, device, case, window, timeout_s)
         if work is not None:
             get(work, timeout_s)
         return summary(case, samples)
-
-    def _measure(self, row: Row, device: Device, case: Case, window: Window, timeout_s: float) -> list[Sample]:
-        callee, method = self.ready[-1].pid, "take_beside" if case.beside else "take"
-        if (link := self._links.get(row.name)) is not None:
-            payload = [Member(False).produce("cpu", case)] if case.size else []
-            return [self._measure_here(link, case, payload, window, callee, method)]
-        last = self.shape.members - 1
-        callers = range(last + 1) if case.together else range(last)
-        if len(callers) > 1:
-            window = window._replace(start=time.monotonic() + _START_S)
-        asked = []
-        for rank in callers:
-            peers = [peer for peer in callers if peer != rank] if case.together else [last]
-            asked.append(self._actors[rank].measure.remote(row.name, device, case, peers, window, callee, method))
-        return self._answers(row, device, case, window, asked, timeout_s)
 
     def _idle(self, window_s: float) -> Turn:
         time.sleep(window_s / 4)

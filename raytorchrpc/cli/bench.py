@@ -16,10 +16,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raytorchrpc.bench import plots
 from raytorchrpc.bench.cases import Options, make_options
+from raytorchrpc.bench.reports import (
+    Table,
+    check_plots,
+    conclusion,
+    document,
+    draw,
+    not_measured,
+    plain,
+    tables,
+    to_csv,
+)
 from raytorchrpc.bench.results import Run, published, read_run, write_file
-from raytorchrpc.bench.tables import Table, conclusion, document, not_measured, plain, tables, to_csv
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.text import paragraph
 
@@ -33,13 +42,6 @@ _PROGRESS_PERIOD_S = 5.0
 
 def run(
     *,
-    pattern: Sequence[str] = (),
-    rows: Sequence[str] = (),
-    sizes: Sequence[str] = (),
-    device: str = "all",
-    quick: bool = False,
-    budget_s: float | None = None,
-    hosts: Sequence[str] = (),
     address: str | None = None,
     against: str | None = None,
     csv: Path | None = None,
@@ -47,8 +49,9 @@ def run(
     plot: Path | None = None,
     markdown: Path | None = None,
     results: Sequence[Path] = (),
+    **asked: Any,
 ) -> None:
-    """Measure, or read ``results`` of earlier runs; print tables and write files.
+    """Measure what is ``asked`` (arguments of ``make_options``), or read ``results``; print tables and write files.
 
     Raises:
         ConfigurationError: an option is invalid, before anything starts, or names a host that Ray does not have.
@@ -58,21 +61,19 @@ def run(
     if against not in (None, "published"):
         raise ConfigurationError(f"--against {against!r} is unknown; known: published")
     asked = {
-        "pattern": pattern, "rows": rows, "sizes": sizes, "device": device, "quick": quick, "budget": budget_s,
-        "hosts": hosts, "address": address,
-    }  # fmt: skip
+        name: value
+        for name, value in asked.items()
+        if value not in (None, (), []) and value is not False and (name, value) != ("device", "all")
+    }
     _check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
     if results:
-        if json or any(value not in ((), None, False, "all") for value in asked.values()):
+        if json or address or asked:
             raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
         runs = [read_run(path) for path in results]
     else:
-        if pattern and against:
+        if "pattern" in asked and against:
             raise ConfigurationError("--against has figures of sizes, not of patterns")
-        options = make_options(
-            pattern=pattern, rows=rows, sizes=sizes, device=device, quick=quick, budget_s=budget_s, hosts=hosts
-        )
-        runs = [_measure(options, address, _repeat_command(asked))]
+        runs = [_measure(make_options(**asked), address, _repeat_command(asked, address))]
     for result in runs:
         _show(result, against_published=against is not None)
     if json:
@@ -93,7 +94,7 @@ def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[P
     if len(runs) > 1:
         pictures = [plot.with_stem(f"{plot.stem}-{number}") for number in range(1, len(runs) + 1)]
     for result, picture in zip(runs, pictures, strict=True):
-        write_file(picture, plots.draw(result, against_published=against_published))
+        write_file(picture, draw(result, against_published=against_published))
     return pictures
 
 
@@ -107,27 +108,25 @@ def _check_files(files: Sequence[Path], plot: Path | None) -> None:
     if plot is not None:
         if plot.suffix != ".png":
             raise ConfigurationError(f"--plot writes PNG; {plot} does not end in .png")
-        plots.check_available()
+        check_plots()
 
 
-def _repeat_command(asked: Mapping[str, Any]) -> str:
+def _repeat_command(asked: Mapping[str, Any], address: str | None) -> str:
     """The command for the same run, without the outputs."""
     words = ["raytorchrpc", "bench"]
-    for name, value in asked.items():
-        if value in ((), None, False) or (name, value) == ("device", "all"):
-            continue
-        words.append(f"--{name}")
+    for name, value in {**asked, **({"address": address} if address else {})}.items():
+        words.append(f"--{name.removesuffix('_s')}")
         if name == "hosts":
             words += value
         elif isinstance(value, (list, tuple)):
             words.append(",".join(value))
         elif value is not True:
-            words.append(f"{value:g}" if isinstance(value, (int, float)) else str(value))
+            words.append(f"{value:g}" if isinstance(value, float) else str(value))
     return shlex.join(words)
 
 
 def _measure(options: Options, address: str | None, command: str) -> Run:
-    from raytorchrpc.bench.run import measure  # here: bad options are reported without loading Ray and torch
+    from raytorchrpc.bench.schedule import measure  # here: bad options are reported without loading Ray and torch
     from raytorchrpc.process.ray_session import ray_session
 
     if options.hosts and address is None:

@@ -27,7 +27,6 @@ NEEDS = {
     "raytorchrpc/cli": "cli",
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/cli/demo.py": "demo",
-    "raytorchrpc/cli/digits.py": "demo",
     "raytorchrpc/lanes/common/tls.py": "tls",
     "raytorchrpc/manifest.py": "cli",
     "examples/atari_dqn": "atari",

@@ -13,23 +13,35 @@ import pytest
 from typer.testing import CliRunner
 
 from raytorchrpc.bench import cases as bench_cases
-from raytorchrpc.bench.cases import PATTERNS, Case, Shape, case_obstacle, cases, make_options, parse_size, shape
-from raytorchrpc.bench.fit import fit
+from raytorchrpc.bench.cases import (
+    PATTERN_ROWS,
+    PATTERNS,
+    QUICK,
+    QUICK_FEW,
+    ROWS,
+    Case,
+    Shape,
+    case_obstacle,
+    cases,
+    choose,
+    make_options,
+    parse_size,
+    shape,
+)
+from raytorchrpc.bench.reports import Table, conclusion, document, not_measured, plain, tables, to_csv
 from raytorchrpc.bench.results import (
     Cell,
+    Device,
     RowResult,
     Run,
+    fit,
     published,
-    published_curve,
     published_sizes,
     read_run,
     show_size,
     write_file,
 )
-from raytorchrpc.bench.rows import PATTERN_ROWS, QUICK, QUICK_FEW, ROWS, Device, choose
-from raytorchrpc.bench.run import find_node
-from raytorchrpc.bench.site import Host, MemoryLimits, Site, free_memory, needed, obstacle, size_obstacle
-from raytorchrpc.bench.tables import Table, conclusion, document, not_measured, plain, tables, to_csv
+from raytorchrpc.bench.site import Host, MemoryLimits, Site, find_node, free_memory, needed, obstacle, size_obstacle
 from raytorchrpc.cli.app import app
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
@@ -135,7 +147,7 @@ def test_hosts_without_a_cluster_is_one_line(monkeypatch: Any) -> None:
 
 
 def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
-    monkeypatch.setattr("raytorchrpc.bench.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("raytorchrpc.bench.reports.find_spec", lambda name: None)
     ran = CliRunner().invoke(app, ["bench", "--plot", "x.png"])
     assert ran.exit_code == 2
     assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install '.[bench]' in a checkout\n"
@@ -172,7 +184,7 @@ def place(host: str = "one", **more: Any) -> Host:
         peer_memory=more.pop("peer_memory", False),
     )
     usual = {"free_bytes": 32 * GB, "packages": frozenset({"pynng", "nixl"}), "nccl": True, "store_bytes": 8 * GB}
-    return Host(endpoint=endpoint, **{**usual, **more})
+    return Host(endpoint=endpoint, node=host, **{**usual, **more})
 
 
 def site(a: Host, b: Host | None = None) -> Site:
@@ -301,8 +313,7 @@ def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path) -> None:
 
 def test_rows_and_cases_are_sound() -> None:
     assert len(BY_NAME) == len(ROWS)
-    keys = {(curve.scope, curve.transport) for curve in published()[1]}
-    assert {row.published for row in ROWS} - {None} == keys  # every published transport has its row
+    assert {row.published for row in ROWS} - {None} == set(published()[1])  # every published transport has its row
     for row in ROWS:
         GroupConfig(**row.config)
         shared = [other for other in ROWS if other.actors == row.actors]
@@ -400,7 +411,7 @@ def test_a_result_is_written_and_read_again(run: Run, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["r.json"]
 
 
-def test_results_of_earlier_versions_are_read() -> None:
+def test_the_stored_results_are_read() -> None:
     sizes = read_run(RESULTS / "h200.json")
     assert table(sizes).rows[0][:2] == ("auto", "0.258 ±0%")
     patterns = read_run(RESULTS / "h200-patterns-cpu.json")
@@ -414,8 +425,7 @@ def test_tables_show_figures_and_only_figures() -> None:
     assert by_row["auto"][:2] == ("1 ±10%", "1 ±10%")
     assert by_row["ray"][:2] == ("5 ±10%", "-")
     assert "nixl" not in by_row
-    shm = published_curve(("intranode", "shm"))
-    assert shm is not None
+    shm = published()[1]["intranode", "shm"]
     assert by_row["  published, intranode"][:2] == (f"{shm[1250]:.3g}", f"{shm[40_000_000]:.3g}")
     rule = plain(found).splitlines()[2]
     assert set(rule) == {"-", " "} and len(rule.split()) == len(found.heads)
@@ -518,7 +528,7 @@ def test_no_figure_at_all_is_a_failure(tmp_path: Path) -> None:
 
 def drawn(run: Run) -> Any:
     pytest.importorskip("matplotlib")
-    from raytorchrpc.bench.plots import draw, figure_of
+    from raytorchrpc.bench.reports import draw, figure_of
 
     assert draw(run, against_published=True).startswith(b"\x89PNG")
     figure = figure_of(run)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from raytorchrpc.bench.actors import Calls, Meter, Sample, Usage, Window, measure
-from raytorchrpc.bench.cases import Case, Options, Shape
+from raytorchrpc.bench.cases import PATTERN_ROWS, ROWS, Case, Options, Row, Shape, choose
 from raytorchrpc.bench.links import Failed, Stuck
-from raytorchrpc.bench.rows import PATTERN_ROWS, ROWS, Row, choose
 from raytorchrpc.bench.schedule import FEWEST, PatternsRunner, SizesRunner, lead_in, rounds, summarize
 from raytorchrpc.bench.teams import Place, Turn, summary
 from tests.unit.bench.test_bench import place, site
@@ -171,15 +170,16 @@ class ScriptedTeam:
     def pause(self, row: Row, timeout_s: float) -> None:
         self._do("pause", row)
 
-    def sample(self, row: Row, device: str, case: Case, counts: tuple[int, int], timeout_s: float) -> list[float]:
+    def measure(self, row: Row, device: str, case: Case, window: Window, timeout_s: float) -> list[Sample]:
         per_op, per_byte = self.world.costs.get(row.name, (1e-3, 0.0))
-        for _ in range(sum(counts)):
+        for _ in range(window.lead + window.fewest):
             self._do("send", row, case)
             self.world.now += per_op + case.size * per_byte
-        return [per_op + case.size * per_byte] * counts[1]
+        return [Sample([per_op + case.size * per_byte] * window.fewest, 1.0, Usage(0, 0.0), Usage(0, 0.0))]
 
     def check(self, row: Row, device: str, case: Case, timeout_s: float) -> tuple[str | None, float]:
-        return self.world.carrier, self.sample(row, device, case, (0, 1), timeout_s)[0]
+        (sample,) = self.measure(row, device, case, Window(0.0, fewest=1, lead=0), timeout_s)
+        return self.world.carrier, sample.seconds[0]
 
     def turn(self, row: Row, device: str, case: Case, window_s: float, timeout_s: float) -> Turn:
         self._do("turn", row, case)

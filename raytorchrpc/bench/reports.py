@@ -1,16 +1,18 @@
-"""Results for people: tables for the terminal, CSV, Markdown."""
+"""Results for people: tables for the terminal, CSV, Markdown, pictures (``--plot``, which needs matplotlib)."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
-from raytorchrpc.bench.fit import fit
-from raytorchrpc.bench.results import Cell, Run, published, published_curve, published_sizes, show_size
-from raytorchrpc.bench.rows import FLOOR, KIND_TEXT, OURS, PATTERN_ROWS, Device
+from raytorchrpc.bench.cases import FLOOR, KIND_TEXT, OURS, PATTERN_ROWS
+from raytorchrpc.bench.results import Cell, Device, RowResult, Run, fit, published, published_sizes, show_size
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import paragraph
+from raytorchrpc.text import table as text_table
 
 DEVICE_TEXT: Mapping[Device, str] = {"cpu": "CPU tensors", "cuda": "CUDA tensors"}
 _LINE_NOTE = (
@@ -69,12 +71,17 @@ def _sizes(run: Run, device: Device, against_published: bool) -> Table:
             speed = f"{line.bytes_per_s / 1e9:.3g} GB/s" if line.bytes_per_s else "-"
             fitted = (f"{show_ms(line.per_op_s * 1e3)} ms", speed, f"{line.worst:.0%}")
         rows.append((row.row, *(_size(run.cell(row.row, device, label)) for label in labels), *fitted))
-        curve = published_curve(row.published) if against_published else None
-        if row.published and curve:
+        scope, curve = _published_curve(row) if against_published else ("", {})
+        if curve:
             cells = [show_ms(curve[sizes[label]]) if sizes[label] in curve else "" for label in labels]
-            rows.append((f"  published, {row.published[0]}", *cells, "", "", ""))
+            rows.append((f"  published, {scope}", *cells, "", "", ""))
     title = f"{DEVICE_TEXT[device]}, {run.scope}: milliseconds one way plus acknowledgement, median ± half the IQR"
     return Table(title, ("row", *labels, "per op", "bandwidth", "line within"), tuple(rows), _LINE_NOTE)
+
+
+def _published_curve(row: RowResult) -> tuple[str, Mapping[int, float]]:
+    """The scope of the published figures of that row, and milliseconds by bytes; empty if there are none."""
+    return (row.published[0], published()[1].get(row.published, {})) if row.published else ("", {})
 
 
 def _size(cell: Cell | None) -> str:
@@ -89,12 +96,19 @@ def _choice(run: Run, device: Device) -> Table | None:
     rows = []
     for label in run.labels(device):
         ours = run.cell(OURS, device, label)
-        rivals = [run.fastest(device, label, KIND_TEXT[kind]) for kind in ("lane", "peer")]
+        rivals = [_fastest(run, device, label, KIND_TEXT[kind]) for kind in ("lane", "peer")]
         if ours is not None and ours.median is not None and any(rivals):
             against = [text for cell in rivals for text in (cell.row if cell else "-", _ratio(ours, cell))]
             rows.append((label, ours.via or "?", *against))
     heads = ("size", "auto uses", "fastest forced row", "auto / it", "fastest peer", "auto / it")
     return Table(f"{DEVICE_TEXT[device]}: what auto chose", heads, tuple(rows), _CHOICE_NOTE) if rows else None
+
+
+def _fastest(run: Run, device: Device, label: str, kind: str) -> Cell | None:
+    """The fastest row of that kind at that size, ours aside."""
+    rivals = (row for row in run.measured(device) if row.kind == kind and row.comparable and row.row != OURS)
+    cells = (run.cell(row.row, device, label) for row in rivals)
+    return min((cell for cell in cells if cell and cell.median), key=lambda cell: cell.median or 0.0, default=None)
 
 
 def _pattern(run: Run, device: Device, pattern: str) -> Table:
@@ -175,17 +189,12 @@ def not_measured(run: Run) -> list[str]:
 
 def conclusion(run: Run) -> str | None:
     """One sentence: the smallest call with a tensor by ours and by Ray; None if the two were not measured."""
-    if run.has_patterns and not any(cell.pattern == "quiet" for cell in run.cells):
-        return None
     pattern = "quiet" if run.has_patterns else ""
     for cell in sorted(run.cells, key=lambda cell: cell.bytes):
-        if (cell.row, cell.pattern) == (OURS, pattern) and cell.bytes and cell.median:
-            rays = run.cell("ray", cell.device, cell.label, pattern)
-            if rays is not None and rays.median:
-                tensor = "CUDA tensor" if cell.device == "cuda" else "tensor"
-                return (
-                    f"Here a call with a {tensor} of {show_size(cell.bytes)} takes {_part(rays.median / cell.median)}."
-                )
+        rays = run.cell("ray", cell.device, cell.label, pattern)
+        if (cell.row, cell.pattern) == (OURS, pattern) and cell.bytes and cell.median and rays and rays.median:
+            tensor = "CUDA tensor" if cell.device == "cuda" else "tensor"
+            return f"Here a call with a {tensor} of {show_size(cell.bytes)} takes {_part(rays.median / cell.median)}."
     return None
 
 
@@ -209,9 +218,9 @@ def to_csv(runs: Sequence[Run]) -> str:
     return out.getvalue()
 
 
-def plain(table: Table, width: int | None = None) -> str:
+def plain(found: Table, width: int | None = None) -> str:
     """The table as lines of text. With ``width``, columns that do not fit follow below, each time behind the first."""
-    widths = [max(map(len, column)) for column in zip(table.heads, *table.rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(found.heads, *found.rows, strict=True)]
     blocks, used = [[0]], widths[0]
     for column, its_width in enumerate(widths[1:], 1):
         used += 2 + its_width
@@ -219,14 +228,12 @@ def plain(table: Table, width: int | None = None) -> str:
             blocks.append([0])
             used = widths[0] + 2 + its_width
         blocks[-1].append(column)
-    text = "\n\n".join("\n".join(_lines(table, widths, columns)) for columns in blocks)
-    return f"{table.title if width is None else paragraph('', table.title, width)}\n{text}"
-
-
-def _lines(table: Table, widths: Sequence[int], columns: Sequence[int]) -> Iterator[str]:
-    for row in (table.heads, ["-" * width for width in widths], *table.rows):
-        cells = (row[column].rjust(widths[column]) if column else row[0].ljust(widths[0]) for column in columns)
-        yield "  ".join(cells).rstrip()
+    title = found.title if width is None else paragraph("", found.title, width)
+    texts = []
+    for columns in blocks:
+        heads, *rows = ([row[column] for column in columns] for row in (found.heads, *found.rows))
+        texts.append(text_table(heads, rows, width=sum(widths) + 2 * len(widths), right=len(columns) - 1))
+    return f"{title}\n" + "\n\n".join(texts)
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
@@ -297,12 +304,11 @@ def _published(runs: Sequence[Run]) -> list[str]:
         return [show_ms(ms[size]) if size in ms else "" for size in sizes]
 
     rows = []
-    for curve in curves:
-        rows.append([f"**{curve.transport}**", f"published, {curve.scope}", *cells(curve.ms)])
+    for (scope, transport), curve in curves.items():
+        rows.append([f"**{transport}**", f"published, {scope}", *cells(curve)])
         for run in runs:
-            for row in run.rows:
-                points = {size: seconds * 1e3 for size, seconds in run.points(row)}
-                if row.published == (curve.scope, curve.transport) and points:
+            for row in (row for row in run.rows if row.published == (scope, transport)):
+                if points := {size: seconds * 1e3 for size, seconds in run.points(row)}:
                     rows.append([row.row, f"{_name(run)}, {row.device}", *cells(points)])
     note = (
         f"{source} They come from other machines, and each row is forced to the transport in its name. The rows of the "
@@ -310,3 +316,98 @@ def _published(runs: Sequence[Run]) -> list[str]:
     )
     heads = ["transport", "where", *map(show_size, sizes)]
     return ["## Published figures", note, grid(heads, rows, left=2)]
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+_STYLES = {"raytorchrpc": "-", "for comparison": "--", "limit": ":"}
+
+
+def check_plots() -> None:
+    """Raises ConfigurationError, with the remedy, if matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError("--plot needs matplotlib: pip install '.[bench]' in a checkout")
+
+
+def draw(run: Run, *, against_published: bool = False) -> bytes:
+    """Draw a PNG."""
+    out = io.BytesIO()
+    figure = figure_of(run, against_published=against_published)
+    figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
+    return out.getvalue()
+
+
+def figure_of(run: Run, *, against_published: bool = False) -> Any:
+    """The matplotlib figure that ``draw`` writes: two panels for each device, or one for each device and pattern."""
+    check_plots()
+    from matplotlib.figure import Figure  # not pyplot, which needs a window system and keeps global state
+
+    shown = run.tables()
+    columns = min(2, len(shown)) if run.has_patterns else 2
+    lines = -(-len(shown) // columns) if run.has_patterns else max(1, len(shown))
+    figure = Figure(figsize=(7.5 * columns, (4.5 if run.has_patterns else 6.5) * lines), layout="constrained")
+    heading = f"raytorchrpc {run.version}, {run.started[:10]}; {'; '.join(run.machine[:1])}"
+    figure.suptitle("\n".join((heading, "; ".join(run.machine[1:]))), fontsize="medium", wrap=True)
+    panels = figure.subplots(lines, columns, squeeze=False)
+    if not run.has_patterns:
+        for (left, right), (device, _) in zip(panels, shown, strict=False):
+            _draw_sizes(left, right, run, device, against_published)
+        return figure
+    for (device, pattern), panel in zip(shown, panels.flat, strict=False):
+        _draw_cases(panel, run, device, pattern)
+    for panel in panels.flat[len(shown) :]:
+        panel.remove()
+    return figure
+
+
+def label_logarithmic(axis: Any, formatter: Any = "{x:g}", subs: Sequence[float] = (1, 2, 5)) -> None:
+    """Plain numbers at a logarithmic axis, however little of a decade it shows."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=subs, numticks=30))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(formatter)
+
+
+def _draw_cases(panel: Any, run: Run, device: Device, pattern: str) -> None:
+    """A column for each case, and in it a mark for each row, with the range of its repeats."""
+    names, labels = run.names(device, pattern), run.labels(device, pattern, measured=True)
+    unit = "ms"
+    for number, name in enumerate(names):
+        found = [(at, run.cell(name, device, label, pattern)) for at, label in enumerate(labels)]
+        cells = [(at, cell) for at, cell in found if cell is not None and cell.median is not None]
+        places = [at + (number - (len(names) - 1) / 2) * 0.7 / len(names) for at, _ in cells]
+        middles = [cell.median or 0.0 for _, cell in cells]
+        below = [middle - (cell.low or middle) for middle, (_, cell) in zip(middles, cells, strict=True)]
+        above = [(cell.high or middle) - middle for middle, (_, cell) in zip(middles, cells, strict=True)]
+        style = {"color": f"C{number}", "marker": "os^Dv*"[number % 6], "linestyle": "none", "capsize": 3}
+        panel.errorbar(places, middles, yerr=[below, above], label=name, **style)
+        unit = cells[0][1].unit
+    panel.set_xticks(range(len(labels)), [label.replace(", ", "\n") for label in labels], fontsize="small")
+    panel.set(title=f"{pattern}, {DEVICE_TEXT[device]}", ylabel=unit, yscale="log", xlim=(-0.5, len(labels) - 0.5))
+    label_logarithmic(panel.yaxis)
+    panel.grid(True, axis="y", alpha=0.3)
+    panel.legend(fontsize="small")
+
+
+def _draw_sizes(left: Any, right: Any, run: Run, device: Device, against_published: bool) -> None:
+    def curve(points: Sequence[tuple[int, float]], **style: Any) -> None:
+        sizes = [size for size, _ in points]
+        left.plot(sizes, [seconds * 1e3 for _, seconds in points], **style)
+        right.plot(sizes, [size / seconds / 1e9 for size, seconds in points], **style)
+
+    for number, row in enumerate(run.measured(device)):
+        style = {"color": f"C{number % 10}", "marker": "os^Dv"[number // 10 % 5], "markersize": 4}
+        style |= {"linestyle": _STYLES[row.kind], "linewidth": 2.5 if row.row == "auto" else 1.2}
+        curve(run.points(row), label=row.row, **style)
+        scope, found = _published_curve(row) if against_published else ("", {})
+        if found:
+            style |= {"marker": "x", "linestyle": "-.", "linewidth": 0.8, "alpha": 0.6}
+            curve([(size, ms / 1e3) for size, ms in found.items()], label=f"{row.row}, published ({scope})", **style)
+    for panel, what, unit in ((left, "time", "milliseconds"), (right, "bandwidth", "GB/s")):
+        title = f"{DEVICE_TEXT[device]}, {run.scope}: {what}"
+        panel.set(title=title, xlabel="size of the tensor", ylabel=unit, xscale="log", yscale="log")
+        label_logarithmic(panel.xaxis, lambda size, _: show_size(size), (1,))
+        label_logarithmic(panel.yaxis)
+        panel.grid(True, alpha=0.3)
+    right.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize="small")
