@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope, on_loop
 from raytorchrpc.calls.server.gates import wait_serving
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
+from raytorchrpc.process.completion import Completion
 
 
 class Credit:
@@ -34,34 +34,15 @@ class Credit:
             window.release(self)
 
 
-class CreditRequest:
-    """A queued request for credit; see ``waiting.Waitable``."""
+class CreditRequest(Completion):
+    """A queued request for credit; complete once it is granted."""
+
+    __slots__ = ("_window", "credit", "size")
 
     def __init__(self, window: CreditWindow, size: int) -> None:
-        self.size = size
+        super().__init__()
+        self._window, self.size = window, size
         self.credit: Credit | None = None
-        self._window = window
-        self._callbacks: list[Callable[[], None]] = []
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until the credit is granted, at most ``timeout_s``."""
-        granted = threading.Lock()
-        granted.acquire()
-        self.add_done_callback(granted.release)
-        return granted.acquire(timeout=max(0.0, timeout_s))
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, once the credit is granted."""
-        with self._window.lock:
-            if self.credit is None:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def grant(self, credit: Credit) -> list[Callable[[], None]]:
-        """Under the window's lock; returns the callbacks to run after unlocking."""
-        self.credit = credit
-        return self._callbacks
 
     def cancel(self) -> None:
         """Leave the queue, or give the credit back if it was granted meanwhile."""
@@ -100,9 +81,9 @@ class CreditWindow:
         request = CreditRequest(self, size)
         with self.lock:
             self.queue.append(request)
-            callbacks = self._grant()
-        for callback in callbacks:
-            callback()
+            granted = self._grant()
+        for each in granted:
+            each.complete()
         return request
 
     def release(self, credit: Credit) -> None:
@@ -115,23 +96,25 @@ class CreditWindow:
             self.bytes -= credit._bytes
             if not self.queue:
                 return
-            callbacks = self._grant()
-        for callback in callbacks:
-            callback()
+            granted = self._grant()
+        for each in granted:
+            each.complete()
 
     def _fits(self, size: int) -> bool:
         if not self.calls:
             return True
         return self.calls < self.max_calls and self.bytes + size <= self.max_bytes
 
-    def _grant(self) -> list[Callable[[], None]]:
-        callbacks: list[Callable[[], None]] = []
+    def _grant(self) -> list[CreditRequest]:
+        """Under the lock; returns the requests to complete after unlocking."""
+        granted: list[CreditRequest] = []
         while self.queue and self._fits(self.queue[0].size):
             request = self.queue.popleft()
             self.calls += 1
             self.bytes += request.size
-            callbacks += request.grant(Credit(self, request.size))
-        return callbacks
+            request.credit = Credit(self, request.size)
+            granted.append(request)
+        return granted
 
 
 class CreditWindows:
@@ -158,7 +141,7 @@ class CreditWindows:
         if window is None:
             window = windows.setdefault(peer.rank, CreditWindow(self._max_calls, self._max_bytes))
         credit = window.take(size)
-        return (self._wait(window, peer.name, method, size, patience_s)) if credit is None else (credit, 0.0)
+        return self._wait(window, peer.name, method, size, patience_s) if credit is None else (credit, 0.0)
 
     def _wait(self, window: CreditWindow, peer: str, method: str, size: int, patience_s: float) -> tuple[Credit, float]:
         calls, many = window.calls, window.bytes

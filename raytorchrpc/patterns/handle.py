@@ -17,7 +17,7 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop
 from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
-from raytorchrpc.calls.server.services import DeferredReply, WaitableReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
 from raytorchrpc.process.workers import Deadlines
@@ -94,7 +94,7 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
         except RayTorchRpcError:
             pending.cancel()
             raise
-    _wait_serving(WaitableReply(pending), MAX_TIMEOUT_S)  # its deadline settles it
+    _wait_serving(pending, MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
 

@@ -95,7 +95,7 @@ class DirectLane(MessageLane):
         """Unless the connection broke meanwhile."""
         if pending in self._under_way:
             self._under_way.discard(pending)
-            pending.complete(answer)
+            pending.settle(answer)
 
     def release(self, number: int | None = None) -> None:
         """Deliver the request held as number ``number``; None: all, in order, and hold no more."""
@@ -116,13 +116,13 @@ class DirectLane(MessageLane):
         """The request held as number ``number`` never arrives, and its sender is told."""
         pending = self.held.pop(number)[1]
         self._under_way.discard(pending)
-        pending.complete(None, PeerLost("peer", "the test lost the message"))
+        pending.settle(None, PeerLost("peer", "the test lost the message"))
 
     def break_connection(self) -> None:
         self.broken, under_way = True, list(self._under_way)
         self._under_way.clear()
         for pending in under_way:
-            pending.complete(None, PeerLost("peer", "the test broke the connection"))
+            pending.settle(None, PeerLost("peer", "the test broke the connection"))
 
     def disconnect(self, peer: str) -> None:
         raise AssertionError("not used")

@@ -7,7 +7,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
@@ -75,11 +74,10 @@ class DeferredCall(Call):
         try:
             local = self._member.result(0)
             call = self._context.run(self._send, local, rejoin.left_of(local, self._timeout, self._started))
-        except RayTorchRpcError as error:
-            self._sent.settle(None, error.with_traceback(None))
         except BaseException as error:
-            self._sent.settle(None, error)
-            raise
+            self._sent.settle(None, error.with_traceback(None))
+            if not isinstance(error, RayTorchRpcError):
+                raise
         else:
             self._sent.settle(call)
 
@@ -100,10 +98,10 @@ class DeferredCall(Call):
 
     def wait(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
-        if not _settled(self._member, timeout_s):
+        if not self._member.wait(timeout_s):
             return False
         self._send_once()
-        if not _settled(self._sent, max(0.0, until - time.monotonic())):
+        if not self._sent.wait(max(0.0, until - time.monotonic())):
             return False
         call = self._call
         return call is None or call.wait(max(0.0, until - time.monotonic()))
@@ -152,11 +150,3 @@ class DeferredCall(Call):
             call.run_callback(callback, argument)
         else:
             threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")
-
-
-def _settled(later: DeferredReply, timeout_s: float) -> bool:
-    try:
-        later.exception(timeout_s)  # returns it, if there is one
-    except FutureTimeoutError:
-        return False
-    return True

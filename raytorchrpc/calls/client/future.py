@@ -9,7 +9,6 @@ import threading
 import time
 import types
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,8 +17,9 @@ from typing import Any, Generic, TypeVar
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
 from raytorchrpc.calls.server.gates import wait_serving
-from raytorchrpc.errors import CancelledError, ConfigurationError, PeerLost, RpcTimeout
+from raytorchrpc.errors import CancelledError, ConfigurationError, RpcTimeout
 from raytorchrpc.process import fork
+from raytorchrpc.process.completion import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,6 @@ T = TypeVar("T")
 class Call(ABC):
     """One call in flight; what a ``Future`` waits for. Thread-safe."""
 
-    peer_was_lost = False
-    """After ``outcome``: the error is the loss of the peer, and not an exception of the method."""
     cancellable = False
     """Whether ``cancel`` reaches the callee."""
 
@@ -61,10 +59,6 @@ class Call(ABC):
     @abstractmethod
     def expire(self) -> tuple[None, RpcTimeout]:
         """The outcome of a call whose deadline has passed."""
-
-    def lost(self) -> PeerLost | None:
-        """After ``wait`` has returned True: why the peer was lost, if it was. Does not take the outcome."""
-        return None
 
     @abstractmethod
     def cancel(self) -> None:
@@ -101,35 +95,6 @@ def result_of(call: Call) -> Any:
         del call, outcome  # see Future._get
 
 
-class _Watchers:
-    """Callbacks of one future, called once and together. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._callbacks: set[Callable[[], None]] = set()
-        self._follows = False
-
-    def add(self, callback: Callable[[], None]) -> bool:
-        """Returns whether the call is to be asked for ``notify``: it has not been since the last time."""
-        with self._lock:
-            self._callbacks.add(callback)
-            follows, self._follows = self._follows, True
-        return not follows
-
-    def discard(self, callback: Callable[[], None]) -> None:
-        """Call it no more, if it has not been called."""
-        with self._lock:
-            self._callbacks.discard(callback)
-
-    def notify(self) -> None:
-        """Call all of them."""
-        with self._lock:
-            callbacks, self._callbacks = self._callbacks, set()
-            self._follows = False
-        for callback in callbacks:
-            callback()
-
-
 class Future(Generic[T]):
     """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 
@@ -138,7 +103,8 @@ class Future(Generic[T]):
     """
 
     _cancelled = False
-    _watchers: _Watchers | None = None
+    _arrival: Completion | None = None
+    """Complete when the outcome can be taken or the call is cancelled; made when it is first watched."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -179,8 +145,8 @@ class Future(Generic[T]):
         finally:
             self._taking.release()
         self._call.cancel()
-        if self._watchers is not None:
-            self._watchers.notify()
+        if self._arrival is not None:
+            self._arrival.complete()
         return True
 
     def wait(self) -> T:
@@ -281,6 +247,8 @@ class Future(Generic[T]):
         with self._taking:
             if self._outcome is None:
                 self._outcome = self._call.outcome() if arrived else self._call.expire()
+                if self._outcome is None:
+                    vars(self).pop("_arrival", None)  # that of the attempt before
             return self._outcome is not None
 
     # --- for several futures -----------------------------------------------------------------------------------------
@@ -290,18 +258,19 @@ class Future(Generic[T]):
 
         Perhaps at once. The deadline does not count.
         """
-        watchers = (
-            self._watchers if self._watchers is not None else vars(self).setdefault("_watchers", _Watchers())
-        )  # one, whichever thread is first
-        follow = watchers.add(watcher)
+        arrival = self._arrival
+        if arrival is None:
+            mine = Completion()
+            arrival = vars(self).setdefault("_arrival", mine)  # one, whichever thread is first
+            if arrival is mine:
+                self._call.add_done_callback(mine.complete)
         if self._cancelled:
-            watchers.notify()
-        elif follow:
-            self._call.add_done_callback(watchers.notify)
+            arrival.complete()
+        arrival.add_done_callback(watcher)
 
     def _unwatch(self, watcher: Callable[[], None]) -> None:
-        if self._watchers is not None:
-            self._watchers.discard(watcher)
+        if self._arrival is not None:
+            self._arrival.discard_callback(watcher)
 
     def __repr__(self) -> str:
         state = "cancelled" if self._cancelled else "done" if self.done() else "pending"
@@ -377,8 +346,8 @@ def wait(
             left = until - time.monotonic()
             if len(done) >= num_returns or left <= 0:
                 break
-            arrivals.wanted = num_returns - len(done)
-            wait_serving(arrivals, min(left, _first_deadline(set(everything).difference(done))))
+            enough = arrivals.expect(num_returns - len(done))
+            wait_serving(enough, min(left, _first_deadline(set(everything).difference(done))))
     chosen = set(done[:num_returns])
     return done[:num_returns], [future for future in everything if future not in chosen]
 
@@ -410,8 +379,7 @@ def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[A
         while pending:
             if time.monotonic() >= deadline:
                 deadline = time.monotonic() + _first_deadline(pending)
-            arrivals.wanted = 1
-            arrived = wait_serving(arrivals, max(0.0, deadline - time.monotonic()))
+            arrived = wait_serving(arrivals.expect(1), max(0.0, deadline - time.monotonic()))
             for future in arrivals.take() if arrived else [future for future in pending if future.done()]:
                 if not future._settled(0):
                     arrivals.watch(future)  # it was sent again
@@ -425,16 +393,14 @@ def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[A
 
 
 class _Arrivals:
-    """Collects futures as they become done, but not those whose deadline passes; see ``waiting.Waitable``."""
+    """Collects futures as they become done, but not those whose deadline passes."""
 
     def __init__(self, futures: Collection[Future[Any]]) -> None:
-        self.wanted = 1
-        """Done when so many have arrived since ``take``."""
         self._futures = futures
         self._watchers: list[tuple[Future[Any], Callable[[], None]]] = []
         self._lock = threading.Lock()
-        self._arrived: deque[Future[Any]] = deque()
-        self._callbacks: list[Callable[[], None]] = []
+        self._arrived: list[Future[Any]] = []
+        self._wanted, self._enough = 1, Completion()
 
     def __enter__(self) -> _Arrivals:
         for future in self._futures:
@@ -453,33 +419,27 @@ class _Arrivals:
         future._watch(watcher)
 
     def _arrive(self, future: Future[Any]) -> None:
-        callbacks: list[Callable[[], None]] = []
         with self._lock:
             self._arrived.append(future)
-            if len(self._arrived) >= self.wanted:
-                callbacks, self._callbacks = self._callbacks, callbacks
-        for callback in callbacks:
-            callback()
+            enough = self._enough if len(self._arrived) >= self._wanted else None
+        if enough is not None:
+            enough.complete()
+
+    def expect(self, wanted: int) -> Completion:
+        """Complete when so many have arrived since ``take``."""
+        with self._lock:
+            self._wanted, enough = wanted, Completion()
+            self._enough = enough
+            arrived = len(self._arrived)
+        if arrived >= wanted:
+            enough.complete()
+        return enough
 
     def take(self) -> list[Future[Any]]:
         """Those that have arrived since the last time."""
         with self._lock:
-            arrived = list(self._arrived)
-            self._arrived.clear()
+            arrived, self._arrived = self._arrived, []
         return arrived
-
-    def wait(self, timeout_s: float) -> bool:
-        woken = threading.Lock()
-        woken.acquire()
-        self.add_done_callback(woken.release)
-        return woken.acquire(timeout=timeout_s)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        with self._lock:
-            if len(self._arrived) < self.wanted:
-                self._callbacks.append(callback)
-                return
-        callback()
 
 
 def _checked(futures: Iterable[Any]) -> list[Future[Any]]:

@@ -1,13 +1,15 @@
-"""Outgoing calls: how a member sends a call, and how its caller takes the outcome."""
+"""Outgoing calls: how a member sends them, what phases each goes through, and how its caller takes the outcome."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -16,16 +18,14 @@ from ray import ObjectRef
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.client.future import Call, call_back
-from raytorchrpc.calls.client.retry import RetriedCall
 from raytorchrpc.calls.client.stream import Stream
-from raytorchrpc.calls.client.unretrieved import UnretrievedFailures
 from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, CallOptions, checked_timeout
 from raytorchrpc.calls.payload import Payload, PayloadStep
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
-from raytorchrpc.calls.receive_into import Receiver, receiver
+from raytorchrpc.calls.receive_into import receiver
 from raytorchrpc.calls.scope import current_scope, on_loop
 from raytorchrpc.calls.spans import CallSpan, Tracer
 from raytorchrpc.errors import (
@@ -40,49 +40,92 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork
-from raytorchrpc.process.workers import Deadlines, Workers
+from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.exceptions import decode_exception
 
+logger = logging.getLogger(__name__)
+
+#: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
+_NOTICE_S = 10.0
+#: After a failure was logged, others of this kind, of the same method, are only counted for this time (seconds).
+_QUIET_S = 10.0
+_NO_PAYLOAD = Payload(NOTHING)
+
+
+class Phase(Enum):
+    """Where a call is; ``OutgoingCall._advance`` moves it on."""
+
+    UNSENT = "its request was not sent"
+    SENT = "its request is in flight"
+    FETCHING = "its result is being fetched over another lane"
+    LOST = "its peer was lost, and it is sent again once the peer is back"
+    ARRIVED = "its reply is here"
+    FAILED = "no reply comes"
+    TAKEN = "its outcome was taken, or is not wanted"
+
+
+_UNDER_WAY = (Phase.SENT, Phase.FETCHING, Phase.ARRIVED)
+_DECIDED = (Phase.ARRIVED, Phase.FAILED, Phase.TAKEN)
+
 
 class OutgoingCall(Call):
-    """One call that was sent, up to its outcome. Its result may have to be fetched over another lane."""
+    """One call, from its first request to its outcome."""
 
     span: CallSpan | None = None
     """If it is traced."""
     counted = ""
     """The name under which it is counted."""
+    sent_by = ""
+    """The lane of its payload."""
+    _phase = Phase.UNSENT
+    _pending: Any
+    """Complete when the call can move on."""
+    _header = ReplyHeader(protocol.OK)
+    """Of the reply, once it has arrived."""
+    _error: Exception | None = None
+    """Why it was lost or has failed."""
+    _started = 0.0
+    _number = 0
     _is_reported = False
     """A failure is logged if this is dropped."""
+    _is_fetched = _may_have_run = _is_cancelled = False
+    _retries = 0
 
-    def __init__(
-        self,
-        calls: OutgoingCalls,
-        route: PeerRoute,
-        method: str,
-        lane: MessageLane,
-        pending: Pending,
-        started: float,
-        deadline: float,
-        payload: Payload,
-        options: CallOptions,
-        number: int = 0,
+    def __init__(self, calls: OutgoingCalls, route: PeerRoute, method: str, options: CallOptions) -> None:
+        self._calls, self._route, self._method, self._options = calls, route, method, options
+        self._payload = _NO_PAYLOAD
+        self._lock = threading.Lock()
+
+    def begin(
+        self, lane: MessageLane, pending: Pending, payload: Payload, started: float, seconds: float, number: int
     ) -> None:
-        """``number``: see ``RequestHeader.number``."""
-        self._taken = False
-        self._error: Exception | None = None
-        self._calls, self._route, self._method = calls, route, method
-        self._lane, self._pending = lane, pending
-        self._started, self._deadline = started, deadline
-        self._payload, self._options = payload, options
-        self._number = number
+        """Its request was sent. ``seconds``: until the deadline. ``number``: see ``RequestHeader.number``."""
+        self._lane, self._pending, self._payload = lane, pending, payload
+        self._started, self._deadline, self._number = started, started + seconds, number
         if number:
             self.cancellable = self._is_reported = True
         self.sent_by = payload.lane or lane.name
-        """The lane of its payload."""
-        self._lock = threading.Lock()
-        self._fetch: Pending | None = None
+        self._is_fetched, self._phase = False, Phase.SENT
+
+    def begin_retried(self, target: Any, args: tuple[Any, ...], kwargs: Any, retries: int, deadline: float) -> None:
+        """Send it, and again up to ``retries`` times if the peer is lost; each time once the peer is back."""
+        self._target, self._arguments, self._retries, self._deadline = target, (args, kwargs), retries, deadline
+        self._scope = current_scope.get()
+        self.cancellable = self._is_reported = self._options.cancellable
+        self._pending = Completion()
+        self._pending.complete()  # nothing to wait for, if it is not sent at all
+        self._send()
+
+    def _send(self) -> None:
+        try:
+            left = self._options._replace(timeout=max(0.001, self.remaining()))
+            self._calls.transmit(self, self._route, self._method, *self._arguments, left)
+        except PeerLost as lost:
+            with self._lock:
+                self._lose(lost.with_traceback(None))
 
     @property
     def label(self) -> str:
@@ -91,47 +134,91 @@ class OutgoingCall(Call):
     def remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
+    # --- phases --------------------------------------------------------------------------------------------------
+
     def wait(self, timeout_s: float) -> bool:
         until = time.monotonic() + timeout_s
-        if not self._pending.wait(timeout_s):
+        pending = self._pending
+        if not pending.wait(timeout_s):
             return False
-        final = self._final()
-        return final is None or final is self._pending or final.wait(max(0.0, until - time.monotonic()))
+        while not self._advance(pending):
+            pending = self._pending
+            if not pending.wait(max(0.0, until - time.monotonic())):
+                return False
+        return True
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
+        pending = self._pending
+
         def arrived() -> None:
-            final = self._final()
-            if final is None or final is self._pending:
+            if self._advance(pending):
                 callback()
             else:
-                final.add_done_callback(callback)
+                self.add_done_callback(callback)
 
-        self._pending.add_done_callback(arrived)
+        pending.add_done_callback(arrived)
 
-    def _final(self) -> Pending | None:
-        """The request whose reply is the result: the call or, sent here, the fetch that follows it; None: it failed."""
-        final = self._fetch
-        if final is not None:
-            return final
+    def _advance(self, pending: Any) -> bool:
+        """Move on after ``pending``, which is complete; whether the outcome can be taken."""
         with self._lock:
-            if self._fetch is None and self._error is None:
+            if pending is self._pending and self._phase in _UNDER_WAY:
                 try:
-                    self._fetch = self._begin_fetch()
+                    self._header = ReplyHeader(*pending.take().header)
+                    self._phase = Phase.ARRIVED
+                    if self._header.kind == protocol.KEPT:
+                        self._fetch(self._header.number)
                 except Exception as error:
-                    self._error = error.with_traceback(None)  # it would hold this call, which holds it
-            return self._fetch
+                    self._fail(error.with_traceback(None))  # it would hold this call, which holds it
+            return self._phase in _DECIDED
 
-    def _begin_fetch(self) -> Pending:
-        header = ReplyHeader(*self._pending.take().header)
-        if header.kind != protocol.KEPT:
-            return self._pending
+    def _fetch(self, number: int) -> None:
         self._route.heavy_results.add(self._method)
-        self._lane = self._route.tensors
+        self._lane, self._is_fetched, self._phase = self._route.tensors, True, Phase.FETCHING
         left = max(0.001, self.remaining())
+        self._pending = self._calls.control(self._route, self._lane, protocol.FETCH, left, number)
+
+    def _fail(self, error: Exception) -> None:
+        """Under the lock: the request has failed."""
+        if isinstance(error, RpcTimeout):
+            error = self._late()
+        elif isinstance(error, RayTorchRpcError):
+            error = self._after_reply(error) if self._is_fetched else error
+        elif not isinstance(error, MemoryError):
+            error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
+        if not (isinstance(error, PeerLost) and self._lose(error)):
+            self._error, self._phase = error, Phase.FAILED
+
+    def _lose(self, lost: RayTorchRpcError) -> bool:
+        """Under the lock: the peer was lost. Returns whether the call will be sent again."""
+        self._error, self._phase = lost, Phase.FAILED
+        if self._retries <= 0 or not self.remaining():
+            return False
+        self._retries -= 1
+        self._may_have_run |= isinstance(lost, PeerLost) and lost.may_have_run
+        self._phase, self._pending = Phase.LOST, Completion()
+        self._calls.workers.submit(self._send_again, self._pending)
+        return True
+
+    def _send_again(self, lost: Completion) -> None:
+        """On a worker: wait until the peer is back, and send the call once more."""
+        peers = self._calls.peers
+        error: RayTorchRpcError = self._late()
+        before = current_scope.set(self._scope)  # it stays in its chain of calls and keeps its deadline
         try:
-            return self._calls.control(self._route, self._lane, protocol.FETCH, left, header.number)
-        except RayTorchRpcError as error:
-            raise self._after_reply(error) from error
+            if peers.await_return(self._target, self._route.member.incarnation, self._deadline):
+                self._route = peers.route_for_call(self._target)
+                self._options = self._options._replace(caller_waits=False)
+                self._send()
+        except RayTorchRpcError as failure:  # the peer is gone for good, or the call is not sent for another reason
+            error = failure.with_traceback(None)
+        finally:
+            current_scope.reset(before)
+        with self._lock:
+            if self._phase is Phase.LOST and self._pending is lost:
+                self._error, self._phase = error, Phase.FAILED
+        lost.complete()
+        if self._is_cancelled:  # meanwhile
+            self._abandon()
 
     def _after_reply(self, error: RayTorchRpcError) -> RayTorchRpcError:
         """The error for a result that was announced and did not arrive: the method has run."""
@@ -141,89 +228,78 @@ class OutgoingCall(Call):
             return PeerLost(error.peer, error.cause)
         return error
 
-    def cancel(self) -> None:
-        self._count(0, self.sent_by, CancelledError())
-        self._is_reported = False
-        self._taken, self._payload = True, _NO_PAYLOAD
-        self._discard(self._fetch or self._pending)
-        if self._number:
-            self._calls.notify(self._route, self._lane, protocol.CANCEL, self._number)
+    # --- the outcome ---------------------------------------------------------------------------------------------
 
-    def lost(self) -> PeerLost | None:
-        final = self._final()
-        if final is None:
-            return self._error if isinstance(self._error, PeerLost) else None
-        try:
-            final.take()
-        except PeerLost as lost:
-            return lost.with_traceback(None)
-        except RayTorchRpcError:
-            return None
-        return None
-
-    def forget_failure(self) -> None:
+    def outcome(self) -> tuple[Any, BaseException | None] | None:
         self._is_reported = False
-
-    def outcome(self) -> tuple[Any, BaseException | None]:
-        self._is_reported = False
-        final = self._final()
-        if final is None:
-            return self._failed()
+        if self._phase not in _DECIDED:
+            return None  # another thread has waited too, and found that it is sent again
         size, came_by, value = 0, self.sent_by, None
-        error: BaseException | None = None
-        try:
-            message = final.take()
-            self._taken = True
-            message.make_current()
-            for export in self._payload.exports:
-                export.finished()
-            if message.body.tensors:
-                came_by = self._lane.name
-            if message.manifests:
-                came_by = message.manifests[0][0]
-            header = ReplyHeader(*message.header)
-            raised = header.kind == protocol.RAISED
-            wanted = self._options.into if header.kind == protocol.OK else None
-            into = None if wanted is None else receiver(wanted)
-            body, size, value = self._body(message, came_by, into)
-            if raised:
-                error = self._raised(body, fetched=final is not self._pending)
-            else:
-                if self._lane is not self._route.calls and not message.body.tensors:
-                    self._route.heavy_results.discard(self._method)
-                if header.kind == protocol.STREAM:
-                    value = self._stream(header)
-                elif into is None:
-                    value = self._calls.codec.decode(*body)
-        except RpcTimeout:
-            error = self._late()
-        except Exception as failure:
-            error = failure
-            if isinstance(failure, SerializationError) or not isinstance(failure, RayTorchRpcError):
-                # the result's own unpickling code
-                error = SerializationError(f"the result of {self.label} cannot be unpickled here: {shown(failure)}")
-                error.__cause__ = failure
-            elif self._taken or final is not self._pending:
-                error = self._after_reply(failure)
-            self.peer_was_lost = isinstance(error, PeerLost)
+        error: BaseException | None = self._error
+        lost = isinstance(error, PeerLost)
+        if self._phase is not Phase.FAILED:
+            try:
+                value, error, size, came_by = self._take()
+                lost = self._was_refused(error)
+                if self._is_fetched and isinstance(error, RayTorchRpcError):
+                    error = self._after_reply(error)
+            except RpcTimeout:
+                error = self._late()
+            except Exception as failure:
+                error = failure
+                if isinstance(failure, SerializationError) or not isinstance(failure, RayTorchRpcError):
+                    # the result's own unpickling code
+                    error = SerializationError(f"the result of {self.label} cannot be unpickled here: {shown(failure)}")
+                    error.__cause__ = failure
+                else:
+                    error = self._after_reply(failure)
+                lost = isinstance(error, PeerLost)
         self._count(size, came_by, error)
+        if lost and isinstance(error, RayTorchRpcError):
+            with self._lock:
+                if self._lose(error.with_traceback(None)):
+                    return None
+            if isinstance(error, PeerLost) and self._may_have_run and not error.may_have_run:
+                error = PeerLost(error.peer, error.cause)  # in an earlier attempt
         return value, error
 
-    def _body(self, message: Message, came_by: str, into: Receiver | None) -> tuple[Encoded, int, Any]:
-        """The body of the reply with all its tensors, its bytes, and the value received into ``into``, if given."""
-        calls, options, body, value = self._calls, self._options, message.body, None
-        span = self.span if message.manifests else None
+    def _take(self) -> tuple[Any, BaseException | None, int, str]:
+        """The value or the exception in the reply, its bytes, and the lane that brought them."""
+        message, header, calls, route = self._pending.take(), self._header, self._calls, self._route
+        self._phase = Phase.TAKEN
+        message.make_current()
+        for export in self._payload.exports:
+            export.finished()
+        came_by = self._lane.name if message.body.tensors else self.sent_by
+        span = None
+        if message.manifests:
+            came_by, span = message.manifests[0][0], self.span
         if span is not None:
             span.lap()
-        pending = calls.payloads.receive(self._route, message) if message.manifests else []
-        if into is None:
-            body = calls.payloads.unpack(message, pending, keep=options.keep)
-            size = body_bytes(body)
+        pending = calls.payloads.receive(route, message) if message.manifests else []
+        value: Any = None
+        if header.kind == protocol.OK and self._options.into is not None:
+            into = receiver(self._options.into)
+            size, value = into.receive(calls.codec, message.body, pending, self.label, self._options.keep)
+            body = message.body
         else:
-            size, value = into.receive(calls.codec, body, pending, self.label, options.keep)
+            body = calls.payloads.unpack(message, pending, keep=self._options.keep)
+            size = body_bytes(body)
         if span is not None:
             span.fetched(came_by)
-        return body, size, value
+        if header.kind == protocol.RAISED:
+            return None, decode_exception(calls.codec, body, self.label), size, came_by
+        if self._lane is not route.calls and not message.body.tensors:
+            route.heavy_results.discard(self._method)
+        if header.kind == protocol.STREAM:
+            value = self._stream(header)
+        elif self._options.into is None:
+            value = calls.codec.decode(*body)
+        return value, None, size, came_by
+
+    def _was_refused(self, error: BaseException | None) -> bool:
+        """Whether the callee's server refused the call because its process is another one, or leaves."""
+        return isinstance(error, PeerLost) and error.peer == self._route.member.name and not error.may_have_run
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""
@@ -234,15 +310,6 @@ class OutgoingCall(Call):
             raise ConfigurationError(f"{self.label} is a generator: into= needs a method that returns its result")
         return stream
 
-    def _raised(self, body: Encoded, fetched: bool) -> BaseException:
-        """The exception in a reply."""
-        error = decode_exception(self._calls.codec, body, self.label)
-        # An exception of the callee's server, which refused the call, and not of the method.
-        self.peer_was_lost = (
-            isinstance(error, PeerLost) and error.peer == self._route.member.name and not error.may_have_run
-        )
-        return self._after_reply(error) if fetched and isinstance(error, RayTorchRpcError) else error
-
     def expire(self) -> tuple[None, RpcTimeout]:
         self._is_reported = False
         late = self._late()
@@ -250,37 +317,46 @@ class OutgoingCall(Call):
         return None, late
 
     def _late(self) -> RpcTimeout:
-        return RpcTimeout(f"{self.label} did not answer by its deadline; it may still run there")
+        why = f"at the last attempt: {self._error}" if self._phase is Phase.LOST else "it may still run there"
+        return RpcTimeout(f"{self.label} did not answer by its deadline; {why}")
 
-    def _failed(self) -> tuple[None, Exception]:
-        """The outcome of a call without a reply. Not raised here: the traceback would hold the call."""
-        error = self._error
-        assert error is not None
-        if isinstance(error, RpcTimeout):
-            error = self._late()
-        elif not isinstance(error, (RayTorchRpcError, MemoryError)):
-            error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
-        self.peer_was_lost = isinstance(error, PeerLost)
-        self._count(0, self.sent_by, error)
-        return None, error
+    # --- without an outcome --------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        self._count(0, self.sent_by, CancelledError())
+        self._is_reported, self._is_cancelled, self._retries = False, True, 0
+        self._abandon()
+
+    def _abandon(self) -> None:
+        with self._lock:
+            under_way, self._phase = self._phase in _UNDER_WAY, Phase.TAKEN
+        if under_way:
+            self._payload = _NO_PAYLOAD
+            self._discard()
+            if self._number:
+                self._calls.notify(self._route, self._lane, protocol.CANCEL, self._number)
+
+    def forget_failure(self) -> None:
+        self._is_reported = False
 
     def __del__(self) -> None:
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         # An interrupt may have ended __init__. In a fork the call is the parent's.
         with contextlib.suppress(Exception):
-            if self._taken or fork.forked():
+            if fork.forked():
                 return
-            if self._is_reported:
-                final, member = self._fetch or self._pending, self._route.member
-                self._calls.unretrieved.watch(final, member.name, self._method, self._deadline)
-            if self._error is None:
-                self._discard(self._pending)
+            unretrieved = self._calls.unretrieved
+            if self._phase in _UNDER_WAY:
+                if self._is_reported:
+                    unretrieved.watch(self._pending, self.label, self._deadline)
+                self._discard()
+            elif self._is_reported and self._error is not None:
+                unretrieved.report(self.label, self._error)
 
-    def _discard(self, pending: Pending) -> None:
+    def _discard(self) -> None:
         calls, route = self._calls, self._route
-        calls.payloads.discard_reply(
-            route, pending, partial(calls.notify, route, route.calls, protocol.CLOSE, later=True)
-        )
+        close = partial(calls.notify, route, route.calls, protocol.CLOSE, later=True)
+        calls.payloads.discard_reply(route, self._pending, close)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return self._calls.deadlines.at(self._deadline, callback)
@@ -294,11 +370,6 @@ class OutgoingCall(Call):
         self._calls.counters.finished(peer, lane, self.counted, came_by, size, elapsed, error)
         if self.span is not None:
             self.span.end(size, error)
-
-
-#: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
-_NOTICE_S = 10.0
-_NO_PAYLOAD = Payload(NOTHING)
 
 
 class OutgoingCalls:
@@ -341,25 +412,33 @@ class OutgoingCalls:
         if options.into is not None:
             options = options._replace(into=receiver(options.into))
         route = self.peers.route_for_call(target)
+        call = OutgoingCall(self, route, method, options)
         retries = route.retries.get(method, 0) if options.retry is None else options.retry
-        if not retries:
-            return self.send(route, method, args, kwargs, options)
-        label = f"{route.member.name}.{method}"
-
-        def send(seconds: float) -> Call:
-            again = options._replace(timeout=seconds, caller_waits=False)
-            return self.send(self.peers.route_for_call(target), method, args, kwargs, again)
-
-        budget = self.budget(route.member.name, method, options.timeout)
-        call = RetriedCall(self.peers, self.workers, self.deadlines, target, label, send, budget, retries)
-        if options.cancellable:
-            call.cancellable, call.unretrieved = True, self.unretrieved
+        if retries:
+            deadline = time.monotonic() + self.budget(route.member.name, method, options.timeout)
+            call.begin_retried(target, args, kwargs, retries, deadline)
+        else:
+            self.transmit(call, route, method, args, kwargs, options)
         return call
 
     def send(
         self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions
     ) -> OutgoingCall:
         """As ``call``, once, by this route."""
+        call = OutgoingCall(self, route, method, options)
+        self.transmit(call, route, method, args, kwargs, options)
+        return call
+
+    def transmit(
+        self,
+        call: OutgoingCall,
+        route: PeerRoute,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        options: CallOptions,
+    ) -> None:
+        """Send the request of a call, by this route."""
         self.peers.check_present(route)
         peer, tracer, counted = route.member.name, self.tracer, counted_name(method, args)
         span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
@@ -389,14 +468,12 @@ class OutgoingCalls:
             if span is not None:
                 span.end(0, error)
             raise
-        deadline = started + header.seconds
-        call = OutgoingCall(self, route, method, lane, pending, started, deadline, payload, options, number)
+        call.begin(lane, pending, payload, started, header.seconds, number)
         call.counted = counted
         self.counters.sent(peer, call.sent_by, counted, size)
         if span is not None:
             span.sent(lane.name, payload.lane, size, started)
             call.span = span
-        return call
 
     def remote(
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
@@ -479,3 +556,63 @@ def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Se
         f"{which} of {label} is an ObjectRef, which direct calls do not resolve: pass ray.get(ref), or its method call "
         f"as .remote(ref); to pass the reference itself, put it in a list: [ref]"
     )
+
+
+class UnretrievedFailures:
+    """Logs the failures of calls whose futures were dropped before anybody asked for the outcome. Thread-safe."""
+
+    def __init__(
+        self, peers: PeerTable, codec: Codec, workers: Workers, deadlines: Deadlines, cleanup: DeferredCleanup
+    ) -> None:
+        self._peers, self._codec = peers, codec
+        self._workers, self._deadlines, self._cleanup = workers, deadlines, cleanup
+        self._lock = threading.Lock()
+        self._logged: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}
+        """By call and kind of failure: when it was logged last, and how many were not since."""
+
+    def watch(self, pending: Pending, label: str, deadline: float) -> None:
+        """Log the failure of a call when it fails, or did. For finalizers: takes no lock."""
+        self._cleanup.leave(self._watch, pending, label, deadline)
+
+    def report(self, label: str, error: BaseException) -> None:
+        """Log a failure. For finalizers: takes no lock."""
+        self._cleanup.leave(self._log, label, error)
+
+    def _watch(self, pending: Pending, label: str, deadline: float) -> None:
+        if pending.wait(0):
+            self._check(pending, label)
+            return
+        late = RpcTimeout(f"{label} did not answer by its deadline; it may still run there")
+        cancel = self._deadlines.at(deadline, lambda: self._workers.submit(self._log, label, late))
+
+        def done() -> None:
+            cancel()
+            self._check(pending, label)
+
+        pending.add_done_callback(done)
+
+    def _check(self, pending: Pending, label: str) -> None:
+        try:
+            message = pending.take()
+        except Exception as error:
+            self._workers.submit(self._log, label, error.with_traceback(None))
+            return
+        if ReplyHeader(*message.header).kind == protocol.RAISED:
+            self._workers.submit(self._log, label, message)  # unpickling it may run any code
+
+    def _log(self, label: str, failure: Message | BaseException) -> None:
+        try:
+            self._peers.check_open()  # a call that ends with the group has not failed
+        except RayTorchRpcError:
+            return
+        if not isinstance(failure, BaseException):
+            failure = decode_exception(self._codec, failure.body, label)
+        key, now = (label, type(failure)), time.monotonic()
+        with self._lock:
+            last, more = self._logged.get(key, (0.0, 0))
+            quiet = last and now < last + _QUIET_S
+            self._logged[key] = (last, more + 1) if quiet else (now, 0)
+        if not quiet:
+            others = f" (and {more} more such failures before)" if more else ""
+            text = "the exception of a call of %s was never retrieved: its future was dropped%s"
+            logger.error(text, label, others, exc_info=failure)

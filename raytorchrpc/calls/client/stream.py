@@ -73,38 +73,28 @@ class Stream(Generic[T]):
 
     def __next__(self) -> T:
         with self._turn():
-            request = self._oldest()
-            if request is None:
-                raise StopIteration
-            if not request.done():
-                refuse_on_loop(f"waiting for the next item of {self._label}", "`async for`")
-            seconds = self._seconds()
-            if not _arrives(request, seconds):
-                raise self._late(seconds)
-            taken = self._taken(request)
-            del request
-            if taken is None:
-                self._end()
-                raise StopIteration
-            return self._advance(taken)
+            if (request := self._oldest()) is not None:
+                if not request.done():
+                    refuse_on_loop(f"waiting for the next item of {self._label}", "`async for`")
+                seconds = self._calls.budget(self._route.member.name, self._method, self._timeout)
+                taken = self._taken(request, _arrives(request, seconds), seconds)
+                del request  # it may hold an error, whose traceback holds this frame
+                if taken is not None:
+                    return taken[0]
+            raise StopIteration
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
 
     async def __anext__(self) -> T:
         with self._turn():
-            request = self._oldest()
-            if request is None:
-                raise StopAsyncIteration
-            seconds = self._seconds()
-            if not await _arrives_on_loop(request, seconds):
-                raise self._late(seconds)
-            taken = self._taken(request)
-            del request
-            if taken is None:
-                self._end()
-                raise StopAsyncIteration
-            return self._advance(taken)
+            if (request := self._oldest()) is not None:
+                seconds = self._calls.budget(self._route.member.name, self._method, self._timeout)
+                taken = self._taken(request, await _arrives_on_loop(request, seconds), seconds)
+                del request
+                if taken is not None:
+                    return taken[0]
+            raise StopAsyncIteration
 
     def close(self) -> None:
         """End the stream: close the generator at its next ``yield``, or cancel it at an ``await``. Idempotent.
@@ -160,27 +150,24 @@ class Stream(Generic[T]):
         self.close()
         raise request
 
-    def _seconds(self) -> float:
-        return self._calls.budget(self._route.member.name, self._method, self._timeout)
-
-    def _late(self, seconds: float) -> RpcTimeout:
-        return RpcTimeout(f"{self._label} has not yielded the next item within {seconds:.3g} s")
-
-    def _taken(self, request: Future[tuple[T] | None]) -> tuple[T] | None:
+    def _taken(self, request: Future[tuple[T] | None], arrived: bool, seconds: float) -> tuple[T] | None:
         """What has arrived; None: the end. If the request failed, the stream is over."""
+        if not arrived:
+            raise RpcTimeout(f"{self._label} has not yielded the next item within {seconds:.3g} s")
         try:
-            return request.result(0)
+            taken = request.result(0)
         except BaseException:
             self.close()
             raise
         finally:
             del request  # it holds the error, whose traceback holds this frame
-
-    def _advance(self, taken: tuple[T]) -> T:
+        if taken is None:
+            self._end()
+            return None
         self._requests.popleft()
         if not self._ended:  # it may have been closed meanwhile
             self._request()
-        return taken[0]
+        return taken
 
     def _end(self) -> None:
         self._ended = True

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.errors import NotAMember, NotFound
@@ -42,23 +42,15 @@ class DeferredReply(Future[Any]):
             return False
         return True
 
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is settled, at most ``timeout_s``; whether it is."""
+        with suppress(FutureTimeoutError):
+            self.exception(timeout_s)  # returns the error, if there is one
+        return self.done()
+
     def outcome(self) -> Any:
         """The converted value, or raises the error; only once it is done."""
         return self.convert(self.result(0))
-
-
-class WaitableReply:
-    """Adapts a DeferredReply to ``waiting.Waitable``."""
-
-    def __init__(self, reply: DeferredReply) -> None:
-        self._reply = reply
-
-    def wait(self, timeout_s: float) -> bool:
-        try:
-            self._reply.exception(timeout_s)  # returns the error, if there is one
-        except FutureTimeoutError:
-            return False
-        return True
 
 
 class Served(Protocol):

@@ -18,7 +18,7 @@ from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission, allow_calls, wait_serving
 from raytorchrpc.calls.server.served_call import Callee, CancellableJob, Job
-from raytorchrpc.calls.server.services import DeferredReply, WaitableReply
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane
 from raytorchrpc.tensors import host_device_copy
@@ -218,7 +218,7 @@ class StreamJob(CancellableJob):
         with allow_calls():  # those that wait already, as in any wait; the next request may be here
             pass
         while isinstance(found := self._look(), DeferredReply):
-            if not wait_serving(WaitableReply(found), self._patience()) and not self._position:
+            if not wait_serving(found, self._patience()) and not self._position:
                 return None
         return found
 

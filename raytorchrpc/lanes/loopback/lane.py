@@ -26,7 +26,7 @@ class LoopbackLane(MessageLane):
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         pending = PendingReply(on_released)
-        work = self._serve(_private(message), lambda reply: pending.complete(_private(reply)))
+        work = self._serve(_private(message), lambda reply: pending.settle(_private(reply)))
         if work is not None:
             self._spawn(work)
         return pending

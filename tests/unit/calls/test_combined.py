@@ -101,7 +101,7 @@ def test_wait_ends_at_its_timeout(members: Members, latches: Latches) -> None:
     assert rtr.wait(futures, num_returns=3, timeout=0.05) == ([futures[1]], [futures[0], futures[2]])
     latches.release(0, 2)
     assert rtr.wait(futures, num_returns=3, timeout=LONG) == (futures, [])
-    assert not any(vars(future._watchers)["_callbacks"] for future in futures), "nothing is left of the waits"
+    assert not any(vars(future)["_arrival"]._callbacks for future in futures), "nothing is left of the waits"
 
 
 def test_wait_takes_failed_late_and_cancelled_calls_as_done(members: Members, latches: Latches) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -55,10 +56,11 @@ class Answered(Pending):
 def under_way(outcome: Message | Exception | None, member: Any = None) -> Future[Any]:
     lane: Any = SimpleNamespace(name="lane")
     route: Any = SimpleNamespace(member=SimpleNamespace(name="peer"), calls=lane, tensors=lane, heavy_results=set())
-    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), payloads=PAYLOADS)
-    deadline = float("inf") if outcome is not None else 0.0
-    pending = Answered(outcome)
-    return Future(OutgoingCall(local, route, "method", lane, pending, 0.0, deadline, Payload(NOTHING), CallOptions()))
+    local = member or SimpleNamespace(codec=CODEC, counters=CallCounters(), payloads=PAYLOADS, unretrieved=None)
+    call = OutgoingCall(local, route, "method", CallOptions())
+    seconds = 60.0 if outcome is not None else 0.0
+    call.begin(lane, Answered(outcome), Payload(NOTHING), time.monotonic(), seconds, 0)
+    return Future(call)
 
 
 def outcomes() -> dict[str, tuple[Message | Exception | None, type[Exception]]]:
@@ -118,7 +120,7 @@ def test_what_its_caller_held_dies_with_the_exception(how: str, ask: str) -> Non
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_failed_call_that_is_dropped_lets_go_of_its_member(asked: bool) -> None:
     """Whose arena may be gigabytes."""
-    member = Held(codec=CODEC, counters=CallCounters(), payloads=PAYLOADS)
+    member = Held(codec=CODEC, counters=CallCounters(), payloads=PAYLOADS, unretrieved=None)
     gone = weakref.ref(member)
     future = under_way(PeerLost("peer", "it went away"), member)
     if asked:

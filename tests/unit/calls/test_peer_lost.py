@@ -11,20 +11,24 @@ from typing import Any
 
 import pytest
 
+import raytorchrpc as rtr
 from raytorchrpc.calls.client.outgoing import OutgoingCall
-from raytorchrpc.calls.client.retry import RetriedCall
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.payload import Payload
+from raytorchrpc.calls.peers import Absence
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerBusy, PeerLost, RayTorchRpcError
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
+from tests.conformance.peers import wait_until
 from tests.unit.callees import TOKEN, make_callee
+from tests.unit.members import Members, in_thread
 
 LISTENERS: Any = SimpleNamespace(
     fd=-1,
@@ -88,74 +92,72 @@ def test_a_request_that_was_sent_may_have_run(ends: tuple[Connection, socket.soc
     assert lost.value.may_have_run
 
 
-class Attempt:
-    """A call under way that was lost."""
-
-    loop_token = None
-    peer_was_lost = False
-
-    def __init__(self, error: RayTorchRpcError) -> None:
-        self.error = error
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def lost(self) -> PeerLost | None:
-        return self.error if isinstance(self.error, PeerLost) else None
-
-    def outcome(self) -> tuple[None, RayTorchRpcError]:
-        return None, self.error
-
-    def forget_failure(self) -> None:
-        """Nothing to log."""
+# --- calls that may be sent again -----------------------------------------------------------------------------------
 
 
-class Away:
-    """The member that calls: its peer comes back, or never does."""
-
-    def __init__(self, returns: bool) -> None:
-        self.returns = returns
-
-    def incarnation(self, target: Any) -> int:
-        return 0
-
-    def await_return(self, target: Any, after: int, until: float) -> bool:
-        if not self.returns:
-            raise PeerLost("b", "its actor died: killed", may_have_run=False)
-        return True
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    """``a`` calls ``f`` of ``home``, which the connection of ``a`` loses, or refuses."""
+    monkeypatch.setattr("raytorchrpc.calls.peers.UNREPORTED_LOSS_S", 0.01)
+    group = Members(GroupConfig(), {"f": Exposed(lambda actor: "its result", True, None, False, False, False)})
+    yield group
+    group.close()
 
 
-def retried(peers: Any, send: Any, repeats: int) -> RetriedCall:
-    unused: Any = None
-    return RetriedCall(peers, unused, unused, "b", "b.f", send, 10, repeats)
+def called(members: Members, retry: int, ran: bool, timeout: float = 20.0) -> rtr.Future[Any]:
+    """A call of which the first attempt is lost, and ``ran`` or did not."""
+    lane = members.lanes["a"]
+    lane.holds, lane.broken = (lambda method: ran), not ran
+    with members.acting("a"):
+        future: rtr.Future[Any] = rtr.rpc_async("home", retry=retry, timeout=timeout).f()
+    if ran:
+        lane.lose(0)
+    return future
 
 
-def outcome_of(attempts: list[RayTorchRpcError], returns: bool, repeats: int = 1) -> BaseException | None:
-    def send(seconds: float) -> Any:
-        error = attempts.pop(0)
-        if isinstance(error, PeerBusy) or (isinstance(error, PeerLost) and not error.may_have_run):
-            raise error
-        return Attempt(error)
-
-    call = retried(Away(returns), send, repeats)
-    assert call.wait(5)
-    return call.outcome()[1]
-
-
-@pytest.mark.parametrize("first_ran", [True, False])
-def test_a_repeated_call_remembers_that_an_earlier_attempt_may_have_run(first_ran: bool) -> None:
-    first = PeerLost("b", "connection closed", may_have_run=first_ran)
-    for attempts, returns in ([first], False), ([first, PeerLost("b", "refused", may_have_run=False)], True):
-        error = outcome_of(list(attempts), returns)
-        assert isinstance(error, PeerLost)
-        assert error.peer == "b"
-        assert error.may_have_run == first_ran
-        assert ("its actor died: killed" in str(error)) == (not returns)
+@pytest.mark.parametrize("ran", [True, False])
+def test_a_repeated_call_remembers_that_an_earlier_attempt_may_have_run(members: Members, ran: bool) -> None:
+    absence = Absence("its actor died: killed", for_good=True)
+    members.members["a"].peers.mark_away(0, Absence("its connection closed", for_good=False))
+    future = called(members, 1, False) if not ran else None
+    if future is None:
+        members.members["a"].peers.activate(0)
+        future = called(members, 1, True)
+    members.members["a"].peers.mark_away(0, absence)
+    with pytest.raises(PeerLost, match="its actor died: killed") as lost:
+        future.wait()
+    assert (lost.value.peer, lost.value.may_have_run) == ("home", ran)
 
 
-def test_a_call_that_cannot_be_repeated_for_another_reason_says_so() -> None:
-    busy = PeerBusy("b.f was not sent", "b", 1, 1)
-    assert outcome_of([PeerLost("b", "connection closed"), busy], True, repeats=3) is busy
+def test_a_lost_call_is_sent_again_within_its_limit(members: Members) -> None:
+    future = called(members, 2, ran=True)
+    lane = members.lanes["a"]
+    waiting = in_thread(lambda: future.exception(20))
+    for _ in range(2):
+        assert wait_until(lambda: bool(lane.held), 20)
+        lane.lose(0)
+    error = waiting()
+    assert isinstance(error, PeerLost) and error.may_have_run and not lane.held
+
+
+def test_a_lost_call_returns_once_it_can_be_sent_again(members: Members) -> None:
+    future = called(members, 1, ran=True)
+    members.lanes["a"].release()
+    assert future.wait() == "its result"
+
+
+def test_a_call_that_cannot_be_sent_again_says_why(members: Members) -> None:
+    future = called(members, 1, ran=True)
+    members.members["a"].leave()
+    with pytest.raises(RayTorchRpcError, match=r"left the group|removed from the group"):
+        future.wait()
+
+
+def test_a_call_whose_peer_does_not_return_in_time_names_the_last_attempt(members: Members) -> None:
+    members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
+    future = called(members, 1, ran=False, timeout=0.1)
+    with pytest.raises(RpcTimeout, match=r"at the last attempt: .*its node restarts"):
+        future.wait()
 
 
 def refused(tensor_lanes: dict[str, Any]) -> BaseException:
@@ -234,67 +236,49 @@ WITH_TENSORS = Message((OK,), NOTHING, manifests=BESIDE)
 KEPT_THERE = Message((KEPT, 3), NOTHING)
 
 
-def outcome_after(answer: Message, gone: bool, failure: RayTorchRpcError) -> tuple[Any, bool]:
+def outcome_after(answer: Message, gone: bool, failure: RayTorchRpcError) -> BaseException | None:
     lane: Any = SimpleNamespace(name="lane")
     route: Any = SimpleNamespace(member=SimpleNamespace(name="b"), calls=lane, tensors=lane, heavy_results=set())
-    deadline = time.monotonic() + 10
     caller: Any = Caller(gone, failure)
-    call = OutgoingCall(caller, route, "f", lane, Answer(answer), 0.0, deadline, Payload(NOTHING), CallOptions())
+    call = OutgoingCall(caller, route, "f", CallOptions())
+    call.begin(lane, Answer(answer), Payload(NOTHING), time.monotonic(), 10.0, 0)
     assert call.wait(0)
-    return call.outcome()[1], call.peer_was_lost
+    outcome = call.outcome()
+    assert outcome is not None
+    return outcome[1]
 
 
 @pytest.mark.parametrize("answer", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
 @pytest.mark.parametrize("failure", [LaneUnavailable("shm", "not mapped"), UNSEEN], ids=["lane", "peer"])
 def test_a_result_that_went_with_its_process_has_been_made(answer: Message, failure: RayTorchRpcError) -> None:
-    error, lost = outcome_after(answer, True, failure)
-    assert isinstance(error, PeerLost) and lost
+    error = outcome_after(answer, True, failure)
+    assert isinstance(error, PeerLost)
     assert (error.peer, error.may_have_run) == ("b", True)
 
 
 def test_a_process_that_does_not_know_of_a_kept_result_is_another_one() -> None:
-    error, lost = outcome_after(KEPT_THERE, True, NotAMember("it answers"))
-    assert isinstance(error, PeerLost) and lost
+    error = outcome_after(KEPT_THERE, True, NotAMember("it answers"))
+    assert isinstance(error, PeerLost)
     assert error.may_have_run
 
 
 @pytest.mark.parametrize("answer", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
 def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(answer: Message) -> None:
     failure = LaneUnavailable("shm", "not mapped")
-    error, lost = outcome_after(answer, False, failure)
-    assert isinstance(error, LaneUnavailable) and error.reason == "not mapped" and not lost
+    error = outcome_after(answer, False, failure)
+    assert isinstance(error, LaneUnavailable) and error.reason == "not mapped"
 
 
-class Answered(Attempt):
-    def lost(self) -> PeerLost | None:
-        return None
+def test_what_the_method_itself_lost_is_not_asked_for_again(members: Members) -> None:
+    def fails(actor: Any) -> None:
+        calls.append(actor)
+        raise PeerLost("c", "the method's own call")
 
-
-class TakenTooLate(Answered):
-    """Answered, and the result is lost when it is taken."""
-
-    peer_was_lost = True
-
-
-def test_a_result_that_was_lost_is_asked_for_again_within_the_limit() -> None:
-    attempts = [TakenTooLate(PeerLost("b", f"attempt {number}")) for number in range(4)]
-    left: list[Any] = list(attempts)
-    call = retried(Away(True), lambda seconds: left.pop(0), 2)
-    for _ in range(2):
-        assert call.wait(5)
-        assert call.outcome() is None
-        assert call.outcome() is None, "another thread that has waited too"
-    assert call.wait(5)
-    outcome = call.outcome()
-    assert outcome is not None
-    assert isinstance(outcome[1], PeerLost) and outcome[1].cause == "attempt 2" and len(left) == 1
-
-
-def test_what_the_method_itself_lost_is_not_asked_for_again() -> None:
-    error = PeerLost("c", "the method's own call")
-    call = retried(Away(True), lambda seconds: Answered(error), 2)
-    assert call.wait(5)
-    assert call.outcome() == (None, error)
+    calls: list[Any] = []
+    members.members["home"].incoming.methods = {"g": Exposed(fails, True, None, False, False, False)}
+    with members.acting("a"), pytest.raises(PeerLost, match="the method's own call"):
+        rtr.rpc_sync("home", retry=2).g()
+    assert len(calls) == 1
 
 
 def test_a_request_with_tensors_for_a_member_that_has_left_did_not_run() -> None:

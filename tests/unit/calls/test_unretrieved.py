@@ -42,7 +42,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What was logged of such calls; a failure of each kind is logged once."""
 
     def of_calls() -> list[str]:
-        records = [record for record in caplog.records if record.name == "raytorchrpc.calls.client.unretrieved"]
+        records = [record for record in caplog.records if record.name == "raytorchrpc.calls.client.outgoing"]
         assert all(record.levelno == logging.ERROR and record.exc_info for record in records)
         return [record.getMessage() + f" {record.exc_info[1]!r}" for record in records if record.exc_info]
 
@@ -89,10 +89,10 @@ def test_a_call_that_is_lost_or_late_is_logged(members: Members, logged: Logged)
     assert "home.ping" in lost and "PeerLost" in lost
     assert "b.ping" in late and "RpcTimeout" in late
     lane.release()
-    members.members["a"].peers.mark_away(2, Absence("gone for now", for_good=False))
-    rtr.rpc_async("b", retry=1).ping()  # it would have to wait for the peer, and nobody does
+    members.members["a"].peers.mark_away(0, Absence("gone for now", for_good=False))
+    rtr.rpc_async("home", retry=1, timeout=0.1).ping()
     assert wait_until(lambda: len(logged()) == 3, LONG)
-    assert "b.ping" in logged()[2] and "gone for now" in logged()[2]
+    assert "home.ping" in logged()[2] and "gone for now" in logged()[2]
 
 
 def test_what_somebody_saw_or_gave_up_is_not_logged(members: Members, logged: Logged) -> None:

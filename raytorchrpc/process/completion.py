@@ -1,0 +1,70 @@
+"""Something that happens once, for threads that wait for it and callbacks that follow it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from raytorchrpc.process import threads
+
+
+class Completion:
+    """Complete from the first ``complete`` on. Thread-safe; hot path: one lock for each callback, and one at the end.
+
+    A subclass sets what it completes with before it calls ``complete``.
+    """
+
+    __slots__ = ("_callbacks", "_lock", "done")
+
+    def __init__(self, lock: Any = None) -> None:
+        """``lock``: guards this, and perhaps state of whoever completes it."""
+        self._lock = threading.Lock() if lock is None else lock
+        self._callbacks: list[Callable[[], None]] = []
+        self.done = False
+
+    def complete(self) -> None:
+        """End all waits, and run the callbacks on this thread; an exception from one is reported. Idempotent."""
+        with self._lock:
+            self.done = True
+            callbacks, self._callbacks = self._callbacks, []
+            if callbacks:
+                self._on_callbacks(False)
+        for callback in callbacks:
+            run_reported(callback)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until it is complete, at most ``timeout_s``; whether it is."""
+        if self.done or timeout_s <= 0:
+            return self.done
+        arrived = threading.Lock()
+        arrived.acquire()
+        self.add_done_callback(arrived.release)
+        return arrived.acquire(timeout=timeout_s)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short and does not block, on completion; at once if it is complete."""
+        with self._lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                if len(self._callbacks) == 1:
+                    self._on_callbacks(True)
+                return
+        callback()
+
+    def discard_callback(self, callback: Callable[[], None]) -> None:
+        """Call it no more, if it has not been called."""
+        with self._lock:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+    def _on_callbacks(self, begins: bool) -> None:
+        """Called under the lock, when the first callback is added, and when it is completed with callbacks."""
+
+
+def run_reported(callback: Callable[[], None]) -> None:
+    """Run a callback; report an exception from it, because others have to run all the same."""
+    try:
+        callback()
+    except Exception as error:
+        threads.report(error, "a callback of a finished call failed")
