@@ -6,11 +6,12 @@ import functools
 import ipaddress
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.lanes import registry
 from raytorchrpc.text import did_you_mean, explain, nearest, read_bytes
 
 if TYPE_CHECKING:
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
     Bytes = Annotated[int, BeforeValidator(read_bytes)]
 
 ENV_PREFIX = "RAYTORCHRPC_"
-
-
-#: Whether there is a lane of this name, and the names of all lanes. The lane registry sets it, as settings lie below
-#: lanes; until then any name is accepted.
-lane_names: tuple[Callable[[str], bool], Callable[[], Iterable[str]]] = (lambda _name: True, list)
 
 
 @dataclass(frozen=True, init=False)
@@ -174,10 +170,9 @@ def _model() -> type[BaseModel]:
 
 
 def _known_lanes(lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    is_known, names = lane_names
     for lane in lanes or ():
-        if not is_known(lane.removeprefix("-")):
-            known = [*names()]
+        if not registry.is_known(lane.removeprefix("-")):
+            known = registry.names()
             meant = did_you_mean(lane.removeprefix("-"), known)
             raise ValueError(f"unknown lane {lane!r}{meant}; known lanes: {', '.join(known)}")
         if not lane.startswith("-") and f"-{lane}" in (lanes or ()):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raytorchrpc import config
 from raytorchrpc.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -175,6 +174,3 @@ def _load(point: importlib.metadata.EntryPoint) -> Lane:
     if found.always or found.rrefs:
         raise ConfigurationError(f"{where} sets always or rrefs, which only raytorchrpc's own lanes may set")
     return found
-
-
-config.lane_names = is_known, names
