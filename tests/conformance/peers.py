@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes import registry
@@ -82,6 +83,20 @@ class Node:
         self.served: list[Message] = []
         self.peer_address: Any = None
         self.address = self.lane.open(self.serve, self._spawn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.lane.close()
+
+    def call(self, what: str, timeout_s: float = PATIENCE_S, peer: str = "b", payload: bytes = b"") -> Message:
+        """The answer of a peer that the lane was connected to."""
+        return answer(self.lane.call(peer, Message((what,), EMPTY._replace(payload=payload)), timeout_s))
+
+    def meet(self, peer: str, address: Any) -> Self:
+        self.lane.connect([PeerAddress(peer, address)])
+        return self
 
     def _make(self, kind: str, name: str, rank: int) -> MessageLane:
         if kind == "torchrpc":

@@ -17,7 +17,7 @@ from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
 from tests.conformance import peers
 from tests.conformance.on_path import Relay, Tamper
-from tests.conformance.peers import EMPTY, SECRET, Message, Node, PeerAddress, Process, answer, wait_until
+from tests.conformance.peers import EMPTY, SECRET, Message, Node, Process, answer, wait_until
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 EXPECTED = "not the expected member"
@@ -44,21 +44,19 @@ def bind_when_free(family: int, place: Any, target: Any) -> Relay:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_relays_to_another_member_from_the_place_of_a_dead_one_is_refused(kind: str) -> None:
-    caller, dead, living = (Node(kind, name, rank) for rank, name in enumerate("abc"))
-    family, place = place_of(dead)
-    caller.lane.connect([PeerAddress("b", dead.address)])
-    dead.lane.close()
-    relay = bind_when_free(family, place, place_of(living)[1])
-    try:
-        with pytest.raises(PeerLost, match=EXPECTED) as caught:
-            answer(caller.lane.call("b", Message(("keep",), EMPTY), 20))
-        assert not caught.value.may_have_run
-        assert relay.relayed.wait(20)  # the living one did answer: it was not the way that failed
-        assert living.served == []
-    finally:
-        relay.close()
-        caller.lane.close()
-        living.lane.close()
+    with Node(kind, "a", 0) as caller, Node(kind, "b", 1) as dead, Node(kind, "c", 2) as living:
+        family, place = place_of(dead)
+        caller.meet("b", dead.address)
+        dead.lane.close()
+        relay = bind_when_free(family, place, place_of(living)[1])
+        try:
+            with pytest.raises(PeerLost, match=EXPECTED) as caught:
+                caller.call("keep")
+            assert not caught.value.may_have_run
+            assert relay.relayed.wait(20)  # the living one did answer: it was not the way that failed
+            assert living.served == []
+        finally:
+            relay.close()
 
 
 # --- the proof -----------------------------------------------------------------------------------------------------
@@ -150,13 +148,13 @@ class Path:
         seen = self.b.address._replace(tcp=self._relay.address)
         # An attacker on the path has the member's own address; here that address leads to the attacker.
         self.b.lane._acceptor.address = seen
-        self.a.lane.connect([PeerAddress("b", seen)])
+        self.a.meet("b", seen)
 
     def tamper(self, change: Tamper | None) -> None:
         self._relay.tamper = change
 
     def call(self, what: str = "echo", timeout_s: float = 20) -> Any:
-        return answer(self.a.lane.call("b", Message((what,), EMPTY), timeout_s))
+        return self.a.call(what, timeout_s)
 
     def close(self) -> None:
         self._relay.close()
@@ -204,12 +202,7 @@ def _ends(path: Path) -> bool:
 
 def test_a_frame_that_is_injected_is_not_served(path: Path) -> None:
     recorded: list[bytes] = []
-
-    def record(data: bytes) -> bytes:
-        recorded.append(data)
-        return data
-
-    path.tamper(record)
+    path.tamper(lambda data: recorded.append(data) or data)  # type: ignore[func-returns-value]
     path.call("keep", 5)
     path.tamper(lambda data: recorded[0] + data)  # an old one, in front of a new one
     with pytest.raises(PeerLost):
@@ -239,16 +232,11 @@ def test_frames_in_another_order_are_not_served(path: Path) -> None:
 @encrypted
 def test_tls_shows_nothing_to_who_listens() -> None:
     seen: list[bytes] = []
-
-    def listen(data: bytes) -> bytes:
-        seen.append(data)
-        return data
-
     found = {}
     for kind in ("socket over tcp", "socket over tls", "nng over tls"):
         path = Path(kind)
         try:
-            path.tamper(listen)
+            path.tamper(lambda data: seen.append(data) or data)  # type: ignore[func-returns-value]
             path.call("keep")
             found[kind] = b"keep" in b"".join(seen)
         finally:
@@ -259,16 +247,11 @@ def test_tls_shows_nothing_to_who_listens() -> None:
 
 @encrypted
 def test_tls_with_another_groups_certificate_is_refused() -> None:
-    node, stranger = Node("socket over tls", "b", 1), Node("socket over tls", "a", 0)
-    stranger.lane._credentials = Credentials(SECRET, 0, tls=peers.make_identity("another"))
-    try:
-        stranger.lane.connect([PeerAddress("b", node.address)])
+    with Node("socket over tls", "b", 1) as node, Node("socket over tls", "a", 0) as stranger:
+        stranger.lane._credentials = Credentials(SECRET, 0, tls=peers.make_identity("another"))  # type: ignore[attr-defined]
         with pytest.raises(PeerLost, match="certificate"):
-            answer(stranger.lane.call("b", Message(("keep",), EMPTY), 5))
+            stranger.meet("b", node.address).call("keep", 5)
         assert node.served == []
-    finally:
-        stranger.lane.close()
-        node.lane.close()
 
 
 # --- another user --------------------------------------------------------------------------------------------------
@@ -288,37 +271,28 @@ def nobody() -> Iterator[Process]:
 @root
 @pytest.mark.parametrize("kind", LOCAL)
 def test_another_user_with_the_secret_is_refused_on_unix_sockets(nobody: Process, kind: str) -> None:
-    node = Node(kind, "b", 1)
-    try:
+    with Node(kind, "b", 1) as node:
         nobody.run(peers.begin, kind, "a", 0)
         nobody.run(peers.connect, "b", node.address)
         with pytest.raises(AssertionError, match="PeerLost"):
             nobody.run(peers.ask, "keep")
         assert node.served == []
-    finally:
-        node.lane.close()
 
 
 @root
 @pytest.mark.parametrize("kind", LOCAL)
 def test_a_listener_of_another_user_is_refused_by_name(nobody: Process, kind: str) -> None:
-    caller = Node(kind, "a", 0)
-    try:
-        caller.lane.connect([PeerAddress("b", nobody.run(peers.begin, kind, "b", 1))])
+    with Node(kind, "a", 0) as caller:
+        caller.meet("b", nobody.run(peers.begin, kind, "b", 1))
         with pytest.raises(PeerLost, match=r"uid 65534.*across_users"):
-            answer(caller.lane.call("b", Message(("keep",), EMPTY), 5))
-    finally:
-        caller.lane.close()
+            caller.call("keep", 5)
 
 
 @root
 @pytest.mark.parametrize("kind", LOCAL)
 def test_users_of_a_group_that_was_formed_across_them_connect(nobody: Process, kind: str) -> None:
-    node = Node(kind, "b", 1, across_users=True)
-    try:
+    with Node(kind, "b", 1, across_users=True) as node:
         nobody.run(peers.begin, kind, "a", 0, SECRET, True)
         nobody.run(peers.connect, "b", node.address)
         nobody.run(peers.ask, "keep")
         assert len(node.served) == 1
-    finally:
-        node.lane.close()

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,21 +89,49 @@ def each(*kinds: str) -> Any:
     return pytest.mark.parametrize("fresh", kinds, indirect=True)
 
 
-def suspend(pid: int) -> None:
-    """Stop a process; returns when none of its threads runs any more."""
+def in_a(*kinds: str) -> Callable[[Callable[[], None]], Callable[[Any], None]]:
+    """Make a test of a function that runs in ``a``; with ``kinds``, on a fresh pair of each of these lanes."""
+
+    def make(body: Callable[[], None]) -> Callable[[Any], None]:
+        _bodies[body.__name__] = body
+
+        def on_pair(pair: Pair) -> None:
+            pair.run(_run_body, body.__name__)
+
+        def on_fresh(fresh: Pair) -> None:
+            fresh.run(_run_body, body.__name__)
+
+        return each(*kinds)(on_fresh) if kinds else on_pair  # type: ignore[no-any-return]
+
+    return make
+
+
+_bodies: dict[str, Callable[[], None]] = {}
+
+
+def _run_body(name: str) -> None:
+    _bodies[name]()
+
+
+@contextmanager
+def standing(process: Process) -> Iterator[None]:
+    """A process of which no thread runs meanwhile, unless it is killed."""
+    pid = process.process.pid
+    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
     assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 # --- what arrives --------------------------------------------------------------------------------------------
 
 
-def test_header_and_payload_arrive_as_they_were_sent(pair: Pair) -> None:
-    pair.run(_header_and_payload_body)
-
-
-def _header_and_payload_body() -> None:
+@in_a()
+def test_header_and_payload_arrive_as_they_were_sent() -> None:
     for payload in (b"", b"x", bytes(range(256)) * 300):
         for what in ("echo", "work"):
             reply = ask(what, payload=payload)
@@ -111,11 +140,8 @@ def _header_and_payload_body() -> None:
             assert list(reply.body.tensors) == []
 
 
-def test_every_dtype(pair: Pair) -> None:
-    pair.run(_every_dtype_body)
-
-
-def _every_dtype_body() -> None:
+@in_a()
+def test_every_dtype() -> None:
     for dtype in ALL_DTYPES:
         tensor = random((5, 7), dtype)
         part = random((400, 400), dtype)[1:9, ::3]  # of a storage that is much larger
@@ -155,22 +181,16 @@ def _shape_body(shape: str) -> None:
     assert bytes(reply.body.payload) == b"beside"
 
 
-def test_messages_with_nothing_but_empty_tensors_leave_the_stream_in_step(pair: Pair) -> None:
-    pair.run(_only_empty_body)
-
-
-def _only_empty_body() -> None:
+@in_a()
+def test_messages_with_nothing_but_empty_tensors_leave_the_stream_in_step() -> None:
     for length in range(70):  # every length of padding
         (arrived,) = ask("work", torch.empty(0, 3), payload=b"x" * length).body.tensors
         assert arrived.shape == (0, 3)
     assert ask("work", torch.ones(2)).body.tensors[0].tolist() == [1, 1]
 
 
-def test_what_arrives_is_private_and_can_be_written(pair: Pair) -> None:
-    pair.run(_private_body)
-
-
-def _private_body() -> None:
+@in_a()
+def test_what_arrives_is_private_and_can_be_written() -> None:
     mine = torch.zeros(1000)
     reply = ask("overwrite", mine)
     assert torch.equal(reply.body.tensors[0], torch.full((1000,), 7.0))
@@ -180,11 +200,8 @@ def _private_body() -> None:
     assert second.tolist() == [0, 0, 0]
 
 
-def test_the_default_device_of_the_caller_has_no_effect(pair: Pair) -> None:
-    pair.run(_default_device_body)
-
-
-def _default_device_body() -> None:
+@in_a()
+def test_the_default_device_of_the_caller_has_no_effect() -> None:
     large, empty = torch.arange(100_000), torch.empty(0, 3)
     with torch.device("meta"):
         for sent in (large, empty):
@@ -194,11 +211,8 @@ def _default_device_body() -> None:
             assert arrived.is_cpu and torch.equal(arrived, sent)
 
 
-def test_a_lane_that_copies_at_once_lets_go_of_the_tensors(pair: Pair) -> None:
-    pair.run(_copies_at_once_body)
-
-
-def _copies_at_once_body() -> None:
+@in_a()
+def test_a_lane_that_copies_at_once_lets_go_of_the_tensors() -> None:
     if not node().lane.capabilities.copies_at_once:
         return
     for _ in range(20):
@@ -208,20 +222,14 @@ def _copies_at_once_body() -> None:
         assert not answer(pending).body.tensors[0].any()
 
 
-def test_what_is_kept_from_one_message_does_not_change_with_the_next(pair: Pair) -> None:
-    pair.run(_kept_body)
-
-
-def _kept_body() -> None:
+@in_a()
+def test_what_is_kept_from_one_message_does_not_change_with_the_next() -> None:
     kept = [ask("echo", torch.full((3000,), number)).body.tensors[0] for number in range(30)]
     assert all(torch.equal(tensor, torch.full((3000,), number)) for number, tensor in enumerate(kept))
 
 
-def test_a_payload_of_70_mb(pair: Pair) -> None:
-    pair.run(_large_payload_body)
-
-
-def _large_payload_body() -> None:
+@in_a()
+def test_a_payload_of_70_mb() -> None:
     payload = os.urandom(1 << 20) * 70
     pending = send("work", payload=payload)
     small = send("work", payload=b"behind it")
@@ -230,24 +238,16 @@ def _large_payload_body() -> None:
 
 
 @pytest.mark.slow
-@each(*PROCESSES)
-def test_a_tensor_of_more_than_2_gib(fresh: Pair) -> None:
-    fresh.run(_huge_tensor_body)
-
-
-def _huge_tensor_body() -> None:
+@in_a(*PROCESSES)
+def test_a_tensor_of_more_than_2_gib() -> None:
     reply = answer(send("sink", peers.huge(2.1), payload=b"abc", timeout_s=100), 100)
     assert reply.header == ("sunk", True, 3, sum(b"abc"))
 
 
 @pytest.mark.slow
-@each(*PROCESSES)
-def test_a_payload_of_more_than_2_gib(fresh: Pair) -> None:
+@in_a(*PROCESSES)
+def test_a_payload_of_more_than_2_gib() -> None:
     """What an object without tensors makes: a dict of bytes, for one."""
-    fresh.run(_huge_payload_body)
-
-
-def _huge_payload_body() -> None:
     size = (1 << 31) + 5
     reply = answer(send("sink", payload=bytes(size), timeout_s=100), 100)
     assert reply.header == ("sunk", True, size, 0)
@@ -272,20 +272,14 @@ def _crossing_body(peer: str) -> None:
 # --- many at once --------------------------------------------------------------------------------------------
 
 
-def test_thousands_of_messages_one_after_the_other(pair: Pair) -> None:
-    pair.run(_thousands_body)
-
-
-def _thousands_body() -> None:
+@in_a()
+def test_thousands_of_messages_one_after_the_other() -> None:
     for number in range(2000):
         assert bytes(ask("echo", payload=b"%d" % number).body.payload) == b"%d" % number
 
 
-def test_thousands_of_messages_under_way_at_once(pair: Pair) -> None:
-    pair.run(_under_way_body)
-
-
-def _under_way_body() -> None:
+@in_a()
+def test_thousands_of_messages_under_way_at_once() -> None:
     tensor = torch.arange(10)
     pending = [send("echo", tensor + number, payload=b"%d" % number) for number in range(2000)]
     for number, one in reversed(list(enumerate(pending))):
@@ -294,11 +288,8 @@ def _under_way_body() -> None:
         assert int(reply.body.tensors[0][0]) == number
 
 
-def test_concurrent_callers_each_get_their_own_answers(pair: Pair) -> None:
-    pair.run(_concurrent_callers_body)
-
-
-def _concurrent_callers_body() -> None:
+@in_a()
+def test_concurrent_callers_each_get_their_own_answers() -> None:
     wrong: list[Any] = []
     barrier = threading.Barrier(8)
 
@@ -344,11 +335,8 @@ def _caller_body(number: int) -> None:
             assert same(reply.body.tensors[0], tensor)
 
 
-def test_a_request_that_blocks_keeps_no_other_from_being_served(pair: Pair) -> None:
-    pair.run(_blocking_work_body)
-
-
-def _blocking_work_body() -> None:
+@in_a()
+def test_a_request_that_blocks_keeps_no_other_from_being_served() -> None:
     for _ in range(20):
         first, second = send("meet"), send("meet")
         answer(first)
@@ -395,11 +383,8 @@ def _held_here_body() -> None:
     assert [answer(one).header for one in pending] == [("released",)] * 3
 
 
-def test_callbacks_are_called_once_before_and_after_the_reply(pair: Pair) -> None:
-    pair.run(_callbacks_body)
-
-
-def _callbacks_body() -> None:
+@in_a()
+def test_callbacks_are_called_once_before_and_after_the_reply() -> None:
     for _ in range(50):
         calls: list[str] = []
         early = threading.Event()
@@ -411,12 +396,9 @@ def _callbacks_body() -> None:
         assert calls == ["early", "late"]
 
 
-def test_a_call_is_over_before_its_reply_is_taken(pair: Pair) -> None:
+@in_a()
+def test_a_call_is_over_before_its_reply_is_taken() -> None:
     """Its caller may make the next one at once, also where so many calls may be in flight."""
-    pair.run(_released_body)
-
-
-def _released_body() -> None:
     for _ in range(300):
         released = threading.Event()
         message = peers.Message(("work",), peers.EMPTY)
@@ -430,11 +412,8 @@ def _released_body() -> None:
 # --- deadlines -----------------------------------------------------------------------------------------------
 
 
-def test_a_wait_ends_in_time_and_can_be_repeated(pair: Pair) -> None:
-    pair.run(_wait_body)
-
-
-def _wait_body() -> None:
+@in_a()
+def test_a_wait_ends_in_time_and_can_be_repeated() -> None:
     pending = send("hold")
     for timeout_s in (0.0, 0.05, 0.2):
         start = time.monotonic()
@@ -450,11 +429,8 @@ def _answer_what_is_held(*pending: Pending) -> None:
         assert all(answer(one).header == ("late",) for one in pending)
 
 
-def test_a_call_that_is_never_answered_disturbs_no_other(pair: Pair) -> None:
-    pair.run(_never_answered_body)
-
-
-def _never_answered_body() -> None:
+@in_a()
+def test_a_call_that_is_never_answered_disturbs_no_other() -> None:
     pending = send("hold", timeout_s=0.2)
     pending.wait(0.25)
     if pending.wait(0.3):  # a lane may say so itself
@@ -468,12 +444,8 @@ def _never_answered_body() -> None:
 @each(*PROCESSES)
 def test_a_peer_that_stands_still_costs_a_caller_no_more_than_its_deadline(fresh: Pair) -> None:
     fresh.run(_warm_body)
-    assert fresh.b.process.pid is not None
-    suspend(fresh.b.process.pid)
-    try:
+    with standing(fresh.b):
         fresh.run(_standing_peer_body)
-    finally:
-        os.kill(fresh.b.process.pid, signal.SIGCONT)
 
 
 def _warm_body() -> None:
@@ -493,12 +465,8 @@ def _standing_peer_body() -> None:
 def test_a_message_that_is_late_in_the_middle_costs_the_other_calls_nothing(fresh: Pair) -> None:
     """It arrives whole in the end, and as it was when it was sent."""
     fresh.run(_begin_held_body)
-    assert fresh.b.process.pid is not None
-    suspend(fresh.b.process.pid)
-    try:
+    with standing(fresh.b):
         fresh.run(_late_in_the_middle_body)
-    finally:
-        os.kill(fresh.b.process.pid, signal.SIGCONT)
     fresh.b.run(peers.release_held, 1)
     fresh.run(_answered_after_all_body)
     fresh.b.run(_kept_as_sent_body)
@@ -538,12 +506,8 @@ def test_a_connection_to_a_peer_that_reads_nothing_for_long_is_given_up(fresh: P
     """Its kernel lives. By default that takes 15 s, here 2."""
     fresh.run(_give_up_soon)
     fresh.run(_warm_body)
-    assert fresh.b.process.pid is not None
-    suspend(fresh.b.process.pid)
-    try:
+    with standing(fresh.b):
         fresh.run(_given_up_body)
-    finally:
-        os.kill(fresh.b.process.pid, signal.SIGCONT)
 
 
 def _give_up_soon() -> None:
@@ -561,12 +525,8 @@ def _given_up_body() -> None:
 
 @each(*SOCKETS)
 def test_a_short_deadline_is_kept_while_another_call_connects_to_a_peer_that_stands_still(fresh: Pair) -> None:
-    assert fresh.b.process.pid is not None
-    suspend(fresh.b.process.pid)
-    try:
+    with standing(fresh.b):
         fresh.run(_connecting_body)
-    finally:
-        os.kill(fresh.b.process.pid, signal.SIGCONT)
 
 
 def _connecting_body() -> None:
@@ -590,12 +550,8 @@ def _connecting_body() -> None:
 # --- ends ----------------------------------------------------------------------------------------------------
 
 
-@each(*PROCESSES)
-def test_a_peer_killed_in_the_middle_is_lost_at_once(fresh: Pair) -> None:
-    fresh.run(_killed_body)
-
-
-def _killed_body() -> None:
+@in_a(*PROCESSES)
+def test_a_peer_killed_in_the_middle_is_lost_at_once() -> None:
     ask("echo")
     held = [send("hold") for _ in range(3)]
     told = threading.Event()
@@ -619,10 +575,9 @@ def _killed_body() -> None:
 @each(*PROCESSES)
 def test_a_peer_killed_while_a_large_message_is_on_its_way(fresh: Pair) -> None:
     fresh.run(_warm_body)
-    assert fresh.b.process.pid is not None
-    suspend(fresh.b.process.pid)  # so that the message cannot arrive whole
-    fresh.a.begin(_large_to_the_dying_body)
-    fresh.b.process.kill()
+    with standing(fresh.b):  # so that the message cannot arrive whole
+        fresh.a.begin(_large_to_the_dying_body)
+        fresh.b.process.kill()
     assert fresh.a.result() < PATIENCE_S
 
 
@@ -639,13 +594,10 @@ def test_a_caller_killed_in_the_middle_of_a_message_leaves_the_peer_as_it_was(fr
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None
     before = peers.resident_bytes(fresh.b.process.pid)
-    suspend(fresh.b.process.pid)  # so that the message cannot arrive whole
-    try:
+    with standing(fresh.b):  # so that the message cannot arrive whole
         fresh.run(_begin_large_body)
         fresh.a.process.kill()
         fresh.a.process.join(10)
-    finally:
-        os.kill(fresh.b.process.pid, signal.SIGCONT)
     another = join(fresh, "c", 2)
     try:
         another.run(_warm_body)
@@ -679,12 +631,8 @@ def _unsent_bytes() -> int:
     return sum(int(line[4].split(":")[0], 16) for line in lines if f"socket:[{line[9]}]" in own)
 
 
-@each(*KINDS)
-def test_an_unknown_peer_and_one_that_was_disconnected(fresh: Pair) -> None:
-    fresh.run(_unknown_peer_body)
-
-
-def _unknown_peer_body() -> None:
+@in_a(*KINDS)
+def test_an_unknown_peer_and_one_that_was_disconnected() -> None:
     if node().kind == "loopback":
         node().lane.disconnect("b")
         return
@@ -704,12 +652,8 @@ def _unknown_peer_body() -> None:
     node().lane.disconnect("b")
 
 
-@each(*KINDS)
-def test_close_leaves_nothing(fresh: Pair) -> None:
-    fresh.run(_close_body)
-
-
-def _close_body() -> None:
+@in_a(*KINDS)
+def test_close_leaves_nothing() -> None:
     """Everything is counted in this process: descriptors, threads."""
     if node().kind == "torchrpc":  # its agent stays for the next group, and all that belongs to it
         ask("echo", torch.ones(3))

@@ -8,23 +8,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 
 from raytorchrpc.errors import PeerLost
 from tests.conformance import peers
-from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, PeerAddress, answer
+from tests.conformance.peers import PATIENCE_S, Node, PeerAddress
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 
 
 @pytest.fixture(params=KINDS)
 def member(request: pytest.FixtureRequest) -> Iterator[Node]:
-    node = Node(request.param, "b", 1)
-    yield node
-    node.lane.close()
+    with Node(request.param, "b", 1) as node:
+        yield node
 
 
 def dial(member: Node) -> socket.socket:
@@ -37,14 +36,11 @@ def dial(member: Node) -> socket.socket:
 
 
 def rightful(member: Node, secret: bytes = peers.SECRET) -> Node:
-    node = Node(member.kind, "a", 0, secret)
-    node.lane.connect([PeerAddress("b", member.address)])
-    return node
+    return Node(member.kind, "a", 0, secret).meet("b", member.address)
 
 
 def echo(node: Node, timeout_s: float = PATIENCE_S) -> None:
-    pending = node.lane.call("b", Message(("echo",), EMPTY), timeout_s)
-    assert answer(pending).header == ("echo",)
+    assert node.call("echo", timeout_s).header == ("echo",)
 
 
 def hears_nothing_and_is_hung_up_on(sock: socket.socket) -> bool:
@@ -68,8 +64,7 @@ def hears_nothing_and_is_hung_up_on(sock: socket.socket) -> bool:
     ids=["http", "zeros", "noise", "right hello, wrong proof", "nng's own greeting, and a message of 2 GB"],
 )
 def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes) -> None:
-    friend = rightful(member)
-    try:
+    with rightful(member) as friend:
         echo(friend)
         with dial(member) as sock:
             with suppress(ConnectionError):
@@ -77,20 +72,15 @@ def test_garbage_is_hung_up_on_and_harms_nobody(member: Node, said: bytes) -> No
             assert hears_nothing_and_is_hung_up_on(sock)
         echo(friend)
         assert not member.served
-    finally:
-        friend.lane.close()
 
 
 def test_another_groups_secret_is_refused_and_the_caller_is_told(member: Node) -> None:
-    stranger = rightful(member, b"another group's secret")
-    try:
+    with rightful(member, b"another group's secret") as stranger:
         start = time.monotonic()
         with pytest.raises(PeerLost, match="secret") as caught:
             echo(stranger)
         assert not caught.value.may_have_run
         assert time.monotonic() - start < 10
-    finally:
-        stranger.lane.close()
 
 
 @pytest.mark.parametrize("kind", ["socket over unix", "nng over ipc"])
@@ -112,14 +102,11 @@ def test_a_listener_without_the_secret_learns_nothing_from_a_caller(kind: str) -
 
         thread = threading.Thread(target=answer_wrongly)
         thread.start()
-        caller = Node(kind, "a", 0)
-        try:
-            caller.lane.connect([PeerAddress("b", caller.address._replace(unix=name[1:]))])
+        with Node(kind, "a", 0) as caller:
+            caller.meet("b", caller.address._replace(unix=name[1:]))
             with pytest.raises(PeerLost, match="secret"):
                 echo(caller)
-        finally:
-            caller.lane.close()
-            thread.join(10)
+        thread.join(10)
         assert heard[1] == b""
 
 
@@ -149,8 +136,7 @@ def test_connections_that_say_nothing_keep_no_member_out(member: Node) -> None:
     with ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(dial(member))
-        friend = rightful(member)
-        stack.callback(friend.lane.close)
+        friend = stack.enter_context(rightful(member))
         start = time.monotonic()
         echo(friend, timeout_s=8)
         assert time.monotonic() - start < 8
@@ -161,8 +147,7 @@ def test_all_members_of_a_large_group_may_come_at_once(member: Node) -> None:
     member.lane.connect([PeerAddress(f"peer{number}", member.address) for number in range(60)])
     with ExitStack() as stack:
         waiting = [stack.enter_context(dial(member)) for _ in range(70)]
-        friend = rightful(member)
-        stack.callback(friend.lane.close)
+        friend = stack.enter_context(rightful(member))
         echo(friend)
         for sock in waiting:
             sock.settimeout(0.001)
@@ -195,9 +180,20 @@ def alone(request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
 
 
 def _with_member(kind: str, body: Callable[[Node], None]) -> None:
-    node = Node(kind, "b", 1)
-    body(node)
-    node.lane.close()
+    with Node(kind, "b", 1) as node:
+        body(node)
+
+
+@contextmanager
+def _without_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_member_without_descriptors_takes_no_processor(alone: Callable[..., None]) -> None:
@@ -206,20 +202,14 @@ def test_a_member_without_descriptors_takes_no_processor(alone: Callable[..., No
 
 
 def _takes_no_processor(member: Node) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     family = socket.AF_INET if member.is_tcp else socket.AF_UNIX
     with socket.socket(family) as sock:
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-        try:
+        with _without_descriptors():
             sock.settimeout(5)
             sock.connect(member.address.tcp if family == socket.AF_INET else "\0" + member.address.unix)
             before = time.process_time()
             threading.Event().wait(0.5)
             assert time.process_time() - before < 0.2
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         member.prove(sock)
 
 
@@ -228,18 +218,8 @@ def test_a_caller_without_descriptors_is_told_and_calls_again(alone: Callable[..
 
 
 def _told_and_calls_again(member: Node) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    friend = rightful(member)
-    try:
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-        try:
-            with pytest.raises(PeerLost, match="Too many open files") as caught:
-                echo(friend)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with rightful(member) as friend:
+        with _without_descriptors(), pytest.raises(PeerLost, match="Too many open files") as caught:
+            echo(friend)
         assert not caught.value.may_have_run
         echo(friend)
-    finally:
-        friend.lane.close()
