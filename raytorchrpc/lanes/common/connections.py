@@ -1,7 +1,4 @@
-"""Accepts and dials connections, and hands over only those whose two ends have authenticated each other.
-
-``Acceptor`` and ``dial`` serve the socket and nng lanes, and the control connections of the nccl lane.
-"""
+"""Connections whose two ends have authenticated each other, for message lanes that make their own: socket and nng."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import MessageLane, PeerAddress
-from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.handshake import Credentials, Identity, Instance, Refused
-from raytorchrpc.lanes.common.protection import Protection, secure_accepted, secure_dialed
+from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused
+from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
@@ -32,11 +28,6 @@ CONNECT_TIMEOUT_S = 10.0
 _HANDSHAKES = 16
 _ATTEMPTS = 3
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-#: Takes over an authenticated connection, on a thread of its own: the socket, its protection, the peer's identity. May
-#: raise OSError or RayTorchRpcError to refuse the connection, which is then closed.
-Admit = Callable[[socket.socket, Protection | None, Identity], None]
 
 
 class SocketAddress(NamedTuple):
@@ -68,14 +59,13 @@ class Acceptor:
         me: str,
         credentials: Credentials,
         peers: Callable[[], int],
-        admit: Admit,
-        role: str = "handshake",
+        admit: Callable[[socket.socket, Protection | None], object],
     ) -> None:
         """``service``: names the lane in handshakes. ``me``: this member, for thread names and logs. ``peers``: returns
-        how many members may connect at once. ``role``: the suffix of the threads' names; they also run ``admit``.
+        how many members may connect at once. ``admit``: takes over an authenticated connection, on a thread of its own;
+        may raise OSError or RayTorchRpcError to refuse it.
         """
         self._service, self._me, self._credentials = service, me, credentials
-        self._thread_name = f"raytorchrpc-{me}-{role}"
         self._peers, self._admit = peers, admit
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, None] = {}  # oldest first
@@ -113,14 +103,14 @@ class Acceptor:
         self.listeners[listener.fileno()] = listener
         return listener
 
-    def accept(self, listener: socket.socket) -> bool:
-        """Accept one connection, and start its handshake. Never blocks.
+    def accept(self, fd: int) -> bool:
+        """Accept one connection of a listener, and start its handshake. Never blocks.
 
         Returns False if the process has no descriptor for it; it then stays in the backlog. Raises ThreadShortage
         after closing it.
         """
         try:
-            sock, _ = listener.accept()
+            sock, _ = self.listeners[fd].accept()
         except OSError as error:  # also if the other end has closed it already
             return error.errno not in _NO_ROOM
         oldest = None
@@ -136,27 +126,27 @@ class Acceptor:
         if oldest is not None:
             _hang_up(oldest)
         try:
-            threads.start(self._authenticate, sock, name=self._thread_name)
+            threads.start(self._authenticate, sock, name=f"raytorchrpc-{self._me}-handshake")
         except BaseException:  # closing it informs the other end
-            self._forget(sock)
+            self._is_pending(sock)
             sock.close()
             raise
         return True
 
-    def _forget(self, sock: socket.socket) -> bool:
-        """Whether the connection was still pending."""
+    def _is_pending(self, sock: socket.socket) -> bool:
+        """Whether the connection was still pending, which it is no more."""
         with self._lock:
             return self._pending.pop(sock, True) is None
 
     def _authenticate(self, sock: socket.socket) -> None:
         try:
             me = listener_identity(self._service, self._credentials, self.address, sock.family)
-            peer, protection = secure_accepted(sock, self._credentials, me, CONNECT_TIMEOUT_S)
-            if not self._forget(sock):
-                raise handshake.Refused("its handshake took too long")
-            self._admit(sock, protection, peer)
+            protection = secure(sock, self._credentials, me, None, CONNECT_TIMEOUT_S)
+            if not self._is_pending(sock):
+                raise Refused("its handshake took too long")
+            self._admit(sock, protection)
         except Exception as error:
-            self._forget(sock)
+            self._is_pending(sock)
             sock.close()
             if not isinstance(error, (OSError, RayTorchRpcError)):
                 raise
@@ -173,50 +163,8 @@ class Acceptor:
             _hang_up(sock)
 
 
-def dial(
-    service: str, credentials: Credentials, own: SocketAddress, address: SocketAddress, by_tcp: bool, timeout_s: float
-) -> tuple[socket.socket, Protection | None]:
-    """Connect, and authenticate both ends. ``own``: where this process listens.
-
-    Returns the socket and what protects it. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError.
-    """
-    if by_tcp and address.tcp is None:
-        raise handshake.Refused("it does not listen for other hosts")
-    family = _family(address.tcp[0]) if by_tcp and address.tcp is not None else socket.AF_UNIX
-    where: Any = address.tcp if by_tcp else "\0" + address.unix
-    me, peer = (listener_identity(service, credentials, each, family) for each in (own, address))
-    deadline = time.monotonic() + timeout_s
-
-    def connect() -> tuple[socket.socket, Protection | None]:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            left = max(0.001, deadline - time.monotonic())
-            sock.settimeout(left)
-            sock.connect(where)
-            if by_tcp:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return sock, secure_dialed(sock, credentials, me, peer, left)
-        except BaseException:
-            sock.close()
-            raise
-
-    for _ in range(_ATTEMPTS - 1):  # a crowded listener hangs up
-        with contextlib.suppress(handshake.HungUp, ConnectionResetError, BrokenPipeError):
-            return connect()
-    return connect()
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # wakes the thread of its handshake, which closes it
-
-
 class Connection(Protocol):
-    """A connection of such a lane."""
+    """A connection of a lane."""
 
     @property
     def ended(self) -> bool:
@@ -294,13 +242,47 @@ class ConnectedLane(MessageLane, Generic[C]):
         try:
             connection = self._made.get(peer)
             if connection is None or connection.ended:
-                until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-                connection = self._connect(peer, address, until)
+                connection = self._connect(peer, address, min(deadline, time.monotonic() + CONNECT_TIMEOUT_S))
                 with self._made_lock:
                     self._made[peer] = connection
             return connection
+        except (OSError, Refused) as error:
+            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
         finally:
             lock.release()
+
+    def _connect(self, peer: str, address: SocketAddress, deadline: float) -> C:
+        """Connect, and authenticate both ends. Raises PeerLost, Refused or OSError."""
+        by_tcp = peer in self._by_tcp
+        if by_tcp and address.tcp is None:
+            raise Refused("it does not listen for other hosts")
+        where: Any = address.tcp if by_tcp else "\0" + address.unix
+        family = _family(where[0]) if by_tcp else socket.AF_UNIX
+        own = self._acceptor.address
+        me, its = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
+        for attempt in range(_ATTEMPTS):
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                left = max(0.001, deadline - time.monotonic())
+                sock.settimeout(left)
+                sock.connect(where)
+                if by_tcp:
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                protection = secure(sock, self._credentials, me, its, left)
+            except (HungUp, ConnectionResetError, BrokenPipeError):  # a crowded listener hangs up
+                sock.close()
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                break
+        try:
+            return self._register(sock, protection, peer, deadline)
+        except BaseException:
+            sock.close()
+            raise
 
     def _discard(self, connection: C, peer: str | None) -> None:
         """Forget a connection to a peer, if it is still the current one."""
@@ -309,20 +291,7 @@ class ConnectedLane(MessageLane, Generic[C]):
                 if self._made.get(peer) is connection:
                     del self._made[peer]
 
-    def _connect(self, peer: str, address: SocketAddress, deadline: float) -> C:
-        own, by_tcp = self._acceptor.address, peer in self._by_tcp
-        try:
-            left = max(0.001, deadline - time.monotonic())
-            sock, protection = dial(self.name, self._credentials, own, address, by_tcp, left)
-            try:
-                return self._register(sock, protection, peer, deadline)
-            except BaseException:
-                sock.close()
-                raise
-        except (OSError, Refused) as error:
-            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-
-    def _admit(self, sock: socket.socket, protection: Protection | None, _: Any) -> None:
+    def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
         self._register(sock, protection, None, time.monotonic() + CONNECT_TIMEOUT_S)
 
     def _left(self, peer: str | None) -> PeerLost:
@@ -332,3 +301,12 @@ class ConnectedLane(MessageLane, Generic[C]):
         """Return the addresses of all connections over TCP, for ``after_fork``."""
         known = (self._acceptor.address, *self._addresses.values())
         return [address.tcp for address in known if address.tcp is not None]
+
+
+def _family(host: str) -> int:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # wakes the thread of its handshake, which closes it

@@ -87,10 +87,7 @@ class FrameReader:
         self._authenticator = None if protection is None else protection.incoming
         self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
         self._rest = b""  # the beginning of the next frame
-        self._large: torch.Tensor | None = None  # a frame too large for one read, and its tag
-        self._filled = 0
-        self._hash: Any = None  # of the part that has arrived, without the tag
-        self._unread: Unread | None = None  # a frame that this process has no memory for
+        self._large: LargeFrame | None = None
 
     def read(self, sock: socket.socket, receive: Callable[[], bytes | None] | None = None) -> list[Frame]:
         """Read once and return the frames that are complete now.
@@ -100,8 +97,12 @@ class FrameReader:
         Raises BlockingIOError if no data has come, EOFError at the end of the stream, ValueError if the stream is out
         of step or a frame is not authentic.
         """
-        if self._large is not None and self._decrypt is None:
-            return self._read_large(sock, 0 if receive is None else socket.MSG_DONTWAIT)
+        large = self._large
+        if large is not None and self._decrypt is None and (room := large.room()) is not None:
+            count = sock.recv_into(room, 0, 0 if receive is None else socket.MSG_DONTWAIT)
+            if not count:
+                raise EOFError
+            return self._completed(large.advance(count))
         data = sock.recv(CHUNK) if receive is None else receive()
         if data is None:
             return []
@@ -112,20 +113,14 @@ class FrameReader:
     @property
     def between_frames(self) -> bool:
         """Whether no frame has arrived in part."""
-        return not self._rest and self._large is None and self._unread is None
+        return not self._rest and self._large is None
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Add any number of bytes of the stream; return the frames that are complete now. Raises ValueError."""
         frames: list[Frame] = []
         if self._large is not None:
-            view = self._large.numpy().data
-            taken = min(len(data), len(view) - self._filled)
-            view[self._filled : self._filled + taken] = memoryview(data)[:taken]
-            frames += self._advance(taken)
-            data = data[taken:]
-        elif self._unread is not None:
-            taken = min(len(data), self._unread.left)
-            frames += self._skip(self._unread, memoryview(data)[:taken])
+            taken = min(len(data), self._large.left)
+            frames += self._completed(self._large.add(memoryview(data)[:taken]))
             data = data[taken:]
         if self._rest:
             data = self._rest + data
@@ -134,7 +129,10 @@ class FrameReader:
             size = sizes(data, start)[1] + self._tag_bytes
             if end - start < size:
                 if size > CHUNK:
-                    self._begin_large(data[start:], size)
+                    authenticator = self._authenticator
+                    begun = None if authenticator is None else authenticator.begin(size - TAG_BYTES)
+                    self._large = LargeFrame(size, begun, self._tag_bytes)
+                    self._large.add(memoryview(data)[start:])
                     start = end
                 break
             frame = memoryview(data)[start : start + size]
@@ -145,79 +143,67 @@ class FrameReader:
         self._rest = bytes(data[start:]) if start < end else b""
         return frames
 
-    def _begin_large(self, head: bytes | bytearray | memoryview, size: int) -> None:
-        if self._authenticator is not None:
-            self._hash = self._authenticator.begin(size - TAG_BYTES)
-        try:
-            self._large = torch.empty(size, dtype=torch.uint8, device="cpu")  # a bytearray would be zeroed
-        except (MemoryError, RuntimeError):  # torch raises RuntimeError
-            self._unread = Unread(size, self._hash, self._tag_bytes)
-            self._skip(self._unread, memoryview(head))
-            return
-        self._large.numpy()[: len(head)] = memoryview(head)
-        self._filled = 0
-        self._advance(len(head))
-
-    def _read_large(self, sock: socket.socket, flags: int) -> list[Frame]:
-        assert self._large is not None
-        count = sock.recv_into(self._large.numpy().data[self._filled :], 0, flags)
-        if not count:
-            raise EOFError
-        return self._advance(count)
-
-    def _advance(self, count: int) -> list[Frame]:
-        """So many more bytes of the large frame have arrived; returns it once it is complete."""
-        assert self._large is not None
-        view = self._large.numpy().data
-        before, self._filled = self._filled, self._filled + count
-        body = len(view) - self._tag_bytes
-        if self._hash is not None:  # while the rest is in transit
-            self._hash.update(view[before : min(self._filled, body)])
-        if self._filled < len(view):
+    def _completed(self, frame: Frame | None) -> list[Frame]:
+        if frame is None:
             return []
-        if self._hash is not None:
-            check_tag(self._hash.digest(), view[body:])
-        large, self._large, self._hash = self._large, None, None
-        return [parse(view[:body], large[:body])]
-
-    def _skip(self, unread: Unread, data: memoryview) -> list[Frame]:
-        unread.add(data)
-        if unread.left:
-            return []
-        self._unread = self._hash = None
-        return [unread.frame()]
+        self._large = None
+        return [frame]
 
 
-class Unread:
-    """A frame that this process has no memory for. It is skipped, and its sender can be told."""
+class LargeFrame:
+    """A frame that arrives in several reads. Without memory for it, its body is skipped, and its sender can be told."""
 
     def __init__(self, size: int, authenticator: Any = None, tag_bytes: int = 0) -> None:
         """``authenticator``: of the frame, whose last ``tag_bytes`` are its tag, or None."""
-        self._size = self.left = size
-        self._hash, self._tag_bytes = authenticator, tag_bytes
-        self._head = self._tag = b""
+        self.left = size
+        self._size, self._body = size, size - tag_bytes
+        self._hash = authenticator
+        self._head = self._tag = b""  # without memory
+        self._memory: torch.Tensor | None = None
+        try:
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # a bytearray would be zeroed
+        except (MemoryError, RuntimeError):  # torch raises RuntimeError
+            return
 
-    def add(self, data: Any) -> None:
-        """Add the next part. Only the header is kept."""
-        body = data[: max(0, self.left - self._tag_bytes)]
+    def room(self) -> memoryview | None:
+        """Where to receive the rest; None without memory."""
+        return None if self._memory is None else self._memory.numpy().data[self._size - self.left :]
+
+    def add(self, data: memoryview) -> Frame | None:
+        """Add the next bytes; returns the frame once it is complete. Raises ValueError if it is not authentic."""
+        if (room := self.room()) is not None:
+            room[: len(data)] = data
+            return self.advance(len(data))
+        body = data[: max(0, self._body - (self._size - self.left))]
         self.left -= len(data)
         self._tag += bytes(data[len(body) :])
-        if self._hash is not None:
-            self._hash.update(body)
-        if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_size():
+        if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_bytes():
             self._head += bytes(body[: 2 * CHUNK])  # one read, and the rest of the one before
+        return self._complete(body, self._tag)
 
-    def _head_size(self) -> int:
+    def advance(self, count: int) -> Frame | None:
+        """So many more bytes are in ``room``; see ``add``."""
+        assert self._memory is not None
+        view, before = self._memory.numpy().data, self._size - self.left
+        self.left -= count
+        return self._complete(view[before : min(before + count, self._body)], view[self._body :])
+
+    def _complete(self, body: memoryview, tag: Any) -> Frame | None:
+        if self._hash is not None:  # while the rest is in transit
+            self._hash.update(body)
+        if self.left:
+            return None
+        if self._hash is not None:
+            check_tag(self._hash.digest(), tag)
+        if self._memory is not None:
+            return parse(self._memory.numpy().data[: self._body], self._memory[: self._body])
+        call, _, _, _, kind = _PREFIX.unpack_from(self._head)
+        fields, _, _, manifests = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_bytes()])
+        return Frame(kind, call, Message(fields, NOTHING, manifests=manifests, unread_bytes=self._size))
+
+    def _head_bytes(self) -> int:
         header: int = _PREFIX.unpack_from(self._head)[3]
         return PREFIX_BYTES + header
-
-    def frame(self) -> Frame:
-        """Return the frame without its body, once complete. Raises ValueError if it is not authentic."""
-        if self._hash is not None:
-            check_tag(self._hash.digest(), self._tag)
-        call, _, _, _, kind = _PREFIX.unpack_from(self._head)
-        fields, _, _, manifests = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_size()])
-        return Frame(kind, call, Message(fields, NOTHING, manifests=manifests, unread_bytes=self._size))
 
 
 def sizes(data: Any, start: int) -> tuple[int, int]:

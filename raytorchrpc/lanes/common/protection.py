@@ -232,31 +232,21 @@ class TlsSession:
 Protection = Tagged | TlsSession
 
 
-def secure_dialed(
-    sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity, timeout_s: float
+def secure(
+    sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity | None, timeout_s: float
 ) -> Protection | None:
-    """Authenticate the connecting end of a new connection as ``me``, and verify that the other end is ``peer``.
+    """Authenticate both ends of a new connection: this one as ``me``, the other as ``peer``; None: any of the group.
 
-    Returns what protects the connection from now on; None for a Unix socket, which other processes cannot reach. Blocks
-    for at most ``timeout_s`` seconds. Raises Refused or OSError; close it then.
+    ``peer`` is None at the accepting end. Returns what protects the connection from now on; None for a Unix socket,
+    which other processes cannot reach. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close it
+    then.
     """
-    tls = _tls(sock, credentials, timeout_s, accepting=False)
-    keys = handshake.offer(tls or sock, credentials.secret, me, peer, timeout_s)
-    return tls or (None if sock.family == socket.AF_UNIX else Tagged(keys))
-
-
-def secure_accepted(
-    sock: socket.socket, credentials: Credentials, me: Identity, timeout_s: float
-) -> tuple[Identity, Protection | None]:
-    """Authenticate the accepting end likewise; also returns the verified identity of the other end."""
-    tls = _tls(sock, credentials, timeout_s, accepting=True)
-    peer, keys = handshake.accept(tls or sock, credentials.secret, me, timeout_s)
-    return peer, tls or (None if sock.family == socket.AF_UNIX else Tagged(keys))
-
-
-def _tls(sock: socket.socket, credentials: Credentials, timeout_s: float, *, accepting: bool) -> TlsSession | None:
-    """Begin TLS where the connection needs it. Raises Refused if the other end runs as another user, or OSError."""
     handshake.check_user(sock, credentials)
-    if sock.family == socket.AF_UNIX or credentials.tls is None:
-        return None
-    return TlsSession(sock, credentials.tls, accepting=accepting, timeout_s=timeout_s)
+    local, tls = sock.family == socket.AF_UNIX, None
+    if not local and credentials.tls is not None:
+        tls = TlsSession(sock, credentials.tls, accepting=peer is None, timeout_s=timeout_s)
+    if peer is None:
+        _, keys = handshake.accept(tls or sock, credentials.secret, me, timeout_s)
+    else:
+        keys = handshake.offer(tls or sock, credentials.secret, me, peer, timeout_s)
+    return tls or (None if local else Tagged(keys))

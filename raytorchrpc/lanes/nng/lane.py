@@ -293,8 +293,8 @@ class NngLane(ConnectedLane[Connection]):
 
     def _read_once(self) -> bool:
         for fd, _ in self._epoll.poll() if not self._closed else ():
-            if (listener := self._acceptor.listeners.get(fd)) is not None:
-                if not self._acceptor.accept(listener):
+            if fd in self._acceptor.listeners:
+                if not self._acceptor.accept(fd):
                     threads.pause()  # else epoll would report it again at once
             elif (connection := self._by_fd.get(fd)) is not None:
                 try:

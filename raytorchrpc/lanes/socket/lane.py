@@ -104,7 +104,7 @@ class SocketLane(ConnectedLane[Connection]):
         self._selector.listen_to(fd)
 
     def _accept(self, fd: int) -> bool:
-        return self._acceptor.accept(self._acceptor.listeners[fd])
+        return self._acceptor.accept(fd)
 
     def _register(
         self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float

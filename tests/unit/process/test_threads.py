@@ -19,7 +19,7 @@ import torch
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.group.changes import Announcer, Change, EventBus
 from raytorchrpc.group.roster import GroupState
-from raytorchrpc.lanes.base import Message, PeerAddress
+from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.shm.lane import Copier
 from raytorchrpc.process import threads
@@ -336,13 +336,18 @@ class Pair:
 
     def __init__(self, kind: str) -> None:
         self.a, self.b = Node(kind, "a", 0), Node(kind, "b", 1)
-        self.a.lane.connect([PeerAddress("b", self.b.address)])
-        self.b.lane.connect([PeerAddress("a", self.a.address)])
+        self.a.meet("b", self.b.address)
+        self.b.meet("a", self.a.address)
 
     def ask(self, what: str = "echo", size: int = 0) -> Message:
         """Call from a to b."""
-        message = Message((what,), EMPTY._replace(payload=bytes(size)))
-        return answer(self.a.lane.call("b", message, PATIENCE_S))
+        return self.a.call(what, payload=bytes(size))
+
+    def hold(self) -> Pending:
+        """Call from a to b, which has got it but not answered when this returns."""
+        pending = self.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
+        assert self.b.arrived.acquire(timeout=PATIENCE_S)
+        return pending
 
     def close(self) -> None:
         self.a.lane.close()
@@ -352,6 +357,13 @@ class Pair:
 @pytest.fixture(params=LANES)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(request.param)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def unix() -> Iterator[Pair]:
+    pair = Pair("socket over unix")
     yield pair
     pair.close()
 
@@ -396,8 +408,7 @@ def test_a_listener_that_cannot_go_on_ends_its_connections(kind: str, monkeypatc
     pair = Pair(kind)
     try:
         answer(pair.a.lane.call("b", Message(("work",), EMPTY), PATIENCE_S))  # a second listener waits from now on
-        pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
-        assert pair.b.arrived.acquire(timeout=PATIENCE_S)
+        pending = pair.hold()
         reader = getattr(pair.b.lane, "_selector", pair.b.lane)
         monkeypatch.setattr(reader, "_epoll", BrokenEpoll(reader._epoll))
         with contextlib.suppress(PeerLost, RpcTimeout):  # wakes those who wait in the kernel
@@ -446,53 +457,38 @@ def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatc
     assert pair.ask().header == ("echo",)
 
 
-def test_a_connection_that_ends_without_memory_still_ends_for_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pair = Pair("socket over unix")
-    try:
-        pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
-        assert pair.b.arrived.acquire(timeout=PATIENCE_S)
-        (connection,) = pair.a.lane._selector.connections.values()  # type: ignore[attr-defined]
-        fail_once(pair.a.lane._selector, "remove", MemoryError(), monkeypatch)
-        with pytest.raises(MemoryError):
-            connection.end("the test ends it")
-        with pytest.raises(PeerLost, match="the test ends it"):
-            answer(pending)
-        assert wait_until(lambda: not pair.b.lane._selector.connections, PATIENCE_S)  # type: ignore[attr-defined]
-        assert pair.ask().header == ("echo",)
-    finally:
-        pair.close()
+def test_a_connection_that_ends_without_memory_still_ends_for_both(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = unix.hold()
+    (connection,) = unix.a.lane._selector.connections.values()  # type: ignore[attr-defined]
+    fail_once(unix.a.lane._selector, "remove", MemoryError(), monkeypatch)
+    with pytest.raises(MemoryError):
+        connection.end("the test ends it")
+    with pytest.raises(PeerLost, match="the test ends it"):
+        answer(pending)
+    assert wait_until(lambda: not unix.b.lane._selector.connections, PATIENCE_S)  # type: ignore[attr-defined]
+    assert unix.ask().header == ("echo",)
 
 
-def test_replies_are_read_after_their_timer_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair("socket over unix")
-    try:
-        pair.ask()
-        done = threading.Event()
-        pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
-        failing = fail_once(pair.a.lane._selector, "_enable_unread", MemoryError(), monkeypatch, times=2)
-        assert pair.b.arrived.acquire(timeout=PATIENCE_S)
-        pair.b.held.pop()(Message(("released",), EMPTY))
-        assert wait_until(lambda: not failing.errors, PATIENCE_S)
-        pending.add_done_callback(done.set)  # nobody reads for it but a listener
-        assert done.wait(PATIENCE_S)
-    finally:
-        pair.close()
+def test_replies_are_read_after_their_timer_failed(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    unix.ask()
+    done = threading.Event()
+    pending = unix.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
+    failing = fail_once(unix.a.lane._selector, "_enable_unread", MemoryError(), monkeypatch, times=2)
+    assert unix.b.arrived.acquire(timeout=PATIENCE_S)
+    unix.b.held.pop()(Message(("released",), EMPTY))
+    assert wait_until(lambda: not failing.errors, PATIENCE_S)
+    pending.add_done_callback(done.set)  # nobody reads for it but a listener
+    assert done.wait(PATIENCE_S)
 
 
-def test_replies_are_read_after_their_timer_could_not_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair("socket over unix")
-    try:
-        answer(pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, caller_waits=True))
-        fail_once(pair.a.lane._selector._enabling, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
-        with pytest.raises(MemoryError):
-            pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
-        released = threading.Event()
-        pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, on_released=released.set)
-        assert released.wait(PATIENCE_S)  # nobody waits for the reply itself
-    finally:
-        pair.close()
+def test_replies_are_read_after_their_timer_could_not_be_set(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, caller_waits=True))
+    fail_once(unix.a.lane._selector._enabling, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
+    with pytest.raises(MemoryError):
+        unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
+    released = threading.Event()
+    unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, on_released=released.set)
+    assert released.wait(PATIENCE_S)  # nobody waits for the reply itself
 
 
 def test_a_listener_is_found_among_other_threads_if_none_can_be_started(
@@ -512,37 +508,30 @@ def test_a_listener_is_found_among_other_threads_if_none_can_be_started(
         workers.stop()
 
 
-def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
-    shortage: Shortage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(unix: Pair, shortage: Shortage) -> None:
     """Or nothing could be sent by it for ever."""
-    pair = Pair("socket over unix")
-    try:
-        pair.ask()
-        (accepted,) = pair.b.lane._selector.connections.values()  # type: ignore[attr-defined]
-        assert wait_until(accepted.acquire_read, PATIENCE_S)  # it stands still
-        shortage.begin()
-        large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))
-        with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
-            pair.a.lane.call("b", large, 0.1)
-        shortage.end()
-        accepted.release_read()
-        assert pair.ask().header == ("echo",)
-    finally:
-        pair.close()
+    unix.ask()
+    (accepted,) = unix.b.lane._selector.connections.values()  # type: ignore[attr-defined]
+    assert wait_until(accepted.acquire_read, PATIENCE_S)  # it stands still
+    shortage.begin()
+    large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))
+    with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
+        unix.a.lane.call("b", large, 0.1)
+    shortage.end()
+    accepted.release_read()
+    assert unix.ask().header == ("echo",)
 
 
 @pytest.mark.parametrize("step", [10_000, 69_000, 300_000])
-def test_a_frame_that_is_skipped_tells_what_it_was(step: int) -> None:
+def test_a_frame_that_is_skipped_tells_what_it_was(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     message = Message(
         (1, 2, "t", "method", ("x" * 70_000,)), EMPTY._replace(payload=bytes(200_000)), manifests=(("shm",),)
     )
     data = b"".join(bytes(part) for part in frames.pack(frames.REQUEST, 7, message))
-    unread = frames.Unread(len(data))
-    for begin in range(0, len(data), step):
-        unread.add(data[begin : begin + step])
-    assert not unread.left
-    frame = unread.frame()
+    monkeypatch.setattr(torch, "empty", Failing([MemoryError()], torch.empty))
+    large = frames.LargeFrame(len(data))
+    *none, frame = [large.add(memoryview(data)[begin : begin + step]) for begin in range(0, len(data), step)]
+    assert frame is not None and not any(none)
     assert (frame.kind, frame.call) == (frames.REQUEST, 7)
     assert (frame.message.header, frame.message.manifests) == (message.header, message.manifests)
     assert frame.message.unread_bytes == len(data)
