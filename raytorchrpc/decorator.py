@@ -18,7 +18,7 @@ from raytorchrpc.calls.server.exposed import (
     take_turn,
     take_turn_on_loop,
 )
-from raytorchrpc.calls.server.streams import StreamJob
+from raytorchrpc.calls.server.streams import ServedStream
 from raytorchrpc.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,7 +100,7 @@ def method(
     group = ray_internals.concurrency_group_of(function)
     note = Exposed(function, concurrent, group, on_loop, share, keep, retry=checked_retry(retry))
     if streams:
-        note = note._replace(ahead=_AHEAD if ahead is None else ahead, job=StreamJob)
+        note = note._replace(ahead=_AHEAD if ahead is None else ahead, call=ServedStream)
         wrapper: Any = (_gated_async_generator if on_loop else _gated_generator)(note)
     else:
         wrapper = (_gated_coroutine if on_loop else _gated)(note, objectref)

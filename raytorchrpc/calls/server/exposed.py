@@ -29,8 +29,8 @@ class Exposed(NamedTuple):
     may return a ``services.DeferredReply``."""
     ahead: int = 0
     """Of a generator: how many items its callers ask for ahead."""
-    job: Any = None
-    """The class of its jobs, if it is a special one."""
+    call: Any = None
+    """The subclass of ServedCall that serves its calls, if it is a special one."""
 
 
 def service(function: Callable[..., Any]) -> Exposed:

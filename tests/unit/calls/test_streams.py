@@ -17,7 +17,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls.member import set_local
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed, generate_in_turn, generate_in_turn_on_loop
-from raytorchrpc.calls.server.streams import StreamJob
+from raytorchrpc.calls.server.streams import ServedStream
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -88,7 +88,7 @@ class Actor:
         for name in ("count", "bad", "nest", "acount", "stall"):
             function = getattr(self, name)
             on_loop = name in ("acount", "stall")
-            made[name] = Exposed(function, False, None, on_loop, False, False, ahead=AHEAD, job=StreamJob)
+            made[name] = Exposed(function, False, None, on_loop, False, False, ahead=AHEAD, call=ServedStream)
         made["nest"] = made["nest"]._replace(concurrent=True)
         return made
 
