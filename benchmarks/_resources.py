@@ -97,7 +97,7 @@ def in_flight() -> int:
     """Number of calls in flight in this process, in both directions; 0 at rest."""
     member = process_member()
     lanes = {lane.name: lane for lane in member.lanes}
-    connections: list[Any] = list(lanes["socket"]._listeners.connections.values())  # type: ignore[attr-defined]
+    connections: list[Any] = list(lanes["socket"]._selector.connections.values())  # type: ignore[attr-defined]
     ipc: Any = member.tensor_lanes.get("cuda_ipc")
     if ipc is not None:
         ipc.reap()

@@ -180,7 +180,7 @@ class TorchRpcLink(Link):
     """``torch.distributed.rpc`` with its own defaults. Agents live for one turn, because idle ones poll."""
 
     def open(self, meeting: Any) -> Any:
-        interface = probe.interface_for(probe.probe(node_ip=self.address, wants_gpu=False), self.address)
+        interface = probe.probe(node_ip=self.address, wants_gpu=False).interface_of(self.address)
         if interface:  # else torch listens on the address of the host name, often 127.0.1.1
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
         if meeting is None:

@@ -241,7 +241,7 @@ def _ports(endpoint: Endpoint, usable: bool) -> Iterator[Finding]:
 def _roce(endpoint: Endpoint) -> Iterator[Finding]:
     ports = [(hca, port) for hca in endpoint.hcas if hca.driver != "efa" for port in hca.ports]
     roce = [(hca, port) for hca, port in ports if port.link_layer == "Ethernet" and port.state == "ACTIVE"]
-    bare = [h.name for h, port in roce if not any("v2" in gid.kind and not gid.link_local for gid in port.gids)]
+    bare = [h.name for h, port in roce if not any(gid.routed for gid in port.gids)]
     every = len(bare) == len(roce)
     if bare:
         yield finding(
@@ -335,7 +335,7 @@ def _gid(endpoint: Endpoint, index: int, filter_text: str) -> Iterator[str]:
         if port.link_layer != "Ethernet" or not nccl_env.matches(filter_text, hca, port):
             continue
         gid = next((gid for gid in port.gids if gid.index == index), None)
-        if gid is None or gid.link_local or "v2" not in gid.kind:
+        if gid is None or not gid.routed:
             what = "empty" if gid is None else "a link-local address" if gid.link_local else gid.kind
             right = nccl_env.gid_index(endpoint, port)
             yield f"NCCL_IB_GID_INDEX={index}: on {hca.name} that GID is {what}; {right} is the routed one"

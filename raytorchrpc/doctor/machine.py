@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from raytorchrpc.doctor.devices import MIB, limit_levels
 from raytorchrpc.doctor.report import Evidence, Finding, Level, finding, note, ok, problem, some, warning
 from raytorchrpc.lanes.torchrpc.backends import SMALL_SHM_BYTES
-from raytorchrpc.topology.probe import interface_for
 from raytorchrpc.topology.rdma import MIN_MEMLOCK_BYTES, usable_ports
 
 GIB = 1 << 30
@@ -174,7 +173,7 @@ def _address(evidence: Evidence) -> Iterator[Finding]:
             "pass the address that other hosts use to ray start --node-ip-address" if evidence.hosts > 1 else "",
         )
         return
-    name = interface_for(endpoint, endpoint.node_ip)
+    name = endpoint.interface_of(endpoint.node_ip)
     if name is not None:
         yield ok("address", f"Ray's address of this node, {endpoint.node_ip}, is on {name}")
     elif evidence.live or any(i.addresses for i in endpoint.interfaces):  # files may list no IPv4 address

@@ -56,6 +56,11 @@ class Gid(_Evidence):
         """An fe80:: address: valid on its own link only, never routed."""
         return ipaddress.IPv6Address(self.value).is_link_local
 
+    @property
+    def routed(self) -> bool:
+        """A RoCE v2 address that routers forward."""
+        return "v2" in self.kind and not self.link_local
+
 
 @dataclass(frozen=True, kw_only=True)
 class HcaPort(_Evidence):
@@ -149,3 +154,18 @@ class Endpoint(_Evidence):
     def same_network(self, other: Endpoint) -> bool:
         """Whether both have the same network interfaces, including loopback."""
         return self.shares(other, "net")
+
+    def interface_of(self, address: str) -> str | None:
+        """The interface that holds ``address`` (the Ray node's); None if no interface of this process does.
+
+        Returns loopback only for a loopback address. Only addresses are compared, so a host name that resolves to
+        127.0.x.x has no effect.
+        """
+        for interface in self.interfaces:
+            if address in interface.addresses:
+                return interface.name
+        try:
+            loopback = ipaddress.ip_address(address).is_loopback
+        except ValueError:
+            return None
+        return "lo" if loopback else None

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
-from raytorchrpc.topology.probe import interface_for
 from raytorchrpc.topology.rdma import usable_ports
 
 IFNAME, HCA, GID = "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"
@@ -146,7 +145,7 @@ def gid_index(endpoint: Endpoint, port: HcaPort) -> int | None:
         foreign = where is None or gid.interface not in (None, where.name)
         return (gid.ipv4 != endpoint.node_ip, foreign, gid.ipv4 is None, gid.index)
 
-    routed = [gid for gid in port.gids if "v2" in gid.kind and not gid.link_local]
+    routed = [gid for gid in port.gids if gid.routed]
     return min(routed, key=rank).index if routed else None
 
 
@@ -163,7 +162,7 @@ def _ifname(endpoint: Endpoint, interface: str | None) -> Advice:
     if interface:
         return Advice(f"={interface}", "as asked for")
     address = endpoint.node_ip
-    name = interface_for(endpoint, address)
+    name = endpoint.interface_of(address)
     if not address:
         return Advice(None, "the Ray node's address is not known here")
     if name is None:

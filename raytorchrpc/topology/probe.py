@@ -81,22 +81,6 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
     )
 
 
-def interface_for(endpoint: Endpoint, address: str) -> str | None:
-    """The interface that holds ``address`` (the Ray node's); None if no interface of this process does.
-
-    Returns loopback only for a loopback address. Only addresses are compared, so a host name that resolves to
-    127.0.x.x has no effect.
-    """
-    for interface in endpoint.interfaces:
-        if address in interface.addresses:
-            return interface.name
-    try:
-        loopback = ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return None
-    return "lo" if loopback else None
-
-
 @functools.lru_cache(maxsize=1)
 def tensorpipe_backends() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The (transports, channels) of this torch build, in TensorPipe's own order; empty without torchrpc.

@@ -165,21 +165,12 @@ def _fabrics(endpoint: Endpoint) -> set[str]:
 
 def usable_ports(endpoint: Endpoint) -> list[tuple[Hca, HcaPort]]:
     """The ports that NCCL and UCX can use: active, on an adapter that may be opened, on RoCE with a routed address."""
-    return [(hca, port) for hca in endpoint.hcas for port in hca.ports if port_obstacle(hca, port) is None]
+    return [(hca, port) for hca in endpoint.hcas for port in hca.ports if _is_usable(hca, port)]
 
 
-def port_obstacle(hca: Hca, port: HcaPort) -> str | None:
-    """Why NCCL and UCX cannot use this port; None where they can."""
-    if hca.driver == "efa":
-        return "an EFA adapter, which needs a plug-in"
-    if hca.verbs_device is False:
-        return "its /dev/infiniband/uverbs device may not be opened here"
-    if port.state != "ACTIVE":
-        return f"the port is {port.state}"
-    if port.link_layer == "InfiniBand":
-        return None
-    if port.link_layer != "Ethernet":
-        return f"link layer {port.link_layer}, neither InfiniBand nor RoCE"
-    if not any("v2" in gid.kind and not gid.link_local for gid in port.gids):
-        return "RoCE without a routed address: no RoCE v2 GID but link-local ones"
-    return None
+def _is_usable(hca: Hca, port: HcaPort) -> bool:
+    if hca.driver == "efa" or hca.verbs_device is False or port.state != "ACTIVE":  # EFA needs a plug-in
+        return False
+    if port.link_layer == "Ethernet":
+        return any(gid.routed for gid in port.gids)
+    return port.link_layer == "InfiniBand"

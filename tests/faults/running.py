@@ -415,7 +415,7 @@ def run_faults(
     name: str,
     faults: Sequence[Sequence[Fault]] | int,
     seed: int,
-    lanes: str = "default",
+    route: str = "default",
     seconds: float = float("inf"),
     *,
     directory: Path | None = None,
@@ -425,7 +425,8 @@ def run_faults(
 ) -> Report:
     """Run a scenario, and strike it in rounds with these faults, or with so many random ones; Ray runs already.
 
-    Stops early where the group cannot go on, and after so many seconds.
+    ``route``, ``hand`` and ``config``: see ``running``. Stops early where the group cannot go on, and after so many
+    seconds.
     """
     scenario = SCENARIOS[name]
     directory = directory or Path(tempfile.mkdtemp(prefix="faults-"))
@@ -433,7 +434,7 @@ def run_faults(
         table = scenario.faults.here if hand is None else scenario.faults.on_hosts
         spared = "" if scenario.kills_all else scenario.names[0]
         faults = random_faults(seed, faults, scenario.names, table, spared, NEAR, scenario.at_once)
-    with running(scenario, directory, seed, lanes, hand, **config) as run:
+    with running(scenario, directory, seed, route, hand, **config) as run:
         report = run.report
         for number, struck in enumerate(faults, 1):
             known, over = len(report.violations), number == len(faults)

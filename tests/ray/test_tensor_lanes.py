@@ -204,7 +204,7 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
 
         def under_the_locks() -> None:
             nonlocal arrived, waiting
-            with connection._state, connection._listeners._lock, lane._lock:  # type: ignore[attr-defined]
+            with connection._state, connection._selector._lock, lane._lock:  # type: ignore[attr-defined]
                 del arrived, waiting
             lock.release()
 

@@ -16,7 +16,8 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import member
 from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import process_member
-from raytorchrpc.patterns.weights.source_pull import LayoutMatch, Pull
+from raytorchrpc.patterns.weights.feeds import Requests
+from raytorchrpc.patterns.weights.source_pull import SourcePull
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
@@ -427,10 +428,11 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     def begin_to_read() -> int:
         assert store.version() == 1
         local = process_member()
-        match = LayoutMatch("weights", None)
-        counter = PullCounter(("weights", "home"))
-        pull = Pull(store, local, match, time.monotonic() + 60, counter)
-        return pull.lease(None, None, False, store.wait).lease
+        requests = Requests(local, time.monotonic() + 60, PullCounter(("weights", "home")))
+        pull = SourcePull(store, requests, None, None, None)
+        pull.ask(None, None, caller_waits=True)
+        lease = pull.answer()
+        return 0 if lease is None else lease.lease
 
     def readers() -> int:
         return int(process_member().services.find(store.kind, "weights", None, "").pool.readers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,26 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Operators' tools (bench, cli, doctor, manifest) may import anything below them; nothing imports them."""
 TOOLS = {"bench": {"cli"}, "cli": set(), "doctor": {"bench", "cli", "manifest"}, "manifest": {"bench", "cli", "doctor"}}
+#: The most levels that module imports have.
+LEVELS = 19
+#: "module: what it fills below it, when it is imported". This list shrinks.
+FILLED_FROM_ABOVE = {"lanes.registry: config.lane_names"}
+PUBLIC = {"rdt", "errors", "doctor", "cli"}
+#: Modules whose functions depend on their arguments alone: tests may call them.
+PURE = {
+    *("config", "manifest", "routing", "runtime_env", "text"),
+    *("bench.fit", "bench.results", "bench.rows", "bench.site", "bench.tables", "doctor.examination", "doctor.report"),
+    *("calls.options", "calls.protocol", "calls.spans", "group.tracing", "membership.messages"),
+    *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
+    *("patterns.queues.buffer", "patterns.queues.items", "patterns.queues.sequence", "patterns.queues.store"),
+    *("patterns.weights.deltas", "patterns.weights.model_tensors", "patterns.weights.plan", "patterns.weights.relays"),
+    *("tensors.codec", "tensors.dtypes", "tensors.exceptions", "tensors.plain_values"),
+    *("topology.device_map", "topology.endpoint", "topology.nccl_env", "topology.rdma"),
+}
+#: What makes members in the process of a test, and callees without one.
+SEAMS = ("conformance/", "unit/members.py", "unit/callees.py")
+#: At most so many files import other modules of the package; see the three seams in CONTRIBUTING.md.
+TESTS_OF_PRIVATE_MODULES = 135
 WITHOUT_RAY = (
     *("routing.planner", "lanes.registry", "lanes.rules", "topology.device_map", "topology.nccl_env", "tensors.codec"),
     *("config", "errors", "doctor.examination"),
@@ -67,6 +88,8 @@ def tree_of(name: str) -> ast.Module:
 def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
     """Dotted names of what is imported; with ``at_load``, leaving out what functions import when they run."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -76,17 +99,18 @@ def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
             yield from imported(node, at_load=at_load)
 
 
+def module_of(dotted: str) -> str | None:
+    """The module of this package in which an imported name is."""
+    head, _, rest = dotted.partition(".")
+    while rest and rest not in FILES and f"{rest}.__init__" not in FILES:
+        rest = rest.rpartition(".")[0]  # a name inside the module
+    return (rest or "__init__") if head == "raytorchrpc" else None
+
+
+@functools.cache
 def modules(name: str, *, at_load: bool = False) -> set[str]:
     """The modules of this package that a module imports."""
-    found = set()
-    for dotted in imported(tree_of(name), at_load=at_load):
-        head, _, rest = dotted.partition(".")
-        if head != "raytorchrpc":
-            continue
-        while rest and rest not in FILES and f"{rest}.__init__" not in FILES:
-            rest = rest.rpartition(".")[0]  # a name inside the module
-        found.add(rest or "__init__")
-    return found - {name}
+    return {found for dotted in imported(tree_of(name), at_load=at_load) if (found := module_of(dotted))} - {name}
 
 
 def package(name: str) -> str:
@@ -124,6 +148,18 @@ def test_no_modules_import_each_other() -> None:
     assert not todo, f"a circle of imports in {sorted(todo)}"
 
 
+def test_the_import_levels_stay_few() -> None:
+    """A module is one level above the highest one that it imports when it is loaded."""
+
+    @functools.cache
+    def level(name: str) -> int:
+        return 1 + max(map(level, modules(name, at_load=True) & FILES.keys() - {"__init__"}), default=0)
+
+    levels = {name: level(name) for name in FILES if name != "__init__"}
+    highest = max(levels, key=lambda name: levels[name])
+    assert levels[highest] <= LEVELS, f"{highest} is on level {levels[highest]}"
+
+
 def loaded_by(name: str) -> set[str]:
     """The files that are loaded with this one, the package's own __init__ left out."""
     found, todo = set(), [name]
@@ -143,6 +179,82 @@ def test_a_pure_module_loads_without(name: str, library: str) -> None:
     for file in loaded_by(name):
         used = {dotted.partition(".")[0] for dotted in imported(tree_of(file), at_load=True)}
         assert library not in used, f"{name} loads {library} through {file}"
+
+
+# --- registries that a module above fills when it is imported: who reads one has to know who imports ----------
+
+
+def fillings(tree: ast.Module) -> Iterator[str]:
+    """Names of this package that statements outside of functions change: by a call, a subscript or an attribute."""
+    names = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "raytorchrpc":
+            names.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    todo: list[ast.AST] = [tree]
+    while todo:
+        changed: list[ast.expr] = []
+        for node in ast.iter_child_nodes(todo.pop()):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                changed += [each for each in node.decorator_list if isinstance(each, (ast.Call, ast.Attribute))]
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                changed += [node.value.func] if node.value.args or node.value.keywords else []
+            elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                changed += [target for target in targets if isinstance(target, (ast.Subscript, ast.Attribute))]
+            elif isinstance(node, (ast.stmt, ast.excepthandler)):
+                todo.append(node)
+        for reached in changed:
+            path: list[str] = []
+            while isinstance(reached, (ast.Attribute, ast.Subscript, ast.Call)):
+                path = [reached.attr, *path] if isinstance(reached, ast.Attribute) else path
+                reached = reached.func if isinstance(reached, ast.Call) else reached.value
+            if isinstance(reached, ast.Name) and reached.id in names:
+                yield ".".join([names[reached.id], *path])
+
+
+def test_no_module_fills_a_registry_below_it_when_it_is_imported() -> None:
+    found = set()
+    for name in FILES:
+        for dotted in fillings(tree_of(name)):
+            below = module_of(dotted)
+            if below is not None and package(below) != package(name):
+                found.add(f"{name}: {dotted.removeprefix('raytorchrpc.')}")
+    assert found <= FILLED_FROM_ABOVE, f"hidden circles: {sorted(found - FILLED_FROM_ABOVE)}"
+    assert found >= FILLED_FROM_ABOVE, f"gone, so take them off the list: {sorted(FILLED_FROM_ABOVE - found)}"
+
+
+def test_the_search_for_filled_registries_finds_them() -> None:
+    tree = ast.parse(
+        "from raytorchrpc.a import b, c\nfrom raytorchrpc.d import e as f\nfrom other import g\n"
+        "b.register(1)\nb()\nx = b(1)\n@c.add('n')\ndef h():\n  b.register(2)\n@f\ndef i(): pass\n"
+        "if x:\n  f['k'] = 1\ng[1] = 2\nb.hook = h\nb.y[0].z += 1"
+    )
+    assert sorted(fillings(tree)) == [
+        "raytorchrpc.a.b.hook",
+        "raytorchrpc.a.b.register",
+        "raytorchrpc.a.b.y.z",
+        "raytorchrpc.a.c.add",
+        "raytorchrpc.d.e",
+    ]
+
+
+# --- tests -----------------------------------------------------------------------------------------------
+
+
+_IMPORTS = re.compile(r"^ *(?:from raytorchrpc[\w.]* import (?:\([^)]*\)|.*)|import raytorchrpc.*)$", re.MULTILINE)
+
+
+def test_few_test_files_import_private_modules() -> None:
+    """A test sees what a user sees, or the contract of lanes, or a pure module."""
+    tests = Path(__file__).parents[1]
+    found = []
+    for path in sorted(tests.rglob("*.py")):
+        name = str(path.relative_to(tests))
+        imports = "\n".join(map(str.strip, _IMPORTS.findall(path.read_text())))  # parsing all files would take long
+        used = {str(module_of(dotted)) for dotted in imported(ast.parse(imports))} - {"None", "__init__"}
+        if not name.startswith(SEAMS) and any(not inside(module, PURE) for module in used - PUBLIC):
+            found.append(name)
+    assert len(found) <= TESTS_OF_PRIVATE_MODULES, found
 
 
 # --- private names ---------------------------------------------------------------------------------------

@@ -346,9 +346,9 @@ class NcclLane(TensorLane):
     def _join(self, peer: str, source: int, target: int, deadline: float) -> End:
         watch = self._watch(peer, deadline)
         ticket = self._carrier.ticket()
-        pending = self._begin(peer, (JOIN, source, ticket), deadline)
         end = End(peer, ticket, self._carrier.join(ticket, RECEIVER, target))
         try:
+            pending = self._begin(peer, (JOIN, source, ticket), deadline)
             end.wait(lambda: pending.wait(0) or end.channel.enqueued(), deadline)
             if (refusal := self._answer_to(pending, deadline)) is not None:
                 raise LaneUnavailable(self.name, refusal)

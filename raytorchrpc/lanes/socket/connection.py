@@ -14,8 +14,8 @@ from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import Protection
-from raytorchrpc.lanes.socket.listeners import Listeners
 from raytorchrpc.lanes.socket.polling import AnyReadable, PromptSocket, Spinner
+from raytorchrpc.lanes.socket.selector import Selector
 from raytorchrpc.process import tcp, threads
 
 #: A caller that reads checks its deadline this often (seconds).
@@ -44,35 +44,35 @@ def _timeval(seconds: int) -> bytes:
 class Connection:
     """One socket. Sends requests and receives replies (``peer`` is set), or receives requests.
 
-    At most one thread reads it at a time: a listener, or a caller that waits. ``_state`` guards which.
+    At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which.
     """
 
     def __init__(
         self,
-        listeners: Listeners[Connection],
+        selector: Selector[Connection],
         sock: socket.socket,
         peer: str | None,
         protection: Protection | None = None,
         on_end: Callable[[Connection, str | None], None] | None = None,
     ) -> None:
         """``on_end(connection, peer)`` is called once, when it ends."""
-        self._listeners, self.sock, self.peer, self._on_end = listeners, sock, peer, on_end
+        self._selector, self.sock, self.peer, self._on_end = selector, sock, peer, on_end
         self.accepted = peer is None
         """Whether the peer opened it, so that it receives requests."""
         self.fd = sock.fileno()
         self._prompt = PromptSocket(sock)
-        self._readable = AnyReadable(self.fd, listeners.fd)
+        self._readable = AnyReadable(self.fd, selector.fd)
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._reading = False
-        self._armed = self.accepted
-        """Whether the leading listener polls it. It always polls an accepted connection, but one of our own only while
+        self._enabled = self.accepted
+        """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
         that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
         its own reply, and those of others meanwhile.
         """
-        self._watched = False
+        self._enables_later = False
         self._read_lately = False
         """A caller has read it and is likely to again: the leader need not poll it."""
         self._callbacks = 0  # calls in flight that have a callback
@@ -101,38 +101,38 @@ class Connection:
 
     def _ensure_reader(self) -> None:
         """Under ``_state``: have the data to come read. A caller that waits will do that; if none does so soon, a
-        listener does.
+        leader does.
         """
         if self._callbacks:
-            self._arm()
-        elif not (self._armed or self._reading or self._watched):
-            self._listeners.watch(self)
-            self._watched = True
+            self._enable()
+        elif not (self._enabled or self._reading or self._enables_later):
+            self._selector.enable_later(self)
+            self._enables_later = True
 
-    def attend(self) -> bool:
+    def enable_if_unread(self) -> bool:
         """See Readable."""
         with self._state:
             wanted = self.accepted or bool(self._pending)
-            again = wanted and self._read_lately and not self._armed
+            again = wanted and self._read_lately and not self._enabled
             self._read_lately = False
-            self._watched = again
+            self._enables_later = again
             if wanted and not again:
-                self._arm()
+                self._enable()
             return again
 
-    def _arm(self) -> None:
-        """Under ``_state``: have listeners poll it, unless a thread reads it."""
-        if not self._armed and not self._reading and self._ended is None:
-            self._armed = True
-            self._listeners.arm(self.fd)
+    def _enable(self) -> None:
+        """Under ``_state``: have the leader poll it, unless a thread reads it."""
+        if not self._enabled and not self._reading and self._ended is None:
+            self._enabled = True
+            self._selector.enable(self.fd)
 
-    def rearm(self) -> None:
+    def enable_again(self) -> None:
         """See Readable."""
         with self._state:
-            self._watched = False
+            self._enables_later = False
             if not self._reading and self._ended is None and (self.accepted or self._pending):
-                self._armed = True
-                self._listeners.arm(self.fd)
+                self._enabled = True
+                self._selector.enable(self.fd)
 
     def abandon(self, pending: SocketPending) -> None:
         """Forget a call; its reply, if one arrives, is dropped."""
@@ -150,29 +150,32 @@ class Connection:
         ):
             raise self._busy()
         rest: list[memoryview] = []
-        begun = self._protection is not None  # a sealed frame must be sent
+        try:
+            rest = self._send_by(deadline, buffers)
+        finally:
+            if not rest:
+                self._end_send()
+        if rest:
+            self._finish_later(rest)
+
+    def _send_by(self, deadline: float, buffers: list[Any]) -> list[memoryview]:
+        """Send one frame; returns what is left of it at the deadline, if the rest must follow."""
+        sealed = begun = self._protection is not None  # a sealed frame has its position in the stream: it must be sent
         try:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
-            try:
-                if len(buffers) == 1 and type(buffers[0]) is bytes:
-                    sent = self._prompt.send(buffers[0])
-                else:
-                    sent = self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
-            except BlockingIOError:
-                sent = 0
-            if len(buffers) > 1 or sent < len(buffers[0]):
-                begun = True
-                parts = [memoryview(part).cast("B") for part in buffers]
-                size = sum(map(len, parts))
-                rest = self._send_rest(parts, sent, deadline)
-                if rest and self.accepted:
-                    rest = []
-                    raise TimeoutError(_NOT_TAKEN)
-                # A sealed frame has its position in the stream, so it must be sent.
-                if sum(map(len, rest)) == size and self._protection is None:
-                    rest = []
-                    raise self._busy()
+            sent = self._send_at_once(buffers)
+            if len(buffers) == 1 and sent == len(buffers[0]):
+                return []
+            begun = True
+            parts = [memoryview(part).cast("B") for part in buffers]
+            size = sum(map(len, parts))
+            rest = self._send_rest(parts, sent, deadline)
+            if rest and self.accepted:
+                raise TimeoutError(_NOT_TAKEN)
+            if not sealed and sum(map(len, rest)) == size:
+                raise self._busy()
+            return rest
         except RayTorchRpcError:
             raise
         except OSError as error:  # also TimeoutError
@@ -183,11 +186,15 @@ class Connection:
             if begun:  # no other frame can follow a partial one
                 self.end("a message was sent only in part")
             raise
-        finally:
-            if not rest:
-                self._sent()
-        if rest:
-            self._finish_later(rest)
+
+    def _send_at_once(self, buffers: list[Any]) -> int:
+        """Send what the kernel takes now; returns how many bytes. Raises OSError."""
+        try:
+            if len(buffers) == 1 and type(buffers[0]) is bytes:
+                return self._prompt.send(buffers[0])
+            return self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
+        except BlockingIOError:
+            return 0
 
     def _finish_later(self, rest: list[memoryview]) -> None:
         try:
@@ -195,7 +202,7 @@ class Connection:
             threads.start(self._finish, copies, name="raytorchrpc-rest")
         except BaseException as error:
             self.end(f"a request was sent in part by its deadline, and the rest of it cannot be sent: {error}")
-            self._sent()
+            self._end_send()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
     def _busy(self) -> RpcTimeout:
@@ -213,10 +220,7 @@ class Connection:
             parts[0] = parts[0][sent:]
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return parts
-            try:
-                sent = self.sock.sendmsg(parts[:_IOV_MAX], (), _AT_ONCE)
-            except BlockingIOError:
-                sent = 0
+            sent = self._send_at_once(parts)
 
     def _finish(self, rest: list[memoryview]) -> None:
         """Send the rest of a late request. ``_sending`` is held for it."""
@@ -226,7 +230,7 @@ class Connection:
         except OSError as error:
             self.end(str(error))
         finally:
-            self._sent()
+            self._end_send()
 
     # Reading.
 
@@ -238,12 +242,12 @@ class Connection:
             self._reading = True
             return True
 
-    def exclude_listeners(self) -> None:
-        """Called by the reading thread, which is about to wait: listeners need not wake."""
+    def exclude_selector(self) -> None:
+        """Called by the reading thread, which is about to wait: the leader need not wake."""
         with self._state:
-            if self._armed and self._ended is None:  # after the end its descriptor may have been reused
-                self._armed = False
-                self._listeners.arm(self.fd, 0)
+            if self._enabled and self._ended is None:  # after the end its descriptor may have been reused
+                self._enabled = False
+                self._selector.enable(self.fd, 0)
 
     def release_read(self) -> None:
         """Let other threads read. The calling thread is likely to read again soon, so the leader polls this connection
@@ -279,18 +283,18 @@ class Connection:
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
         """As the reading thread, read until this call is done or the deadline passes."""
-        if self._spinner.should_spin() and not self._listeners.busy:
+        if self._spinner.should_spin() and not self._selector.busy:
 
             def read_reply() -> bool:
                 if not self._readable():
                     return False
                 self.read()
-                return pending.done or self._listeners.busy
+                return pending.done or self._selector.busy
 
             self._spinner.spin(read_reply)
             if pending.done:
                 return
-        self._listeners.step_down()
+        self._selector.step_down()
         began = time.perf_counter()
         self._read_sleeping(pending, deadline)
         self._spinner.slept(time.perf_counter() - began)
@@ -319,7 +323,7 @@ class Connection:
                 return
             self._ended = reason
         try:  # even if memory runs out, both the other end and the waiting callers must be told
-            self._listeners.remove(self)
+            self._selector.remove(self)
             if self._on_end is not None:
                 self._on_end(self, self.peer)
         finally:
@@ -341,7 +345,7 @@ class Connection:
             self.sock.close()
             self._sending.release()
 
-    def _sent(self) -> None:
+    def _end_send(self) -> None:
         """End a send."""
         self._sending.release()
         if self._ended is not None:
@@ -381,7 +385,7 @@ class SocketPending(PendingReply):
         if connection.acquire_read():
             try:
                 if timeout_s > 0:
-                    connection.exclude_listeners()
+                    connection.exclude_selector()
                     connection.read_until(self, deadline)
                 else:
                     connection.read()
@@ -393,5 +397,5 @@ class SocketPending(PendingReply):
         connection = self._connection
         connection._callbacks += 1 if begins else -1
         if begins:
-            connection._arm()
-            connection._listeners.step_down()
+            connection._enable()
+            connection._selector.step_down()

@@ -1,7 +1,7 @@
 """The socket lane: authenticated sockets, Unix on one host and TCP between hosts. A small call takes a fifth to a tenth
 of its time over torchrpc.
 
-It carries calls without tensors, and small CPU tensors in band. Listener threads read requests (see ``listeners``). A
+It carries calls without tensors, and small CPU tensors in band. Threads of its own read requests (see ``selector``). A
 caller that waits reads its own connection meanwhile, so that a reply costs one wake-up too.
 """
 
@@ -21,7 +21,7 @@ from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
-from raytorchrpc.lanes.socket.listeners import Listeners
+from raytorchrpc.lanes.socket.selector import Selector
 from raytorchrpc.process import fork, threads
 
 Work = Callable[[], None]
@@ -31,7 +31,7 @@ IN_BAND_BYTES = 256 * 1024
 
 
 class SocketLane(ConnectedLane[Connection]):
-    """One per member. ``serve`` may return work, which a listener then runs."""
+    """One per member. ``serve`` may return work, which a thread of the selector then runs."""
 
     name: ClassVar[str] = "socket"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -47,7 +47,7 @@ class SocketLane(ConnectedLane[Connection]):
         by_tcp: frozenset[str],
     ) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._listeners: Listeners[Connection] = Listeners(me, self._read, self._accept, self.close)
+        self._selector: Selector[Connection] = Selector(me, self._read, self._accept, self.close)
 
     # --- the interface -------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class SocketLane(ConnectedLane[Connection]):
         self._serve, self._spawn = serve, spawn
         address = self._listen(self._acceptor.open, self._tcp_host)
         fork.register(self)
-        self._listeners.start(lambda work: self._spawn(work))
+        self._selector.start(lambda work: self._spawn(work))
         return address
 
     def call(
@@ -81,19 +81,19 @@ class SocketLane(ConnectedLane[Connection]):
         return pending
 
     def close(self) -> None:
-        if not self._listeners.close():
+        if not self._selector.close():
             return
         self._acceptor.close()
-        for connection in list(self._listeners.connections.values()):
+        for connection in list(self._selector.connections.values()):
             connection.end("this member left the group")
         self._made.clear()
-        self._listeners.retire(0)  # frees the descriptors if no listener is left to do it
+        self._selector.retire(0)  # frees the descriptors if no thread is left to do it
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware."""
-        addresses = [] if self._listeners.closed else self._tcp_addresses()
-        self._listeners.after_fork()
-        for connection in self._listeners.connections.values():
+        addresses = [] if self._selector.closed else self._tcp_addresses()
+        self._selector.after_fork()
+        for connection in self._selector.connections.values():
             connection.after_fork()
         self._made.clear()
         return addresses
@@ -101,7 +101,7 @@ class SocketLane(ConnectedLane[Connection]):
     # --- connections -----------------------------------------------------------------------------------------
 
     def _poll(self, fd: int) -> None:
-        self._listeners.listen_to(fd)
+        self._selector.listen_to(fd)
 
     def _accept(self, fd: int) -> bool:
         return self._acceptor.accept(self._acceptor.listeners[fd])
@@ -110,8 +110,8 @@ class SocketLane(ConnectedLane[Connection]):
         self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float
     ) -> Connection:
         tune(sock)
-        connection = Connection(self._listeners, sock, peer, protection, self._discard)
-        if not self._listeners.add(connection):
+        connection = Connection(self._selector, sock, peer, protection, self._discard)
+        if not self._selector.add(connection):
             raise self._left(peer)
         return connection
 

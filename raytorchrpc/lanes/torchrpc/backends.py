@@ -18,7 +18,6 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
 from raytorchrpc.topology.endpoint import Endpoint
-from raytorchrpc.topology.probe import interface_for
 
 SMALL_SHM_BYTES = 256 << 20
 
@@ -238,7 +237,7 @@ def _listener(
     if config.interface is not None:
         name, address = config.interface, _address_on(endpoint, config.interface)
     else:
-        name, address = interface_for(endpoint, endpoint.node_ip) or "", endpoint.node_ip
+        name, address = endpoint.interface_of(endpoint.node_ip) or "", endpoint.node_ip
     if not name:
         text = (
             "no interface holds the Ray node's address, so torchrpc listens where the host name points; name one with "

@@ -156,11 +156,6 @@ def _delta(one: torch.Tensor, index: torch.Tensor) -> Delta:
     return Delta(index.to(torch.int32) if one.numel() <= _INT32_MAX else index, bits, one.numel())
 
 
-def bytes_of(count: int, elements: int, itemsize: int) -> int:
-    """Return the bytes of ``count`` elements of a tensor in a delta."""
-    return count * (itemsize + (4 if elements <= _INT32_MAX else _LONG))
-
-
 def span_of(region: tuple[int, tuple[int, ...], tuple[int, ...] | None]) -> tuple[int, int]:
     """Return the first element of a region that is not empty, and the one after its last."""
     first, shape, strides = region
@@ -188,6 +183,15 @@ class Change(NamedTuple):
     @property
     def span(self) -> Span:
         return self.place, *span_of(self.region)
+
+
+def change_of(place: int, region: Region, shape: tuple[int, ...], target: torch.Tensor, count: int) -> Change | None:
+    """What comes of a delta of ``count`` elements; None if integers cannot be written to the target's memory."""
+    if not target.numel() or not target.data_ptr() or target.is_neg() or target.is_conj():
+        return None
+    elements, (first, last) = math.prod(shape), span_of(region)
+    share = math.ceil(count * (last - first) / elements)
+    return Change(place, region, shape, target, share * (target.itemsize + (4 if elements <= _INT32_MAX else _LONG)))
 
 
 def apply(changes: Sequence[Change], answer: tuple[Runs, list[torch.Tensor]]) -> None:

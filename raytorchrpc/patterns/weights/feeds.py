@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.counters import PullCounter, StoreKey
+from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.server.services import DeferredReply
@@ -366,15 +366,27 @@ class Feeds(Readable):
             reply.settle(None, error)
 
 
-def feeds_of(local: LocalMember, store: StoreKey, homes: Sequence[str], address: tuple[str, str, int | None]) -> Feeds:
-    """The feeds of this member for the weights at an address. ``homes``: the members without which nobody pulls them.
+class Origin(NamedTuple):
+    """Where weights are pulled from."""
+
+    home: str
+    """The member that has them."""
+    homes: Sequence[str]
+    """The members without which nobody pulls them."""
+    address: Address
+    """Of the weights at their home."""
+
+
+def feeds_of(requests: Requests, origin: Origin) -> Feeds:
+    """The feeds of this member for the weights at an origin.
 
     To be called before the home hears of a pull that might feed others: they come at once.
     """
-    name = f"{address[1]} {address[2]}"  # of this instance of the store
-    ranks = [local.peers.route(home).member.rank for home in homes]
+    local, (_, name, instance) = requests.local, origin.address
+    name = f"{name} {instance}"  # of this instance of the store
+    ranks = [local.peers.route(home).member.rank for home in origin.homes]
     feeds = local.services.open(KIND, name, lambda: Feeds(local, name, ranks))
-    local.weights.watch(store, feeds)
+    local.weights.watch(requests.counter.store, feeds)
     return feeds
 
 
@@ -393,17 +405,6 @@ _FAILURES = (PeerLost, NotFound, LaneUnavailable, RpcTimeout)
 
 class _NotReadable(Exception):
     """The home's memory cannot be copied from."""
-
-
-class Origin(NamedTuple):
-    """Where weights are pulled from."""
-
-    home: str
-    """The member that has them."""
-    homes: Sequence[str]
-    """The members without which nobody pulls them."""
-    address: Address
-    """Of the weights at their home."""
 
 
 class FedPull:
@@ -430,8 +431,8 @@ class FedPull:
         self._requests, self._home, self._address = requests, origin.home, origin.address
         self._what, self._selection = what, selection
         self._fetch, self._check_lease = fetch, check_lease
-        self._size = max(self.piece_bytes, sum(target.nbytes for target in selection.targets) // self.pieces)
-        self._mine = feeds_of(requests.local, requests.counter.store, *origin[1:])
+        self._size = max(self.piece_bytes, selection.nbytes // self.pieces)
+        self._mine = feeds_of(requests, origin)
 
     def _pieces(self, selection: Selection) -> list[Selection]:
         return selection.in_slices(self._size).messages(self._size)
@@ -510,7 +511,7 @@ class RelayedPull(FedPull):
         specs = [TensorSpec(target.dtype, tuple(target.shape), target.device) for target in targets]
         try:
             memory = mine.pool.memory(specs)
-            pieces = self._pieces(self._selection._replace(targets=memory.tensors))
+            pieces = self._pieces(self._selection.into(memory.tensors))
             feed = Feed(version, specs, memory, mine.pool, [piece.targets for piece in pieces])
             lease = mine.open(signature, feed)
             try:

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import (
+    KnownModel,
     Model,
     ModuleState,
-    SameTensors,
     check_lasting,
     local_tensor,
     shards_of,
@@ -92,18 +92,16 @@ class _Memory(NamedTuple):
         return [found.setdefault(key, len(found)) for key in keys]
 
 
-class KnownSpecs:
+class KnownSpecs(NamedTuple):
     """The specs of a model's tensors, for as long as they stay alike. Keeps no tensor."""
 
-    def __init__(self, own: Mapping[str, torch.Tensor], memory: _Memory, specs: dict[str, BufferSpec]) -> None:
-        self._same, self._kinds, self._slots, self.specs = SameTensors(own), memory.kinds, memory.slots(), specs
+    model: KnownModel
+    memory: _Memory
+    specs: dict[str, BufferSpec]
 
-    def are_those_of(self, own: Mapping[str, Any]) -> bool:
-        """Whether these are the same tensors, though they may have other memory."""
-        return self._same.are(own)
-
-    def specs_for(self, memory: _Memory) -> dict[str, BufferSpec] | None:
-        return self.specs if memory.kinds == self._kinds and memory.slots() == self._slots else None
+    def are_for(self, memory: _Memory) -> bool:
+        """Whether they are the specs of the same tensors in other memory."""
+        return memory.kinds == self.memory.kinds and memory.slots() == self.memory.slots()
 
 
 class ModelTensors:
@@ -119,7 +117,7 @@ class ModelTensors:
         self._model, self._store = model, store
         self._state = _state_of(model)
         self.own = self._state.saved
-        is_known = known is not None and known.are_those_of(self.own)
+        is_known = known is not None and known.model.has(self.own)
         shards = {} if is_known else shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
         """The tensors that have memory: of a DTensor, its local shard."""
@@ -131,8 +129,10 @@ class ModelTensors:
                 )
         self._memory = _Memory.of(self.local)
         self._writes = _writes(self.local)
-        specs = known.specs_for(self._memory) if known is not None and is_known else None
-        self.specs = self._make_specs(shards or shards_of(self.own, store)) if specs is None else specs
+        if known is not None and is_known and known.are_for(self._memory):
+            self.specs = known.specs
+        else:
+            self.specs = self._make_specs(shards or shards_of(self.own, store))
 
     def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
         places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
@@ -148,7 +148,7 @@ class ModelTensors:
         """For the model's next prefetch; None for a mapping, whose Shards may be others then."""
         if not isinstance(self._model, torch.nn.Module):
             return None
-        return KnownSpecs(self.own, self._memory, self.specs)
+        return KnownSpecs(KnownModel(self.own), self._memory, self.specs)
 
     def detached(self) -> dict[str, torch.Tensor]:
         """The tensors that have memory, without autograd."""

@@ -5,32 +5,30 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
+from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_tensors import (
-    KnownTargets,
+    KnownModel,
     Targets,
     check_lasting,
     local_tensor,
     shards_of,
-    ties_of,
     values_of,
 )
-from raytorchrpc.patterns.weights.plan import Options, Request
-from raytorchrpc.patterns.weights.published import VersionLease
-from raytorchrpc.patterns.weights.publishers import Committed
-from raytorchrpc.patterns.weights.pull_plan import Filled, KnownLayout, Planned, make_plan, signature_of
+from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request
+from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
+from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan, signature_of
 from raytorchrpc.patterns.weights.shards import Shard
-from raytorchrpc.patterns.weights.source_pull import LayoutMatch, Pull, Source
+from raytorchrpc.patterns.weights.source_pull import Source, SourcePull
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: How many pulled versions a process remembers, the last ones.
@@ -129,7 +127,7 @@ class UsableSources:
             return 0
         return 1 if route.member.node_id == self._local.me.node_id else 2
 
-    def silent(self, pulls: Sequence[Pull]) -> list[Pull]:
+    def silent(self, pulls: Sequence[SourcePull]) -> list[SourcePull]:
         """Wait for the answers to requests for leases that were sent just now; returns the pulls without one.
 
         Waits for ``PATIENCE_S``. Does not wait at all if there is no choice: then it returns none.
@@ -139,13 +137,13 @@ class UsableSources:
         until = time.monotonic() + PATIENCE_S
         return [pull for pull in pulls if not pull.answers_within(max(0.0, until - time.monotonic()))]
 
-    def leave_out(self, pulls: Sequence[Pull]) -> None:
+    def leave_out(self, pulls: Sequence[SourcePull]) -> None:
         """Do without these from now on, until they have answered. Raises Silent."""
         for pull in pulls:
             self._leave_out(pull.source, pull)
         raise Silent
 
-    def _leave_out(self, source: Source, pull: Pull) -> None:
+    def _leave_out(self, source: Source, pull: SourcePull) -> None:
         self._silent_here.add(source)
         self._silent.add(source)
         pull.abandon(lambda: self._silent.discard(source))
@@ -176,23 +174,28 @@ class UsableSources:
 
 
 #: Of a source that is not asked.
-_NOTHING = KnownLayout(0, [], [])
-
+_NOTHING = KnownLayout(0, [])
+#: How many plans a handle remembers, of the last pulls of different models, or with different options.
+_MOST_PLANS = 4
 
 #: Moves tensors by other means than the group's lanes, such as a collective: ``carry(version, tensors)`` sends them at
 #: the home, and fills them at the readers.
 Carry = Callable[[int, Sequence[torch.Tensor]], None]
 
 
-class Remembered(NamedTuple):
-    """What a pull leaves for the next ones."""
+class PullMemory:
+    """What the pulls of one handle leave for the next ones."""
 
-    planned: Planned
-    targets: KnownTargets
+    def __init__(self) -> None:
+        self.plans: tuple[PullPlan, ...] = ()
+        """The one of the last pull first."""
+        self.silent: set[Source] = set()
+        """Publishers that have not answered."""
 
-
-#: What a handle remembers: the last pulls of different models, or with different options.
-MOST_REMEMBERED = 4
+    def remember(self, plan: PullPlan) -> None:
+        """Note that a plan was used; forgets those of models that are gone."""
+        others = [one for one in self.plans if one is not plan and one.model is not None and not one.model.is_gone]
+        self.plans = (plan, *others[: _MOST_PLANS - 1])
 
 
 class ModelPull:
@@ -200,40 +203,35 @@ class ModelPull:
 
     def __init__(
         self,
-        local: LocalMember,
-        store: str,
+        requests: Requests,
+        store: Handle,
+        memory: PullMemory,
         model: Any,
         options: Options,
-        until: float,
-        look: Callable[[int | None], Committed | None],
-        sources: Callable[[Committed | None], Sequence[Handle]],
+        lending: Callable[[Any], Any],
         wait: Callable[[int, float], Any],
-        remembered: tuple[Remembered, ...],
-        silent: set[Source],
-        counter: PullCounter,
-        carry: Carry | None = None,
+        carry: Carry | None,
     ) -> None:
         """
         Args:
-            store: the name of the store.
-            look: the version to pull; None if the home alone decides.
-            sources: handles of the members that have it.
+            store: bound.
+            lending: see ``keep_admission``.
             wait: ``wait(version, seconds)`` blocks until that version or a newer one is there.
-            remembered: by the pulls before, the last one first.
-            silent: see ``UsableSources``.
             carry: see ``WeightStore.pull``.
         """
-        self._local, self._store, self._options, self._until = local, store, options, until
-        self._look, self._sources, self._wait = look, sources, wait
+        self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
+        self._memory, self._options, self._carry = memory, options, carry
+        self._look, self._wait = lending(look), lending(wait)
         self._model, self._values = model, values_of(model)
-        self.remembered, self._counter, self._carry = remembered, counter, carry
         self.has_begun = False
         """Whether some tensors may have been written."""
-        self._usable = UsableSources(local, silent)
+        self._usable = UsableSources(self._local, memory.silent)
         self._publishers: list[str] = []
+        self._layouts: list[KnownLayout | None] = []
 
     @cached_property
     def _request(self) -> Request:
+        """What the model wants. Raises ConfigurationError for an invalid model."""
         shards = shards_of(self._values, self._store)
         request = Request.of(self._store, shards, self._options, self._publishers)
         if isinstance(self._values, Mapping) and len(shards) < len(self._values):  # this process has nothing of some
@@ -253,14 +251,14 @@ class ModelPull:
 
     def _bring_newest(self, version: int | None, since: int | None) -> int:
         while True:
-            committed = self._look(version)
+            committed = self._committed(version)
             if committed is not None and committed.version == since:
                 return committed.version
             chosen = version if committed is None else committed.version
             try:
-                return self._bring(chosen, since, self._sources(committed))
+                return self._bring(chosen, since, sources_of(self._handle, committed))
             except (NotFound, PeerLost, Silent) as error:
-                left = self._until - time.monotonic()
+                left = self._requests.until - time.monotonic()
                 if not self._usable.can_do_without(error):
                     if isinstance(error, PeerLost) or version is not None or committed is None or left <= 0:
                         raise
@@ -268,56 +266,109 @@ class ModelPull:
                     self._wait(committed.version + 1, left)
             since = None
 
+    def _committed(self, version: int | None) -> Committed | None:
+        """Wait for the version to pull; None if the home alone decides."""
+        if publishers_of(self._handle) is None:
+            return None
+        while True:
+            found: Committed | None = self._look(self._handle, self._local, version, self._requests.left())
+            if found is not None:
+                return found
+            shards_of(self._values, self._store)  # raises what would be wrong at any version
+            self._wait(1, self._requests.left())
+
     def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
-        self._counter.begin_again()
+        """Bring a version from these sources: find the plan, lease, make the plan, and move the tensors."""
+        self._requests.counter.begin_again()
         self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
         planned = self._fill_again(near)
-        to_prepare = _device_type_of(self._values) if planned is None and self._carry is None else None
-        layouts = self._known_layouts(len(sources)) if planned is None else planned[0].layouts
-        matches: list[LayoutMatch] = []
-        pulls: list[tuple[int, Pull]] = []
+        pulls = self._pulls(sources, near, planned)
         try:
-            for number, source in enumerate(sources):
-                filled = None if planned is None else planned[1][number]
-                matches.append(LayoutMatch(self._store, layouts[number], filled, to_prepare))
-                is_needed = planned is None or len(sources) == 1 or planned[0].sources[number].brings
-                if near[number] < UNUSED and is_needed:
-                    pulls.append((number, Pull(source, self._local, matches[number], self._until, self._counter)))
-            found = self._lease(pulls, version, since, matches, near)
+            found = self._lease(pulls, version, since, near)
             if found == since:
                 return found
-            if any(match.planned is None for match in matches):
+            if any(pull.planned is None for pull in pulls.values()):
                 if planned is not None:  # some layout is another now; the others may be, and those of other plans
-                    self.remembered = ()
+                    self._memory.plans = ()
                     return self._bring(version, None, sources)
-                self._plan_anew(matches, near)
-            for _, pull in pulls:
+                self._make_plan(pulls, near)
+            for pull in pulls.values():
                 with self._asking(pull):
                     pull.check_ties()
             self.has_begun = True
-            for at, (number, pull) in enumerate(pulls if self._carry is None else ()):
-                with self._asking(pull):
-                    pull.begin(matches[number].selection(), caller_waits=not at)
-            for number, pull in pulls:
-                pull.expect(matches[number].selection())
-            if self._carry is not None:
-                self._carry_to_model(self._carry, matches[0])
-                return found
-            for number, pull in pulls:
-                try:
-                    with self._asking(pull):
-                        pull.bring(matches[number].selection())
-                except NotFound as error:
-                    raise PeerLost(pull.home, f"it has lost version {found}: {error}", True) from error
+            self._move(pulls, found)
             return found
         finally:
-            self.has_begun |= any(match.filled for match in matches)
-            for _, pull in pulls:
+            self.has_begun |= any(pull.has_arrived for pull in pulls.values())
+            for pull in pulls.values():
                 pull.release()
 
+    def _pulls(
+        self, sources: Sequence[Handle], near: Sequence[int], planned: Sequence[ModelSelection] | None
+    ) -> dict[int, SourcePull]:
+        """The pulls from the sources that are needed, by the source's number."""
+        self._layouts = [its.plan.layout for its in planned] if planned else self._known_layouts(len(sources))
+        to_prepare = _device_type_of(self._values) if planned is None and self._carry is None else None
+        pulls: dict[int, SourcePull] = {}
+        for number, source in enumerate(sources):
+            its = None if planned is None else planned[number]
+            if near[number] < UNUSED and (its is None or len(sources) == 1 or its.transfers):
+                pulls[number] = SourcePull(source, self._requests, self._layouts[number], its, to_prepare)
+        return pulls
+
+    def _known_layouts(self, count: int) -> list[KnownLayout | None]:
+        """The layouts of so many sources, as a pull before found them."""
+        for plan in self._memory.plans:
+            if len(plan.sources) == count:
+                return [source.layout for source in plan.sources]
+        return [None] * count
+
+    def _lease(
+        self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None, near: Sequence[int]
+    ) -> int:
+        """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
+        alone, is_planned = len(pulls) == 1, all(pull.planned is not None for pull in pulls.values())
+        in_place = alone and is_planned and self._carry is None  # the same request brings the tensors
+        for at, pull in enumerate(pulls.values()):
+            self._usable.asked = pull.source
+            pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
+        if not is_planned:
+            _ = self._request  # raises if the model is invalid, though there may be nothing to pull
+        silent = self._usable.silent(list(pulls.values()))
+        if silent and self._can_plan({number for number, pull in pulls.items() if pull in silent}, pulls, near):
+            self._usable.leave_out(silent)
+        found = version or 0
+        for pull in pulls.values():
+            self._usable.asked = pull.source
+            lease = pull.answer()
+            while lease is None and alone:  # nothing is published yet
+                self._wait(1, self._requests.left())
+                pull.ask(version, since, in_place, caller_waits=True)
+                lease = pull.answer()
+            found = found if lease is None else lease.version
+        return found
+
+    def _move(self, pulls: Mapping[int, SourcePull], version: int) -> None:
+        """Bring the tensors that are planned into the model."""
+        if self._carry is not None:
+            pulls[0].expect()
+            self._carry_to_model(self._carry, pulls[0])
+            return
+        for at, pull in enumerate(pulls.values()):
+            with self._asking(pull):
+                pull.begin(caller_waits=not at)
+        for pull in pulls.values():
+            pull.expect()
+        for pull in pulls.values():
+            try:
+                with self._asking(pull):
+                    pull.bring()
+            except NotFound as error:
+                raise PeerLost(pull.home, f"it has lost version {version}: {error}", True) from error
+
     @contextmanager
-    def _asking(self, pull: Pull) -> Iterator[None]:
+    def _asking(self, pull: SourcePull) -> Iterator[None]:
         """Whatever is raised within comes from this source."""
         self._usable.asked = pull.source
         try:
@@ -327,107 +378,70 @@ class ModelPull:
                 raise
             raise pull.loss_of(lost) from lost
 
-    def _lease(
-        self,
-        pulls: Sequence[tuple[int, Pull]],
-        version: int | None,
-        since: int | None,
-        matches: Sequence[LayoutMatch],
-        near: tuple[int, ...],
-    ) -> int:
-        """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
-        usable, alone = self._usable, len(pulls) == 1
-        answers: list[VersionLease | None] = []
-        is_planned = all(match.planned is not None for match in matches)
-        in_place = alone and is_planned and self._carry is None  # the same request brings the tensors
-        for at, (_, pull) in enumerate(pulls):
-            usable.asked = pull.source
-            pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
-        if not is_planned:
-            _ = self._request  # raises if the model is invalid, though there may be nothing to pull
-        silent = usable.silent([pull for _, pull in pulls])
-        if silent and self._can_plan({number for number, pull in pulls if pull in silent}, matches, near):
-            usable.leave_out(silent)
-        for _, pull in pulls:
-            usable.asked = pull.source
-            answers.append(pull.answer())
-        if alone and answers[0] is None:  # nothing is published yet
-            return pulls[0][1].lease(version, since, in_place, self._wait).version
-        return next((answer.version for answer in answers if answer is not None), version or 0)
+    # --- the plan ------------------------------------------------------------------------------------------------
 
-    def _fill_again(self, near: tuple[int, ...]) -> tuple[Planned, list[Filled]] | None:
-        """The plan of a pull before, and what it brings into this model; None if none applies."""
-        there = [one for one in self.remembered if one.planned.near == near]
-        for one in there:
-            planned, targets = one.planned, one.targets.found_in(self._values, self._options)
-            if targets is not None and not targets.known:  # the tensors have other memory since
-                one.planned.check_writable(self._store, targets.tensors)
-                targets = targets if ties_of(targets.tensors) == planned.tied else None
-            if targets is not None:
-                self._remember(one)
-                return planned, planned.fill(targets)
+    def _fill_again(self, near: tuple[int, ...]) -> list[ModelSelection] | None:
+        """What the plan of a pull before brings into this model from each source; None if none applies."""
+        there = [plan for plan in self._memory.plans if plan.near == near]
+        for plan in there:
+            if (filled := plan.fill_again(self._store, self._values, self._options)) is not None:
+                self._memory.remember(plan)
+                return filled
         asked = signature_of(self._request) if there else None
-        same = next((one.planned for one in there if one.planned.asked == asked), None)
-        return None if same is None else (same, self._follow(same))
+        same = next((plan for plan in there if plan.asked == asked), None)
+        return None if same is None else self._follow(same)
 
-    def _remember(self, one: Remembered) -> None:
-        others = [other for other in self.remembered if other is not one and not other.targets.are_gone]
-        self.remembered = (one, *others[: MOST_REMEMBERED - 1])
-
-    def _known_layouts(self, count: int) -> Sequence[KnownLayout | None]:
-        """The layouts of so many sources, as a pull before found them."""
-        known = (one.planned.layouts for one in self.remembered)
-        return next((layouts for layouts in known if len(layouts) == count), (None,) * count)
-
-    def _follow(self, planned: Planned) -> list[Filled]:
-        """Remember the plan; returns what it brings into this model. Raises ConfigurationError."""
-        planned.check_writable(self._store, {name: shard.tensor for name, shard in self._request.targets.items()})
-        brought = dict.fromkeys(bring.target for source in planned.sources for bring in source.brings)
-        check_lasting(self._store, self._model, {name: self._values[name] for name in brought})
-        known = KnownTargets(self._values, self._options)
-        targets = known.found_in(self._values, self._options)
+    def _follow(self, plan: PullPlan) -> list[ModelSelection]:
+        """Remember the plan for this model; returns what comes from each source. Raises ConfigurationError."""
+        plan.check_writable(self._store, {name: shard.tensor for name, shard in self._request.targets.items()})
+        check_lasting(self._store, self._model, {name: self._values[name] for name in plan.names})
+        model = KnownModel(self._values)
+        targets = model.find(self._values)
         if targets is None:  # the model makes its tensors anew whenever it is asked
             targets = Targets({name: shard.tensor for name, shard in self._request.targets.items()}, {})
-        filled = planned.fill(targets)
-        both = zip(planned.layouts, filled, strict=True)
-        layouts = tuple(layout._replace(alike=its.selection.alike(layout, its.nbytes)) for layout, its in both)
-        self._remember(Remembered(planned._replace(layouts=layouts), known))
-        return filled
+        self._memory.remember(plan._replace(model=model, options=self._options))
+        return plan.fill(targets)
 
-    def _can_plan(self, without: set[int], matches: Sequence[LayoutMatch], near: tuple[int, ...]) -> bool:
-        """Whether the other sources have all that the model wants. ``without``: by number."""
+    def _can_plan(self, silent: Collection[int], pulls: Mapping[int, SourcePull], near: Sequence[int]) -> bool:
+        """Whether the other sources have all that the model wants. ``silent``: by number."""
         if not self._options.strict:  # what those alone have would be left out unseen
             return False
-        known = [match.known for match in matches]
-        layouts = [_NOTHING if its is None or number in without else its for number, its in enumerate(known)]
+        layouts: list[KnownLayout] = []
+        for number, known in enumerate(self._layouts):
+            layout = pulls[number].layout if number in pulls else known
+            layouts.append(_NOTHING if layout is None or number in silent else layout)
         with suppress(ConfigurationError):
             make_plan(self._request, layouts, near, self._local.me.rank)
             return True
         return False
 
-    def _plan_anew(self, matches: Sequence[LayoutMatch], near: tuple[int, ...]) -> None:
-        layouts = [_NOTHING if match.known is None or match.lease is None else match.known for match in matches]
+    def _make_plan(self, pulls: Mapping[int, SourcePull], near: Sequence[int]) -> None:
+        """Plan anew for the layouts that the sources have now. Raises ConfigurationError, or why some are left out."""
+        used = [pulls.get(number) for number in range(len(near))]
+        layouts = [_NOTHING if pull is None or pull.lease is None else pull.layout or _NOTHING for pull in used]
         if UNUSED in near and not self._options.strict:  # what those alone have would be left out unseen
             self._usable.check_whole()
         try:
-            planned = make_plan(self._request, layouts, near, self._local.me.rank)
+            plan = make_plan(self._request, layouts, near, self._local.me.rank)
         except ConfigurationError:
             if UNUSED in near:
                 self._usable.check_whole()
             raise
-        for match, filled in zip(matches, self._follow(planned), strict=True):
-            match.planned = filled
+        for number, selection in enumerate(self._follow(plan)):
+            if number in pulls:
+                pulls[number].planned = selection
 
-    def _carry_to_model(self, carry: Carry, match: LayoutMatch) -> None:
+    def _carry_to_model(self, carry: Carry, pull: SourcePull) -> None:
         """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
-        targets, rows = self._request.targets, match.layout.rows
+        assert pull.layout is not None and pull.lease is not None
+        targets, rows = self._request.targets, pull.layout.rows
         if any(name not in targets or DTYPE_NAMES[targets[name].tensor.dtype] != dtype for name, dtype, *_ in rows):
             raise ConfigurationError(
                 "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
             )
         with torch.no_grad():
-            carry(match.leased.version, [targets[name].tensor for name, *_ in rows])
-        self._counter.add(self._counter.expected)
+            carry(pull.lease.version, [targets[name].tensor for name, *_ in rows])
+        self._requests.counter.add(self._requests.counter.expected)
 
 
 def _device_type_of(values: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
@@ -103,80 +103,59 @@ def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
             )
 
 
-#: A model whose buffers are exchanged has two.
-_MEMORIES = 2
-_Tensor = torch.Tensor
-_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
-
-
-class KnownMemory:
-    """What was worked out for tensors, as long as they stay where they are. Keeps none of their memory."""
-
-    def __init__(self) -> None:
-        self._last: tuple[tuple[Any, dict[Hashable, Any]], ...] = ()
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> dict[Hashable, Any]:
-        """What is known, to be added to. ``tensors``: of the dtypes and shapes of before."""
-        memory, last = [list(map(ask, tensors)) for ask in _OF_MEMORY], self._last
-        found: tuple[Any, dict[Hashable, Any]] = next((one for one in last if one[0] == memory), (memory, {}))
-        if not last or last[0] is not found:
-            self._last = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
-        return found[1]
-
-
 class Targets(NamedTuple):
     """Where a pull writes."""
 
     tensors: dict[str, torch.Tensor]
     """By name: a model's tensors, or their local shards."""
-    known: dict[Hashable, Any]
+    known: dict[Any, Any]
     """What pulls into these addresses have worked out; no memory."""
 
 
-class SameTensors:
-    """Tells whether a model has the same tensors, by name, as before. Keeps none of them."""
+#: A model whose buffers are exchanged has two memories.
+_MEMORIES = 2
+_Tensor = torch.Tensor
+_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
 
-    def __init__(self, tensors: Mapping[Any, Any]) -> None:
+
+class KnownModel:
+    """Knows the tensors of a model again, and what was worked out for their memory. Keeps none of it."""
+
+    def __init__(self, values: Mapping[Any, Any]) -> None:
+        """``values``: tensors, DTensors or Shards by name."""
+        tensors = _tensors_of(values)
         self._names, self._tensors = list(tensors), list(map(weakref.ref, tensors.values()))
-
-    def are(self, tensors: Mapping[Any, Any]) -> bool:
-        """Whether these are the same, though they may have other memory."""
-        if list(tensors) != self._names:
-            return False
-        return all(map(is_, [known() for known in self._tensors], tensors.values()))
+        self._places = list(map(_place_of, values.values()))
+        self._kinds = _kinds(list(map(local_tensor, tensors.values())))
+        self._memories: tuple[tuple[Any, dict[Any, Any]], ...] = ()
 
     @property
-    def are_gone(self) -> bool:
-        """Whether nobody has the first of them any longer."""
+    def is_gone(self) -> bool:
+        """Whether nobody has its first tensor any longer."""
         return bool(self._tensors) and self._tensors[0]() is None
 
+    def has(self, tensors: Mapping[Any, Any]) -> bool:
+        """Whether it has the same tensors by the same names, though they may have other memory."""
+        return list(tensors) == self._names and all(map(is_, [own() for own in self._tensors], tensors.values()))
 
-class KnownTargets:
-    """A model's tensors, as the plan of a pull found them. Keeps none of their memory."""
-
-    def __init__(self, values: Mapping[str, Any], asked: Any) -> None:
-        """``asked``: the options of the pull."""
-        tensors = _tensors_of(values)
-        self._asked, self._places = asked, list(map(_place_of, values.values()))
-        self._kinds = _kinds(list(map(local_tensor, tensors.values())))
-        self._same, self._memory = SameTensors(tensors), KnownMemory()
-
-    @property
-    def are_gone(self) -> bool:
-        """See ``SameTensors.are_gone``."""
-        return self._same.are_gone
-
-    def found_in(self, values: Any, asked: Any) -> Targets | None:
-        """The tensors' present memory; None unless a pull would bring the same into them."""
-        if not isinstance(values, Mapping) or asked != self._asked:
+    def find(self, values: Any) -> Targets | None:
+        """The tensors' present memory; None unless a pull would bring the same into them as into this model."""
+        if not isinstance(values, Mapping):
             return None
         tensors = _tensors_of(values)
-        if not self._same.are(tensors) or list(map(_place_of, values.values())) != self._places:
+        if not self.has(tensors) or list(map(_place_of, values.values())) != self._places:
             return None
         local = list(map(local_tensor, tensors.values()))
         if _kinds(local) != self._kinds:
             return None
-        return Targets(dict(zip(map(str, tensors), local, strict=True)), self._memory.of(local))
+        return Targets(dict(zip(map(str, tensors), local, strict=True)), self._known_of(local))
+
+    def _known_of(self, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
+        memory, last = [list(map(ask, tensors)) for ask in _OF_MEMORY], self._memories
+        found: tuple[Any, dict[Any, Any]] = next((one for one in last if one[0] == memory), (memory, {}))
+        if not last or last[0] is not found:
+            self._memories = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
+        return found[1]
 
 
 def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:

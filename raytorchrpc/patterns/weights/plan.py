@@ -8,9 +8,12 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
+import math
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.conversions import (
@@ -22,7 +25,8 @@ from raytorchrpc.patterns.weights.conversions import (
     converts_blocks,
     scales_of,
 )
-from raytorchrpc.patterns.weights.shards import Box, Shard
+from raytorchrpc.patterns.weights.shards import Box, Region, Shard, region_of
+from raytorchrpc.patterns.weights.snapshots import Place, TensorSpec, converted_specs, lay_out
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
 #: How many mismatches an error names.
@@ -163,6 +167,8 @@ PlaceInWhole = tuple[tuple[int, ...], tuple[int, ...]]
 #: A tensor in a message: name, dtype's name, shape, and for a shard its place.
 Row = tuple[str, str, tuple[int, ...], PlaceInWhole | None]
 
+_CPU = torch.device("cpu")
+
 
 class Held(NamedTuple):
     """A shard that a publisher has."""
@@ -186,26 +192,45 @@ class Wanted(NamedTuple):
 
     target: str
     """Name of the model's tensor."""
+    shape: tuple[int, ...]
+    """Of the model's tensor."""
     begin: tuple[int, ...]
-    """Where the region begins in the model's tensor."""
+    """Where the region begins in it."""
     dtype: str
     global_shape: tuple[int, ...]
     box: Box
 
 
-class Move(NamedTuple):
-    """One region to copy. ``shape`` elements."""
+class Transfer(NamedTuple):
+    """One region of a published tensor that goes to a region of one of the model's."""
 
-    place: int
-    """In the publisher's layout."""
-    conversion: str | None
-    """Made before (None: as published)."""
-    source_begin: tuple[int, ...]
-    """In the publisher's tensor."""
+    place: Place
+    region: Region
+    """Of the published tensor, after its conversion."""
+    offset: int
+    """Where the region begins in the memory of a snapshot (bytes)."""
+    nbytes: int
     target: str
-    target_begin: tuple[int, ...]
-    """In the model's tensor."""
-    shape: tuple[int, ...]
+    """Name of the model's tensor."""
+    begin: tuple[int, ...] | None
+    """Where in the model's tensor; None: the region fills all of it."""
+
+
+class KnownLayout:
+    """A layout, as a home told a reader."""
+
+    def __init__(self, number: int, rows: Sequence[Row]) -> None:
+        self.number, self.rows = number, rows
+        self._offsets: dict[str | None, list[int]] = {}
+
+    def offset(self, place: Place) -> int:
+        """Where a tensor begins in the memory of a snapshot that has all tensors on one device (bytes)."""
+        index, conversion = place
+        if conversion not in self._offsets:
+            specs = [TensorSpec(DTYPES[dtype], shape, _CPU) for _, dtype, shape, _ in self.rows]
+            specs = specs if conversion is None else converted_specs(specs, conversion)
+            self._offsets[conversion] = lay_out(specs)[0]
+        return self._offsets[conversion][index]
 
 
 class Options(NamedTuple):
@@ -257,11 +282,11 @@ class Request(NamedTuple):
         return Request(store, targets, options._replace(mapping=mapping), publishers, elsewhere)
 
 
-def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int], turn: int) -> list[list[Move]]:
+def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], turn: int) -> list[list[Transfer]]:
     """For each publisher, what to bring from it.
 
     Args:
-        layouts: the rows of each publisher.
+        layouts: of each publisher.
         near: for each publisher, how far it is; data that several have comes from the nearest.
         turn: differs between readers, so that they spread over equally near publishers.
 
@@ -272,7 +297,7 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
     lacking, unpublished = list[str](), list[str]()
     if isinstance(request.options.convert, BlockFp8):
         request = _quantize(request, request.options.convert, published)
-    moves: list[list[Move]] = [[] for _ in layouts]
+    transfers: list[list[Transfer]] = [[] for _ in layouts]
     for number, (name, wanted) in enumerate(_wanted(request, published, wrong, unpublished)):
         held = published[name]
         if (mismatch := _mismatch(name, wanted, held, request.options.convert)) is not None:
@@ -281,7 +306,10 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
         ranked = held
         if len(held) > 1:
             ranked = sorted(held, key=lambda one: (near[one.source], (one.source + turn + number) % len(layouts)))
-        missing = _cover(wanted, ranked, moves)
+        pieces, missing = _divide(wanted.box, wanted.begin, tuple([one.box for one in ranked]))
+        for piece in pieces:
+            one = ranked[piece[0]]
+            transfers[one.source].append(_transfer(layouts[one.source], one, wanted, piece))
         if missing:
             wrong.append(
                 f"{name!r}: {' and '.join(map(str, missing[:3]))} of {wanted.global_shape} were not published "
@@ -293,13 +321,13 @@ def plan(request: Request, layouts: Sequence[Sequence[Row]], near: Sequence[int]
         lacking = [name for name in published if name not in used and selects(request.options.only, name)]
         wrong += [f"the model has no {name!r}, which was published" for name in lacking]
     check_fits(request.store, wrong, lacking, unpublished)
-    return moves
+    return transfers
 
 
-def _published(publishers: Sequence[str], layouts: Sequence[Sequence[Row]]) -> dict[str, list[Held]]:
+def _published(publishers: Sequence[str], layouts: Sequence[KnownLayout]) -> dict[str, list[Held]]:
     found: dict[str, list[Held]] = {}
-    for source, (publisher, rows) in enumerate(zip(publishers, layouts, strict=True)):
-        for place, (name, dtype, shape, shard) in enumerate(rows):
+    for source, (publisher, layout) in enumerate(zip(publishers, layouts, strict=True)):
+        for place, (name, dtype, shape, shard) in enumerate(layout.rows):
             whole, offset = (shape, (0,) * len(shape)) if shard is None else shard
             found.setdefault(name, []).append(Held(source, publisher, place, dtype, whole, Box(offset, shape)))
     return found
@@ -323,7 +351,7 @@ def _wanted(
         dtype = DTYPE_NAMES[shard.tensor.dtype]
         if len(names) == 1:
             begin = (0,) * len(shard.global_shape)
-            found.append((names[0], Wanted(target, begin, dtype, shard.global_shape, shard.box)))
+            found.append((names[0], Wanted(target, shard.box.shape, begin, dtype, shard.global_shape, shard.box)))
         else:
             found += _fused(target, shard, dtype, [(name, published[name][0].global_shape) for name in names], wrong)
     wrong += [
@@ -435,7 +463,8 @@ def _fused(
             )
             return []
         box = Box((offset, *shard.offset[1:]), (share, *shard.tensor.shape[1:]))
-        found.append((name, Wanted(target, (begin,) + (0,) * (len(whole) - 1), dtype, shape, box)))
+        start = (begin,) + (0,) * (len(whole) - 1)
+        found.append((name, Wanted(target, shard.box.shape, start, dtype, shape, box)))
         begin += share
     return found
 
@@ -457,14 +486,14 @@ def _shown(held: Sequence[Held]) -> str:
     return ", ".join(f"{one.dtype} {one.global_shape} {one.box} by {one.publisher!r}" for one in held[:4])
 
 
-def _cover(wanted: Wanted, held: Sequence[Held], moves: list[list[Move]]) -> Sequence[Box]:
-    """Add the moves that bring a box, each element once; returns what nobody has."""
-    pieces, missing = _divide(wanted.box, wanted.begin, tuple([one.box for one in held]))
-    for number, source_begin, target_begin, shape in pieces:
-        one = held[number]
-        conversion = one.conversion or (None if one.dtype == wanted.dtype else wanted.dtype)
-        moves[one.source].append(Move(one.place, conversion, source_begin, wanted.target, target_begin, shape))
-    return missing
+def _transfer(layout: KnownLayout, held: Held, wanted: Wanted, piece: _Piece) -> Transfer:
+    _, source_begin, target_begin, shape = piece
+    place = held.place, held.conversion or (None if held.dtype == wanted.dtype else wanted.dtype)
+    first, strides = region_of(held.box.shape, source_begin, shape)
+    itemsize = DTYPES[wanted.dtype].itemsize
+    begin = None if shape == wanted.shape else target_begin
+    offset = layout.offset(place) + first * itemsize
+    return Transfer(place, (first, shape, strides), offset, math.prod(shape) * itemsize, wanted.target, begin)
 
 
 #: A piece of a box: (number of the box that has it, where it begins there, where it begins in the target, shape).

@@ -21,7 +21,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin, give_up_at, member_name
+from raytorchrpc.patterns.handle import Handle, Steps, begin, give_up_at, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
@@ -317,6 +317,26 @@ def shards_of_publisher(store: Handle, publisher: str, instance: int | None) -> 
     """The handle of one publisher's shards of a store. ``instance`` None: of its present process."""
     name = shards_name(store.name, store._instance_id)
     return Shards._restore(name, publisher, (*store._settings[:2], store.home), instance)
+
+
+def publishers_of(store: Handle) -> tuple[str, ...] | None:
+    """The names of the members that publish to a store, sorted; None: its home alone does."""
+    names: tuple[str, ...] | None = store._settings[2] if len(store._settings) > 2 else None
+    return names
+
+
+def look(store: Handle, local: LocalMember, version: int | None, wait_s: float) -> Committed | None:
+    """Ask the coordinator for a version (None: the newest); None if there is none yet. Raises NotFound."""
+    found = run(store._request(local, LOOK, (*store._address, version), wait_s))
+    return None if found is None else Committed(*found)
+
+
+def sources_of(store: Handle, committed: Committed | None) -> list[Handle]:
+    """The handles of the members that have a version; None: the home has it."""
+    if committed is None:
+        return [store]
+    there = zip(publishers_of(store) or (), committed.instances, strict=True)
+    return [shards_of_publisher(store, name, instance) for name, instance in there]
 
 
 def stage(

@@ -34,8 +34,9 @@ _LARGE = 8 << 20
 #: Unused memory is freed after this time, but for one snapshot's of each layout (seconds).
 _UNUSED_S = 2.0
 
-#: Tensors of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
-Places = Sequence[tuple[int, str | None]]
+#: A tensor of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
+Place = tuple[int, str | None]
+Places = Sequence[Place]
 
 
 #: Allocates host memory that peers can read in place: (bytes) -> a flat uint8 tensor, or None if there is none.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,117 +11,18 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.guests import is_guest
-from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.receive_into import Spread
 from raytorchrpc.errors import NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.deltas import Change, apply, bytes_of, span_of
+from raytorchrpc.patterns.weights.deltas import Change, apply, change_of
 from raytorchrpc.patterns.weights.feeds import Origin, PullInTurn, RelayedPull, Requests, feeds_of
-from raytorchrpc.patterns.weights.plan import Row, check_fits, tied_mismatch
+from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
-from raytorchrpc.patterns.weights.pull_plan import Filled, KnownLayout, Offsets, Selection, Tie
+from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Tie
 from raytorchrpc.patterns.weights.relays import Advice
-from raytorchrpc.patterns.weights.shards import Region
-from raytorchrpc.patterns.weights.snapshots import Places
-
-
-class LayoutMatch:
-    """What one pull brings from one home. The response to a lease request may fill the targets."""
-
-    def __init__(
-        self, store: str, known: KnownLayout | None, planned: Filled | None = None, to_prepare: str | None = None
-    ) -> None:
-        """
-        Args:
-            known: the layout of the pull before.
-            planned: what to bring of that layout.
-            to_prepare: the type of the device whose memory lanes are to prepare, while the pull is planned.
-        """
-        self._store, self.known, self.planned, self.to_prepare = store, known, planned, to_prepare
-        self.filled = False  # the targets have their tensors already
-        self.lease: VersionLease | None = None  # as soon as the home has answered; it may have to be released
-
-    @property
-    def layout(self) -> KnownLayout:
-        assert self.known is not None
-        return self.known
-
-    @property
-    def leased(self) -> VersionLease:
-        assert self.lease is not None
-        return self.lease
-
-    @property
-    def device_type(self) -> str | None:
-        """The type of the device that all targets are on, if a lane can write each of them in place; else None."""
-        return None if self.planned is None else self.planned.device_type
-
-    @property
-    def device_type_of_answer(self) -> str | None:
-        """None also if the response to the lease request cannot bring the tensors: they have to be converted first."""
-        return None if self.planned is None or self.planned.converts else self.planned.device_type
-
-    @property
-    def ties(self) -> Sequence[Tie]:
-        """The pairs of published tensors that go into one tensor of the model."""
-        return () if self.planned is None else self.planned.ties
-
-    def set_lease(self, lease: VersionLease) -> None:
-        """Take the answer of the home. Raises NotFound if it names an unknown layout."""
-        self.lease = lease
-        if lease.lease and lease.rows is not None:
-            self.known, self.planned = KnownLayout.of(lease.layout, lease.rows), None  # the plan was for another one
-        elif lease.lease and (self.known is None or self.known.number != lease.layout):
-            raise NotFound(f"the home of {self._store!r} did not say what it has; pull again")
-
-    def selection(self) -> Selection:
-        """Return what the pull brings. There is a plan."""
-        assert self.planned is not None
-        return self.planned.selection.only(self.leased.changed)
-
-    def doubtful(self) -> list[Tie]:
-        """Return the pairs for one tensor of the model that the home has published as two tensors."""
-        first = {place: one for one, place in self.leased.ties} if self.ties else {}
-        return [tie for tie in self.ties if len({first.get(place, place) for place in tie.places}) > 1]
-
-    def check_equal(self, ties: Sequence[Tie], equal: Sequence[bool]) -> None:
-        """Raise ConfigurationError, which names them, if some of these pairs are not ``equal``."""
-        both = zip(ties, equal, strict=True)
-        check_fits(self._store, [tied_mismatch(*tie[1:]) for tie, is_equal in both if not is_equal])
-
-    def bytes_of(self, selection: Selection) -> int:
-        """The size of what the pull brings. Quick for all of it: to ask each tensor takes a while."""
-        if self.planned is not None and selection is self.planned.selection:
-            return self.planned.nbytes
-        return selection.nbytes
-
-    def parts_of(self, selection: Selection) -> Sequence[Sequence[Part]]:
-        """Return which part of the home's memory goes to each target. ``selection``: see there."""
-        if self.planned is not None and selection is self.planned.selection:
-            return self.planned.parts
-        return selection.parts(self.layout)
-
-    def parts_of_answer(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
-        """Take a whole response of the home, and return which parts of its tensors go where; see ``Spread``.
-
-        ``device_type``: of the device on which the answer has all tensors in one piece, if it has. None: fill nothing.
-        """
-        if answer is None:
-            return None
-        fields, pieces = answer
-        self.set_lease(VersionLease(*fields))
-        if not pieces or self.device_type_of_answer != device_type or self.leased.deltas:
-            return None
-        selection = self.selection()
-        if not selection.targets or self.doubtful():
-            return None
-        self.filled = True
-        return self.parts_of(selection)
-
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -132,21 +32,39 @@ Source = tuple[str, int | None]
 _WORTH_RELAYING = 1 << 20
 
 
-class Pull:
-    """One pull of a version into a model, by the thread that uses it."""
+class SourcePull:
+    """One pull of a version from one home into a model, by the thread that uses it.
+
+    ``ask`` and ``answer`` lease a version. If the plan was made for another layout, ``planned`` is None then: set it.
+    ``begin`` and ``bring`` move the tensors, and ``release`` ends the lease.
+    """
 
     def __init__(
-        self, store: Handle, local: LocalMember, match: LayoutMatch, until: float, counter: PullCounter
+        self,
+        store: Handle,
+        requests: Requests,
+        layout: KnownLayout | None,
+        planned: ModelSelection | None,
+        to_prepare: str | None,
     ) -> None:
-        """``store``: bound. ``until``: when the pull has to end (``time.monotonic``)."""
-        self._store, self._local, self._match = store, local, match
-        self._requests = Requests(local, until, counter)
-        self._is_expected = False
+        """
+        Args:
+            store: bound.
+            layout: of the pull before.
+            planned: what to bring of that layout.
+            to_prepare: the type of the device whose memory lanes are to prepare, while the pull is planned.
+        """
+        self._store, self._requests, self._local = store, requests, requests.local
+        self.layout, self.planned, self._to_prepare = layout, planned, to_prepare
+        self.lease: VersionLease | None = None
+        """As soon as the home has answered. It has to be released."""
+        self.has_arrived = False
+        """Whether the answer to the request for the lease has brought the tensors."""
         self.home, self._address = store.home, store._address
-        self._is_home = store._is_home(local)
+        self._is_home = store._is_home(self._local)
+        self._is_expected = self._had_turn = self._is_abandoned = False
         self._asked: Future[Any] | None = None  # for the lease
         self._sent: Future[Any] | None = None  # for memory to copy from
-        self._had_turn = self._is_abandoned = False
         self._divided: tuple[list[list[Change]], Selection] | None = None  # what comes as deltas, and the rest
         self._sent_deltas: Future[Any] | None = None  # for the first message of deltas
 
@@ -159,42 +77,35 @@ class Pull:
         """The error for the loss of the home: it says what was lost with it."""
         return self._store._home_lost(lost)
 
+    @property
+    def _leased(self) -> VersionLease:
+        assert self.lease is not None
+        return self.lease
+
     # --- the lease -----------------------------------------------------------------------------------------------
 
-    def lease(
-        self, version: int | None, since: int | None, in_place: bool, wait: Callable[[int, float], Any]
-    ) -> VersionLease:
-        """Lease a version for this pull. ``wait(1, seconds)`` blocks until the first one is published.
+    def ask(self, version: int | None, since: int | None, in_place: bool = False, caller_waits: bool = False) -> None:
+        """Ask the home for a lease. Then call ``answer``, or ``release``.
 
         ``in_place``: if the tensors can be read in place, the same request brings them.
         """
-        while True:
-            self.ask(version, since, in_place, caller_waits=True)
-            lease = self.answer()
-            if lease is not None:
-                return lease
-            wait(1, self._requests.left())
-
-    def ask(self, version: int | None, since: int | None, in_place: bool = False, caller_waits: bool = False) -> None:
-        """Ask the home for a lease; see ``lease``. Then call ``answer``, or ``release``."""
-        match, left = self._match, self._requests.left()
-        args = (version, since, 0 if match.known is None else match.known.number)
+        left = self._requests.left()
+        args = version, since, 0 if self.layout is None else self.layout.number
         if self._is_home:
             found = self._store._object(self._local).lease(self._local.me.rank, *args, None)
             if found is not None:
-                match.set_lease(found)
+                self._take(found)
             return
-        wanted = match.device_type_of_answer if in_place else match.to_prepare
+        wanted, signature = self._to_prepare, None
+        if self.planned is not None:
+            wanted = self._type_of_answer if in_place else wanted
+            if (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
+                signature = alike[0]
+                feeds_of(self._requests, self._origin)  # before the home hears of it: others come at once
         device_type = self._readable_in_place(self.home, wanted)
-        answer = Spread(partial(self._parts_of_answer, device_type))
-        alike, signature = None if match.known is None else match.known.alike, None
-        if alike is not None and self._takes_turns(alike.device):
-            signature = alike.signature
-            feeds_of(self._local, self._requests.counter.store, *self._origin[1:])
         request = (*self._address, *args, left, device_type, signature)
-        self._asked = self._store._send(
-            self._local, published.LEASE, request, left, caller_waits=caller_waits, into=answer
-        )
+        options: dict[str, Any] = {"caller_waits": caller_waits, "into": Spread(partial(self._fill, device_type))}
+        self._asked = self._store._send(self._local, published.LEASE, request, left, **options)
 
     def answer(self) -> VersionLease | None:
         """The lease; None if nothing is published yet."""
@@ -203,7 +114,7 @@ class Pull:
             response = self._store._response(sent)
             del sent  # see _response
             run(response)
-        return self._match.lease
+        return self.lease
 
     def answers_within(self, seconds: float) -> bool:
         """Wait for the answer to ``ask``, or its failure; False if there is none within this time."""
@@ -213,6 +124,33 @@ class Pull:
         except RpcTimeout:
             return False
         return True
+
+    @property
+    def _type_of_answer(self) -> str | None:
+        """The device type of the memory that can come with the lease; None if some tensors have to be converted."""
+        return None if self.planned is None or self.planned.converts else self.planned.device_type
+
+    def _fill(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
+        """Take the answer; returns which parts of the memory in it go where, if it has the memory; see ``Spread``."""
+        if answer is None:
+            return None
+        fields, pieces = answer
+        self._take(VersionLease(*fields))
+        if not pieces or self._is_abandoned or self._type_of_answer != device_type or self._leased.deltas:
+            return None
+        selection = self.selection()
+        if not selection.transfers or self._doubtful():
+            return None
+        self.has_arrived = True
+        self.expect()
+        return selection.parts
+
+    def _take(self, lease: VersionLease) -> None:
+        self.lease = lease
+        if lease.lease and lease.rows is not None:
+            self.layout, self.planned = KnownLayout(lease.layout, lease.rows), None  # the plan was for another one
+        elif lease.lease and (self.layout is None or self.layout.number != lease.layout):
+            raise NotFound(f"the home of {self._requests.counter.store[0]!r} did not say what it has; pull again")
 
     def abandon(self, answered: Callable[[], object] | None = None) -> None:
         """Give the request for a lease up. A late answer writes nothing, and its lease is released.
@@ -233,21 +171,6 @@ class Pull:
         if sent is not None:
             sent.add_done_callback(late)
 
-    def _parts_of_answer(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
-        parts = self._match.parts_of_answer(None if self._is_abandoned else device_type, answer)
-        if parts is not None:
-            self.expect(self._match.selection())
-        return parts
-
-    def _check_lease(self) -> None:
-        """Raise RpcTimeout if the lease may have ended before the tensors were copied."""
-        if time.monotonic() > lease_is_valid_until(self._requests.until):
-            raise RpcTimeout(
-                f"a pull of {self._store.kind} {self._store.name!r} was suspended, or took much longer than its "
-                f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
-                f"pull again"
-            )
-
     def release(self) -> None:
         """End the lease. Does not wait for the home's answer."""
         if self._asked is not None and not self._asked.done():
@@ -259,70 +182,95 @@ class Pull:
         if self._asked is not None:
             with suppress(RayTorchRpcError):  # no lease then
                 self.answer()
-        lease = self._match.lease
-        if lease is not None and lease.lease:
-            self._give_turn_back()
-            if self._is_home:
-                self._store._object(self._local).pool.release(lease.lease)
-            else:
-                report = (*self._address, lease.lease, *self._requests.report(self.home))
-                self._requests.notify(self.home, published.RELEASE, report)
+        if self.lease is None or not self.lease.lease:
+            return
+        self._give_turn_back()
+        if self._is_home:
+            self._store._object(self._local).pool.release(self.lease.lease)
+        else:
+            report = (*self._address, self.lease.lease, *self._requests.report(self.home))
+            self._requests.notify(self.home, published.RELEASE, report)
 
-    # --- moving tensors ------------------------------------------------------------------------------------------
+    def _check_lease(self) -> None:
+        """Raise RpcTimeout if the lease may have ended before the tensors were copied."""
+        if time.monotonic() > lease_is_valid_until(self._requests.until):
+            raise RpcTimeout(
+                f"a pull of {self._store.kind} {self._store.name!r} was suspended, or took much longer than its "
+                f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
+                f"pull again"
+            )
 
-    def expect(self, selection: Selection) -> None:
-        """Count these tensors as still to come, once."""
-        if not self._is_expected:
-            self._is_expected = True
-            self._requests.counter.expect(self._match.leased.version, self._match.bytes_of(selection))
+    # --- tied tensors --------------------------------------------------------------------------------------------
 
     def check_ties(self) -> None:
         """Raise ConfigurationError if tensors that are one in the model differ as published; may ask the home."""
-        if ties := self._match.doubtful():
-            pairs = [tie.places for tie in ties]
-            if self._is_home:
-                equal = self._store._object(self._local).pool.leased(self._match.leased.lease).equal(pairs)
-            else:
-                equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
-            self._match.check_equal(ties, equal)
-
-    def begin(self, selection: Selection, caller_waits: bool = False) -> None:
-        """Ask the home for what ``bring`` will need, without waiting for the answer."""
-        if not selection.targets or self._match.filled or self._is_home:
+        if not (ties := self._doubtful()):
             return
-        deltas, selection = self._divide(selection)
-        if deltas:
-            self._sent_deltas, caller_waits = self._request_deltas(deltas[0], caller_waits), False
-        self._begin_whole(selection, caller_waits)
-
-    def _begin_whole(self, selection: Selection, caller_waits: bool = False) -> None:
-        if not selection.targets or self._uses_relay(selection) or self._has_turn:
-            return
-        device_type = self._readable_in_place(self.home, self._match.device_type)
-        if device_type is not None:
-            parts = self._match.parts_of(selection)
-            self._sent = self._request_pieces(device_type, parts, selection.places, caller_waits)
-
-    def bring(self, selection: Selection) -> None:
-        """Bring these tensors into the model, unless the lease request has brought them."""
-        if selection.targets:
-            if self._match.filled:
-                self._requests.count(self.home, self._match.bytes_of(selection))
-            else:
-                self._fetch(selection)
-            self._check_lease()
-
-    def _fetch(self, selection: Selection) -> None:
+        pairs = [tie.places for tie in ties]
         if self._is_home:
-            snapshot = self._store._object(self._local).pool.leased(self._match.leased.lease)
-            snapshot.copy_into(selection.targets, selection.places, selection.regions)
-            self._requests.counter.add(self._match.bytes_of(selection))
+            equal = self._snapshot().equal(pairs)
+        else:
+            equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
+        both = zip(ties, equal, strict=True)
+        wrong = [tied_mismatch(tie.names, tie.parts) for tie, is_equal in both if not is_equal]
+        check_fits(self._requests.counter.store[0], wrong)
+
+    def _doubtful(self) -> list[Tie]:
+        """The pairs for one tensor of the model that the home has published as two tensors."""
+        ties = () if self.planned is None else self.planned.plan.ties
+        first = {place: one for one, place in self._leased.ties} if ties else {}
+        return [tie for tie in ties if len({first.get(place, place) for place in tie.places}) > 1]
+
+    def _snapshot(self) -> Any:
+        return self._store._object(self._local).pool.leased(self._leased.lease)
+
+    # --- moving tensors ------------------------------------------------------------------------------------------
+
+    def selection(self) -> Selection:
+        """What the pull brings."""
+        assert self.planned is not None
+        return self.planned.only(self._leased.changed)
+
+    def expect(self) -> None:
+        """Count the tensors as still to come, once."""
+        if not self._is_expected:
+            self._is_expected = True
+            self._requests.counter.expect(self._leased.version, self.selection().nbytes)
+
+    def begin(self, caller_waits: bool = False) -> None:
+        """Ask the home for what ``bring`` will need, without waiting for the answer."""
+        if self.has_arrived or self._is_home or not (selection := self.selection()).transfers:
             return
         deltas, rest = self._divide(selection)
         if deltas:
-            self._fetch_deltas(deltas)
-        if rest.targets:
-            self._fetch_whole(rest)
+            self._sent_deltas, caller_waits = self._request_deltas(deltas[0], caller_waits), False
+        self._begin_whole(rest, caller_waits)
+
+    def _begin_whole(self, selection: Selection, caller_waits: bool = False) -> None:
+        if not selection.transfers or self._uses_relay(selection) or self._has_turn:
+            return
+        assert self.planned is not None
+        device_type = self._readable_in_place(self.home, self.planned.device_type)
+        if device_type is not None:
+            self._sent = self._request_pieces(device_type, selection, caller_waits)
+
+    def bring(self) -> None:
+        """Bring the tensors into the model, unless the answer to the request for the lease has brought them."""
+        selection = self.selection()
+        if not selection.transfers:
+            return
+        if self.has_arrived:
+            self._requests.count(self.home, selection.nbytes)
+        elif self._is_home:
+            self._snapshot().copy_into(selection.targets, selection.places, selection.regions)
+            self._requests.counter.add(selection.nbytes)
+        else:
+            deltas, rest = self._divide(selection)
+            if deltas:
+                self._fetch_deltas(deltas)
+            if rest.transfers:
+                self._fetch_whole(rest)
+        self._check_lease()
 
     def _fetch_whole(self, selection: Selection) -> None:
         if self._uses_relay(selection):
@@ -334,37 +282,42 @@ class Pull:
             self._begin_whole(selection, caller_waits=True)
         sent, self._sent = self._sent, None
         if sent is not None and sent.wait():
-            self._requests.count(self.home, self._match.bytes_of(selection))
+            self._requests.count(self.home, selection.nbytes)
             return
         for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
             self._request_message(message).wait()
             self._requests.count(self.home, message.nbytes)
 
     def _request_pieces(
-        self, device_type: str, parts: Sequence[Sequence[Part]], places: Places, caller_waits: bool = False
+        self, device_type: str, selection: Selection, caller_waits: bool = False
     ) -> Future[list[torch.Tensor]]:
         """Ask the home for its memory, to copy from when the answer is taken; no pieces if that cannot be read."""
+        parts, places = selection.parts, selection.places
         into = Spread(lambda pieces: parts if pieces else None)
         if all(name is None for _, name in places):
-            places = ()  # the same memory, in a shorter request
+            places = []  # the same memory, in a shorter request
         return self._request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)
 
     def _request_message(self, message: Selection) -> Future[Any]:
         return self._request(published.TENSORS, message.places, message.regions, into=message.targets)
 
+    def _request(self, service: str, *args: Any, **options: Any) -> Future[Any]:
+        request = (*self._address, self._leased.lease, *args)
+        return self._requests.call(self.home, service, request, self._requests.left(0.001), **options)
+
     # --- deltas --------------------------------------------------------------------------------------------------
 
     def _divide(self, selection: Selection) -> tuple[list[list[Change]], Selection]:
-        """Return the messages of what comes as deltas, and what comes whole."""
+        """The messages of what comes as deltas, and what comes whole."""
         if self._divided is None:
-            deltas = self._match.leased.deltas
-            if not deltas or self._readable_in_place(self.home, self._match.device_type):
+            deltas, planned = self._leased.deltas, self.planned
+            assert planned is not None
+            if not deltas or self._readable_in_place(self.home, planned.device_type):
                 self._divided = [], selection
             else:
                 # The home sends deltas to each reader, and whole tensors to other hosts once.
                 times = 1 if self._requests.is_near(self.home) else max(1, self._far_members())
-                changes, rest = divide(selection, dict(deltas), self._match.layout.rows, times)
-                self._divided = messages(changes, MESSAGE_BYTES), rest
+                self._divided = divide(selection, dict(deltas), planned.plan.layout, times)
         return self._divided
 
     def _fetch_deltas(self, deltas: Sequence[Sequence[Change]]) -> None:
@@ -377,15 +330,11 @@ class Pull:
             apply(message, answer)
             size = sum(tensor.nbytes for tensor in answer[1])
             whole = sum(change.target.nbytes for change in message)
-            self._requests.counter.expect(self._match.leased.version, size - whole)
+            self._requests.counter.expect(self._leased.version, size - whole)
             self._requests.count(self.home, size)
 
     def _request_deltas(self, message: Sequence[Change], caller_waits: bool = False) -> Future[Any]:
         return self._request(published.DELTAS, [change.span for change in message], caller_waits=caller_waits)
-
-    def _request(self, service: str, *args: Any, **options: Any) -> Future[Any]:
-        request = (*self._address, self._match.leased.lease, *args)
-        return self._requests.call(self.home, service, request, self._requests.left(0.001), **options)
 
     # --- by way of others ----------------------------------------------------------------------------------------
 
@@ -393,7 +342,7 @@ class Pull:
         """Whether other members that are not on the home's host may pull the same."""
         if is_guest(self._local.me.rank):  # no member connects to it
             return False
-        if self._requests.is_near(self.home) or sum(target.nbytes for target in selection.targets) < _WORTH_RELAYING:
+        if self._requests.is_near(self.home) or selection.nbytes < _WORTH_RELAYING:
             return False
         return self._far_members() > 1
 
@@ -404,10 +353,8 @@ class Pull:
         return sum(route.member.node_id != its_node for route in peers.routes)
 
     def _relayed(self, selection: Selection) -> RelayedPull:
-        lease = self._match.leased
-        what = lease.version, selection.signature(lease.layout)
-        send, check = self._request_message, self._check_lease
-        return RelayedPull(self._requests, self._origin, what, selection, send, check)
+        what = self._leased.version, selection.signature(self._leased.layout)
+        return RelayedPull(self._requests, self._origin, what, selection, self._request_message, self._check_lease)
 
     @property
     def _origin(self) -> Origin:
@@ -422,32 +369,25 @@ class Pull:
     @property
     def _has_turn(self) -> bool:
         """Whether other GPUs of this host pull the same, and the home has told this member from which it copies."""
-        return self._match.leased.turn is not None and not self._had_turn
+        return self._leased.turn is not None and not self._had_turn
 
     def _take_turn(self, selection: Selection) -> bool:
         """Copy from the one that is before this member; False if that is not possible."""
-        lease, layout = self._match.leased, self._match.layout
-        alike = selection.alike(layout, self._match.bytes_of(selection))
-        if alike is None or alike is not layout.alike:  # this model is another
+        assert self._leased.turn is not None
+        if self.planned is None or selection is not self.planned or (alike := selection.alike) is None:
             self._give_turn_back()
             return False
-        assert lease.turn is not None
-        self._had_turn, what = True, (lease.version, alike.signature)
-        offsets = Offsets(layout)
-
-        def send(message: Selection) -> Future[Any]:
-            return self._request_pieces(alike.device.type, message.parts(layout, offsets), message.places)
-
-        return PullInTurn(self._requests, self._origin, what, selection, send, self._check_lease).bring(
-            Advice(*lease.turn).source
-        )
+        self._had_turn, what = True, (self._leased.version, alike[0])
+        send = partial(self._request_pieces, alike[1].type)
+        pull = PullInTurn(self._requests, self._origin, what, selection, send, self._check_lease)
+        return pull.bring(Advice(*self._leased.turn).source)
 
     def _give_turn_back(self) -> None:
         """Tell those that would be fed by this member that they have to look elsewhere."""
-        if self._has_turn and (alike := self._match.layout.alike) is not None:
-            self._had_turn, version = True, self._match.leased.version
-            feeds_of(self._local, self._requests.counter.store, *self._origin[1:]).fail(alike.signature, version, None)
-            report = (*self._address, (version, alike.signature), self._local.me.rank)
+        if self._has_turn and self.planned is not None and (alike := self.planned.alike) is not None:
+            self._had_turn, version = True, self._leased.version
+            feeds_of(self._requests, self._origin).fail(alike[0], version, None)
+            report = (*self._address, (version, alike[0]), self._local.me.rank)
             self._requests.notify(self.home, published.REPORT, report)
 
     def _readable_in_place(self, source: Any, device_type: str | None) -> str | None:
@@ -459,9 +399,9 @@ class Pull:
 
 
 def divide(
-    selection: Selection, deltas: Mapping[int, int], rows: Sequence[Row], times: int
-) -> tuple[list[Change], Selection]:
-    """Divide what a pull brings: what comes as deltas, and what comes whole.
+    selection: Selection, deltas: Mapping[int, int], layout: KnownLayout, times: int
+) -> tuple[list[list[Change]], Selection]:
+    """Divide what a pull brings: the messages of what comes as deltas, and what comes whole.
 
     Args:
         deltas: the places that have a delta, and how many elements each has.
@@ -469,39 +409,23 @@ def divide(
     """
     changes: list[Change] = []
     rest: list[int] = []
-    for index, ((place, conversion), target, region) in enumerate(zip(*selection, strict=True)):
+    for index, (transfer, target) in enumerate(zip(selection.transfers, selection.targets, strict=True)):
+        place, conversion = transfer.place
         change = None
-        if conversion is None and place in deltas and _is_writable(target):
-            shape = rows[place][2]
-            change = _change(place, region, shape, target, deltas[place])
+        if conversion is None and place in deltas:
+            change = change_of(place, transfer.region, layout.rows[place][2], target, deltas[place])
         if change is not None and (change.bytes * times < target.nbytes or change.is_tiny):
             changes.append(change)
         else:
             rest.append(index)
     if all(change.is_tiny for change in changes):
         return [], selection
-    return changes, selection.at(rest)
-
-
-def _change(place: int, region: Region, shape: tuple[int, ...], target: torch.Tensor, count: int) -> Change:
-    elements, (first, last) = math.prod(shape), span_of(region)
-    share = math.ceil(count * (last - first) / elements)
-    return Change(place, region, shape, target, bytes_of(share, elements, target.itemsize))
-
-
-def _is_writable(target: torch.Tensor) -> bool:
-    """Whether integers can be written to the memory of a tensor: not if that is another than it looks."""
-    return target.numel() > 0 and bool(target.data_ptr()) and not target.is_neg() and not target.is_conj()
-
-
-def messages(changes: Iterable[Change], size: int) -> list[list[Change]]:
-    """Divide into messages of at most about ``size`` bytes; a larger delta is a message of its own."""
     found: list[list[Change]] = []
     filled = 0
     for change in changes:
-        if not found or filled + change.bytes > size:
+        if not found or filled + change.bytes > MESSAGE_BYTES:
             found.append([])
             filled = 0
         found[-1].append(change)
         filled += change.bytes
-    return found
+    return found, selection.at(rest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, overload
 
@@ -21,15 +21,15 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, Ra
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
+from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, Remembered
+from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model, has_shards, resolved, shards_of
 from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import LOOK, Committed, names_of, shards_of_publisher, stage
-from raytorchrpc.patterns.weights.source_pull import Source
+from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
 from raytorchrpc.process import threads
 
 
@@ -155,10 +155,8 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._remembered: tuple[Remembered, ...] = ()
-        self._silent: set[Source] = set()  # publishers that do not answer
-        self._prefetch_buffers = BuffersByModel()
-        self._publishers: tuple[str, ...] | None = self._settings[2] if len(self._settings) > 2 else None
+        self._memory, self._prefetch_buffers = PullMemory(), BuffersByModel()
+        self._publishers = publishers_of(self)
 
     @property
     def publishers(self) -> tuple[str, ...]:
@@ -322,10 +320,12 @@ class WeightStore(Handle):
         version, since = checked_version("version", version), checked_version("since", since)
         refuse_on_loop(f"a pull from {self.kind} {self._name!r}", "`await store.apull(model)`")
         local, wait_s = run(self._begin(timeout))
-        until, options = time.monotonic() + wait_s, (convert, strict, mapping, only, carry)
+        until, globs = time.monotonic() + wait_s, globs_of(only)
         while True:
             try:
-                return self._pull(local, model, version, since, until, *options)
+                run(self._bind(local, max(0.0, until - time.monotonic())))
+                options = Options.of(mapping, convert, strict, globs)
+                return self._pull(local, model, version, since, until, options, carry)
             except (PeerLost, NotFound, Empty, RpcTimeout) as error:
                 if not through_restarts or not self._follows(local, error, version, until):
                     raise
@@ -362,54 +362,34 @@ class WeightStore(Handle):
         version: int | None,
         since: int | None,
         until: float,
-        convert: Convert,
-        strict: bool,
-        mapping: Renamed | None,
-        only: Only | None,
+        options: Options,
         carry: Carry | None,
     ) -> int:
-        run(self._bind(local, max(0.0, until - time.monotonic())))
-        instance_id, failures, globs = self._instance_id or 0, _pulled.failures, globs_of(only)
-        options = Options.of(mapping, convert, strict, globs)
-        if carry is not None or (since is not None and not _pulled.has(instance_id, since, globs, options.form)):
-            since = None
+        instance_id, failures = self._instance_id or 0, _pulled.failures
         if carry is not None:
             self._check_unsharded("carry=")
-            if converts_blocks(convert) or options.mapping or globs or has_shards(model):
+            if converts_blocks(options.convert) or options.mapping or options.only or has_shards(model):
                 raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
-
-        def look(wanted: int | None) -> Committed | None:
-            while self._publishers is not None:
-                left = max(0.0, until - time.monotonic())
-                found = run(self._request(local, LOOK, (*self._address, wanted), left))
-                if found is not None:
-                    return Committed(*found)
-                shards_of(model, self._name)  # raises what would be wrong at any version
-                self.wait(1, left)
-            return None
-
-        def sources(committed: Committed | None) -> Sequence[Handle]:
-            if committed is None:
-                return (self,)
-            there = zip(self.publishers, committed.instances, strict=True)
-            return [shards_of_publisher(self, name, instance) for name, instance in there]
-
+        if carry is not None or (since is not None and not self._has_pulled(since, options)):
+            since = None
         # Weights have no history, whatever autograd context asks for them.
         # No other method of the actor is to see a model that is filled in part.
         no_history = torch_internals.autograd_context(torch_internals.NO_CONTEXT)
         with no_history, pulling(local, self._key) as counter, keep_admission() as lending:
-            known, look, wait = (self._remembered, self._silent), lending(look), lending(self.wait)
-            pull = ModelPull(local, self._name, model, options, until, look, sources, wait, *known, counter, carry)
+            requests = Requests(local, until, counter)
+            pull = ModelPull(requests, self, self._memory, model, options, lending, self.wait, carry)
             try:
                 counter.version = pulled = pull.bring(version, since)
             except BaseException:
                 if pull.has_begun:
                     _pulled.forget(instance_id)
                 raise
-            finally:
-                self._remembered = pull.remembered
-        _pulled.add(instance_id, pulled, failures, globs, options.form)
+        _pulled.add(instance_id, pulled, failures, options.only, options.form)
         return pulled
+
+    def _has_pulled(self, version: int, options: Options) -> bool:
+        """Whether a model of this process may have a version, as a pull with these options brings it."""
+        return _pulled.has(self._instance_id or 0, version, options.only, options.form)
 
     def _check_unsharded(self, what: str) -> None:
         if self._publishers is not None:
@@ -419,10 +399,9 @@ class WeightStore(Handle):
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
         return await threads.in_thread(self.pull, model, version, **options)
 
-    def _names_pulled(self) -> frozenset[str]:
+    def _names_pulled(self) -> set[str]:
         """The names of the model's tensors that the last pull of this handle brought, if it was not ``strict``."""
-        sources = [source for last in self._remembered[:1] for source in last.planned.sources]
-        return frozenset(bring.target for source in sources for bring in source.brings)
+        return {name for plan in self._memory.plans[:1] for name in plan.names}
 
     def prefetch(
         self,
@@ -464,8 +443,7 @@ class WeightStore(Handle):
         options = PullOptions(version, since, convert, strict, mapping, globs_of(only), timeout)
 
         def has_pulled(known: int) -> bool:
-            form = Options.of(mapping, convert, strict, options.only).form
-            return _pulled.has(self._instance_id or 0, known, options.only, form)
+            return self._has_pulled(known, Options.of(mapping, convert, strict, options.only))
 
         return begin_prefetch(self, self._prefetch_buffers, has_pulled, model, options)
 

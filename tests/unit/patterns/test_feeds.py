@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ import torch
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
+from raytorchrpc.patterns.weights.plan import Transfer
 from raytorchrpc.patterns.weights.pull_plan import Selection
+from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until
@@ -159,10 +162,14 @@ def test_memory_that_no_lane_exports_is_not_offered(feeds: Feeds) -> None:
     assert lease(feeds) == 0
 
 
+def transfer(region: Region) -> Transfer:
+    return Transfer((0, None), region, 4 * region[0], 4 * math.prod(region[1]), "w", None)
+
+
 @pytest.mark.parametrize("shape", [(10, 6), (1, 60), (60,), ()])
 def test_slices_bring_the_same_as_the_whole(shape: tuple[int, ...]) -> None:
     source, target = torch.arange(60.0)[: torch.Size(shape).numel()].view(shape), torch.zeros(shape)
-    sliced = Selection([(0, None)], [target], [(0, tuple(target.shape), None)]).in_slices(48)
+    sliced = Selection([transfer((0, tuple(target.shape), None))], [target]).in_slices(48)
     assert len(sliced.targets) == (1 if shape == () else 5)
     for piece, (first, extents, strides) in zip(sliced.targets, sliced.regions, strict=True):
         assert piece.nbytes <= 48 and strides is None
@@ -172,7 +179,7 @@ def test_slices_bring_the_same_as_the_whole(shape: tuple[int, ...]) -> None:
 
 def test_slices_of_strided_regions() -> None:
     source, target = torch.arange(60.0).view(10, 6), torch.zeros(10, 2)
-    sliced = Selection([(0, None)], [target], [(3, (10, 2), (6, 1))]).in_slices(24)
+    sliced = Selection([transfer((3, (10, 2), (6, 1)))], [target]).in_slices(24)
     for piece, (first, extents, strides) in zip(sliced.targets, sliced.regions, strict=True):
         assert strides is not None
         piece.copy_(source.as_strided(extents, strides, first))

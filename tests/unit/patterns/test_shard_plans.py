@@ -12,8 +12,8 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import shards_of
-from raytorchrpc.patterns.weights.plan import Move, Options, Request, Row, plan
-from raytorchrpc.patterns.weights.shards import Box, Shard, region_of, strides_of
+from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, Transfer, plan
+from raytorchrpc.patterns.weights.shards import Box, Shard, strides_of
 
 
 def divided(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
@@ -29,9 +29,9 @@ def at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(first, last) for first, last in zip(box.offset, box.end, strict=True))]
 
 
-def rows(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[list[Row]]:
+def layouts(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[KnownLayout]:
     """As if each box had a publisher of its own."""
-    return [[("w", "float64", box.shape, (shape, box.offset))] for box in boxes]
+    return [KnownLayout(1, [("w", "float64", box.shape, (shape, box.offset))]) for box in boxes]
 
 
 def request(box: Box, shape: tuple[int, ...], publishers: int) -> Request:
@@ -40,16 +40,17 @@ def request(box: Box, shape: tuple[int, ...], publishers: int) -> Request:
     return Request("store", {"w": Shard(target, shape, box.offset)}, Options.of(), names)
 
 
-def move(moves: list[list[Move]], whole: torch.Tensor, boxes: Sequence[Box], target: torch.Tensor) -> int:
-    """Make the moves; returns how many elements they have."""
+def move(transfers: list[list[Transfer]], whole: torch.Tensor, boxes: Sequence[Box], target: torch.Tensor) -> int:
+    """Make the transfers; returns how many elements they have."""
     moved = 0
-    for box, its in zip(boxes, moves, strict=True):
+    for box, its in zip(boxes, transfers, strict=True):
         held = at(whole, box).clone(memory_format=torch.contiguous_format)
         for one in its:
-            offset, strides = region_of(box.shape, one.source_begin, one.shape)
-            source = held.as_strided(one.shape, strides_of(one.shape) if strides is None else strides, offset)
-            at(target, Box(one.target_begin, one.shape)).copy_(source)
-            moved += math.prod(one.shape)
+            first, shape, strides = one.region
+            assert (one.offset, one.nbytes) == (8 * first, 8 * math.prod(shape))
+            source = held.as_strided(shape, strides_of(shape) if strides is None else strides, first)
+            at(target, Box(one.begin or (0,) * len(shape), shape)).copy_(source)
+            moved += math.prod(shape)
     return moved
 
 
@@ -65,7 +66,7 @@ def test_every_element_arrives_once_whatever_the_layouts(seed: int) -> None:
     boxes = [box for box in divided(shape, cuts()) for _ in range(chance.randint(1, 3))]  # some have several holders
     for box in divided(shape, cuts()):
         asked = request(box, shape, len(boxes))
-        moves = plan(asked, rows(shape, boxes), [chance.randint(0, 1) for _ in boxes], chance.randint(0, 9))
+        moves = plan(asked, layouts(shape, boxes), [chance.randint(0, 1) for _ in boxes], chance.randint(0, 9))
         target = asked.targets["w"].tensor
         assert move(moves, whole, boxes, target) == box.size
         assert torch.equal(target, at(whole, box))
@@ -77,7 +78,7 @@ def test_readers_spread_over_equal_holders_and_prefer_near_ones() -> None:
     def sources(near: Sequence[int]) -> list[int]:
         found = []
         for turn in range(6):
-            moves = plan(request(whole, (8,), 3), rows((8,), [whole] * 3), near, turn)
+            moves = plan(request(whole, (8,), 3), layouts((8,), [whole] * 3), near, turn)
             found += [number for number, its in enumerate(moves) if its]
         return found
 
@@ -89,14 +90,14 @@ def test_what_nobody_has_is_named() -> None:
     boxes = [Box((0, 0), (2, 4)), Box((0, 0), (2, 4))]
     missing = r"'w': \[2:4, 0:4\] of \(4, 4\) were not published .* by 'trainer0', .*\[0:2, 0:4\] by 'trainer1'"
     with pytest.raises(ConfigurationError, match=missing):
-        plan(request(Box((0, 0), (4, 4)), (4, 4), 2), rows((4, 4), boxes), [0, 0], 0)
+        plan(request(Box((0, 0), (4, 4)), (4, 4), 2), layouts((4, 4), boxes), [0, 0], 0)
 
 
 def test_publishers_that_disagree_are_named() -> None:
-    layouts = [*rows((4,), [Box((0,), (2,))]), *rows((5,), [Box((2,), (3,))])]
+    known = [*layouts((4,), [Box((0,), (2,))]), *layouts((5,), [Box((2,), (3,))])]
     differ = r"'w' differs between publishers: .*\(4,\) \[0:2\] by 'trainer0', .*\(5,\) \[2:5\] by 'trainer1'"
     with pytest.raises(ConfigurationError, match=differ):
-        plan(request(Box((0,), (4,)), (4,), 2), layouts, [0, 0], 0)
+        plan(request(Box((0,), (4,)), (4,), 2), known, [0, 0], 0)
 
 
 @pytest.mark.parametrize(

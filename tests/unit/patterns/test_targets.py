@@ -10,16 +10,16 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.model_tensors import KnownTargets
+from raytorchrpc.patterns.weights.model_tensors import KnownModel
 
 
 def test_what_was_worked_out_is_kept_for_the_last_two_memories() -> None:
     tensor, other = torch.zeros(4), torch.zeros(4)
     model: dict[str, Any] = {"w": tensor, "shard": rtr.Shard(other, (8,), (4,))}
-    targets = KnownTargets(model, "asked")
+    model_before = KnownModel(model)
 
     def known() -> Any:
-        found = targets.found_in(model, "asked")
+        found = model_before.find(model)
         assert found is not None and found.tensors["w"] is tensor and found.tensors["shard"] is other
         return found.known
 
@@ -39,14 +39,13 @@ def test_what_was_worked_out_is_kept_for_the_last_two_memories() -> None:
 
 def test_another_model_is_not_taken_for_the_one_before() -> None:
     tensor = torch.zeros(4)
-    targets = KnownTargets({"w": tensor}, "asked")
-    assert targets.found_in({"w": tensor}, "asked") is not None
-    assert targets.found_in({"w": tensor}, "something else") is None
-    assert targets.found_in({"w": torch.zeros(4)}, "asked") is None
-    assert targets.found_in({"other": tensor}, "asked") is None
-    assert targets.found_in({"w": rtr.Shard(tensor, (8,), (4,))}, "asked") is None
+    model_before = KnownModel({"w": tensor})
+    assert model_before.find({"w": tensor}) is not None
+    assert model_before.find({"w": torch.zeros(4)}) is None
+    assert model_before.find({"other": tensor}) is None
+    assert model_before.find({"w": rtr.Shard(tensor, (8,), (4,))}) is None
     tensor.data = torch.zeros(5)
-    assert targets.found_in({"w": tensor}, "asked") is None
+    assert model_before.find({"w": tensor}) is None
     gone = weakref.ref(tensor)
     del tensor
     gc.collect()

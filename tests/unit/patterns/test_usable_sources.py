@@ -97,7 +97,7 @@ def test_a_silent_publisher_is_asked_again_once_it_has_answered(members: Members
     reader.pull("copy")
     assert asked() - before == 1, "nobody waits for it again"
     members.lanes["home"].release()
-    assert wait_until(lambda: not reader._store._silent, 10), "it has answered"
+    assert wait_until(lambda: not reader._store._memory.silent, 10), "it has answered"
     publish(members, 2.0)
     asked = hold_lease(members, -1)
     reader.pull()

@@ -145,16 +145,16 @@ def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
             assert planned == [5, 2, 1], "the second model is like the first"
             with members.acting("home"):
                 publish(members, value + 1)
-        assert len(store._remembered) == 4
+        assert len(store._memory.plans) == 4
         models = [model(0.0, count=1)]
         gc.collect()
         pull_all()
-        assert len(store._remembered) == 1, "those of models that are gone are forgotten"
+        assert len(store._memory.plans) == 1, "those of models that are gone are forgotten"
         models += [model(0.0, count) for count in (2, 3, 4, 5, 5)]
         for _ in range(2):
             pull_all()
         assert [values(mine) for mine in models] == [[4.0] * len(mine) for mine in models]
-        assert len(store._remembered) == 4
+        assert len(store._memory.plans) == 4
 
 
 def test_a_plan_ends_with_the_layout_that_it_was_made_for(members: Members) -> None:

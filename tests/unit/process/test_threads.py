@@ -398,7 +398,7 @@ def test_a_listener_that_cannot_go_on_ends_its_connections(kind: str, monkeypatc
         answer(pair.a.lane.call("b", Message(("work",), EMPTY), PATIENCE_S))  # a second listener waits from now on
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
-        reader = getattr(pair.b.lane, "_listeners", pair.b.lane)
+        reader = getattr(pair.b.lane, "_selector", pair.b.lane)
         monkeypatch.setattr(reader, "_epoll", BrokenEpoll(reader._epoll))
         with contextlib.suppress(PeerLost, RpcTimeout):  # wakes those who wait in the kernel
             pair.a.lane.call("b", Message(("echo",), EMPTY), 1)
@@ -453,13 +453,13 @@ def test_a_connection_that_ends_without_memory_still_ends_for_both(
     try:
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
-        (connection,) = pair.a.lane._listeners.connections.values()  # type: ignore[attr-defined]
-        fail_once(pair.a.lane._listeners, "remove", MemoryError(), monkeypatch)
+        (connection,) = pair.a.lane._selector.connections.values()  # type: ignore[attr-defined]
+        fail_once(pair.a.lane._selector, "remove", MemoryError(), monkeypatch)
         with pytest.raises(MemoryError):
             connection.end("the test ends it")
         with pytest.raises(PeerLost, match="the test ends it"):
             answer(pending)
-        assert wait_until(lambda: not pair.b.lane._listeners.connections, PATIENCE_S)  # type: ignore[attr-defined]
+        assert wait_until(lambda: not pair.b.lane._selector.connections, PATIENCE_S)  # type: ignore[attr-defined]
         assert pair.ask().header == ("echo",)
     finally:
         pair.close()
@@ -471,7 +471,7 @@ def test_replies_are_read_after_their_timer_failed(monkeypatch: pytest.MonkeyPat
         pair.ask()
         done = threading.Event()
         pending = pair.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
-        failing = fail_once(pair.a.lane._listeners, "_attend", MemoryError(), monkeypatch, times=2)
+        failing = fail_once(pair.a.lane._selector, "_enable_unread", MemoryError(), monkeypatch, times=2)
         assert pair.b.arrived.acquire(timeout=PATIENCE_S)
         pair.b.held.pop()(Message(("released",), EMPTY))
         assert wait_until(lambda: not failing.errors, PATIENCE_S)
@@ -485,7 +485,7 @@ def test_replies_are_read_after_their_timer_could_not_be_set(monkeypatch: pytest
     pair = Pair("socket over unix")
     try:
         answer(pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, caller_waits=True))
-        fail_once(pair.a.lane._listeners._timer, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
+        fail_once(pair.a.lane._selector._enabling, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
         with pytest.raises(MemoryError):
             pair.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
         released = threading.Event()
@@ -519,7 +519,7 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(
     pair = Pair("socket over unix")
     try:
         pair.ask()
-        (accepted,) = pair.b.lane._listeners.connections.values()  # type: ignore[attr-defined]
+        (accepted,) = pair.b.lane._selector.connections.values()  # type: ignore[attr-defined]
         assert wait_until(accepted.acquire_read, PATIENCE_S)  # it stands still
         shortage.begin()
         large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))

@@ -13,7 +13,7 @@ import torch
 
 from raytorchrpc.topology import probe as topology
 from raytorchrpc.topology.endpoint import Interface
-from raytorchrpc.topology.probe import interface_for, probe
+from raytorchrpc.topology.probe import probe
 from tests.unit.clusters import gid_table, member
 from tests.unit.trees import link, write
 
@@ -225,7 +225,7 @@ def test_memlock_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_ipv6_addresses_come_from_proc(tmp_path: Path) -> None:
     write(tmp_path / "proc/net/if_inet6", "fd000000000000000000000000000007 02 40 00 80       lo")
     endpoint = probe(node_ip="fd00::7", root=tmp_path)
-    assert interface_for(endpoint, "fd00::7") == "lo"
+    assert endpoint.interface_of("fd00::7") == "lo"
 
 
 @pytest.mark.parametrize(
@@ -239,12 +239,12 @@ def test_ipv6_addresses_come_from_proc(tmp_path: Path) -> None:
         ("node.example", None),
     ],
 )
-def test_interface_for(address: str, expected: str | None) -> None:
+def test_interface_of(address: str, expected: str | None) -> None:
     interfaces = (
         Interface(name="lo", addresses=("127.0.0.1",)),
         Interface(name="eth0", addresses=("10.0.0.1", "10.0.0.9")),
     )
-    assert interface_for(member(interfaces=interfaces), address) == expected
+    assert member(interfaces=interfaces).interface_of(address) == expected
 
 
 def test_co_location_rests_on_the_kernel_never_on_the_host_name() -> None:

@@ -1,4 +1,4 @@
-"""The listener threads of the socket lane: who polls, while methods run and after failures."""
+"""The threads of the socket lane: who polls, while methods run and after failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.lanes.socket.listeners import ATTEND_S, Listeners
+from raytorchrpc.lanes.socket.selector import BRIEF_S, Selector
 from raytorchrpc.process import threads
 
 PATIENCE_S = 20.0
@@ -33,10 +33,10 @@ class Source:
     def arrive(self) -> None:
         os.eventfd_write(self.fd, 1)
 
-    def attend(self) -> bool:
+    def enable_if_unread(self) -> bool:
         return False
 
-    def rearm(self) -> None:
+    def enable_again(self) -> None:
         """It is always polled."""
 
 
@@ -47,8 +47,8 @@ def read(source: Source, tasks: deque[Task]) -> None:
 
 
 @pytest.fixture
-def listeners() -> Iterator[Listeners[Source]]:
-    made: Listeners[Source] = Listeners("test", read, lambda fd: True, lambda: None)
+def selector() -> Iterator[Selector[Source]]:
+    made: Selector[Source] = Selector("test", read, lambda fd: True, lambda: None)
     made.start(lambda work: threading.Thread(target=work, daemon=True).start())
     yield made
     sources = list(made.connections.values())
@@ -57,23 +57,23 @@ def listeners() -> Iterator[Listeners[Source]]:
         os.close(source.fd)
 
 
-def add(listeners: Listeners[Source], *tasks: Task) -> Source:
+def add(selector: Selector[Source], *tasks: Task) -> Source:
     source = Source(*tasks)
-    assert listeners.add(source)
+    assert selector.add(source)
     return source
 
 
-def meeting(listeners: Listeners[Source]) -> None:
+def meeting(selector: Selector[Source]) -> None:
     """A method waits for a method of another connection."""
     met, done = threading.Event(), threading.Event()
-    other = add(listeners, met.set)
+    other = add(selector, met.set)
 
     def wait() -> None:
         other.arrive()
         if met.wait(PATIENCE_S):
             done.set()
 
-    add(listeners, wait).arrive()
+    add(selector, wait).arrive()
     assert done.wait(PATIENCE_S)
 
 
@@ -91,60 +91,60 @@ def fail_once(where: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> threadi
     return failed
 
 
-def test_a_method_may_wait_for_another_one(listeners: Listeners[Source]) -> None:
+def test_a_method_may_wait_for_another_one(selector: Selector[Source]) -> None:
     for _ in range(3):
-        meeting(listeners)
+        meeting(selector)
 
 
-def test_many_brief_methods_do_not_keep_the_leader_from_polling(listeners: Listeners[Source]) -> None:
+def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Selector[Source]) -> None:
     done = threading.Event()
-    other = add(listeners)
+    other = add(selector)
 
     def brief() -> None:
-        until = time.monotonic() + ATTEND_S / 4
+        until = time.monotonic() + BRIEF_S / 4
         while time.monotonic() < until:
             pass
 
-    add(listeners, other.arrive, *[brief] * 40, done.set).arrive()
+    add(selector, other.arrive, *[brief] * 40, done.set).arrive()
     assert done.wait(PATIENCE_S)
     assert other.left and other.left[0] > 0
 
 
 def test_a_leader_is_replaced_after_an_attempt_failed(
-    listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch
+    selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed = fail_once(listeners._replacement, "clear", monkeypatch)
-    meeting(listeners)
+    failed = fail_once(selector._takeover, "clear", monkeypatch)
+    meeting(selector)
     assert failed.is_set()
 
 
-def test_a_method_runs_after_its_start_failed(listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_runs_after_its_start_failed(selector: Selector[Source], monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be admitted, and would keep all others out."""
-    failed, done = fail_once(listeners, "_ensure_another", monkeypatch), threading.Event()
-    add(listeners, done.set).arrive()
+    failed, done = fail_once(selector, "_ensure_follower", monkeypatch), threading.Event()
+    add(selector, done.set).arrive()
     assert done.wait(PATIENCE_S)
     assert failed.is_set()
 
 
 def test_a_thread_that_could_not_be_started_is_not_counted(
-    listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch
+    selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = fail_once(threads, "start", monkeypatch)
-    meeting(listeners)
+    meeting(selector)
     assert failed.is_set()
-    meeting(listeners)  # which has to start one
+    meeting(selector)  # which has to start one
 
 
-def test_all_threads_end_if_none_can_poll(listeners: Listeners[Source], monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting(listeners)  # there are several now
+def test_all_threads_end_if_none_can_poll(selector: Selector[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting(selector)  # there are several now
     monkeypatch.setattr(threads, "_HOPELESS_S", 0.2)
-    monkeypatch.setattr(listeners, "_give_up", listeners.close)
-    freed, free = threading.Event(), listeners._free
-    monkeypatch.setattr(listeners, "_free", lambda: (free(), freed.set()))
+    monkeypatch.setattr(selector, "_give_up", selector.close)
+    freed, free = threading.Event(), selector._free
+    monkeypatch.setattr(selector, "_free", lambda: (free(), freed.set()))
 
     def fail(patience_s: float) -> None:
         raise OSError("the epoll set is broken")
 
-    monkeypatch.setattr(listeners, "_poll", fail)
-    add(listeners).arrive()
+    monkeypatch.setattr(selector, "_poll", fail)
+    add(selector).arrive()
     assert freed.wait(PATIENCE_S)

@@ -1,0 +1,438 @@
+"""The threads of the socket lane: a leader, which polls the connections, and its followers.
+
+The leader reads what has arrived on any connection, and runs the methods of the requests itself, one after another.
+While it runs brief methods nobody polls, because a second thread would only compete for the interpreter lock. A
+follower takes over when a method has run for ``BRIEF_S``, or at once if the methods of late have not been brief. So a
+request costs one wake-up, and a long method delays no other request for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from raytorchrpc.lanes.base import Spawn
+from raytorchrpc.lanes.socket.polling import AnyReadable, Spinner, Timer
+from raytorchrpc.process import threads
+
+#: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
+#: twice as long (seconds).
+BRIEF_S = 0.001
+#: Callers do not spin for this time after a request was served (seconds).
+_SERVING_S = 0.001
+#: Pause between attempts to accept while the process has no descriptor left (seconds).
+_ACCEPT_PAUSE_S = 0.05
+#: Followers kept. More are started while many methods run at once.
+_FOLLOWERS = 4
+_MOST_EVENTS = 64
+_READ = select.EPOLLIN | select.EPOLLRDHUP
+_READ_ONCE = _READ | select.EPOLLONESHOT
+
+Task = Callable[[], None]
+
+
+class Readable(Protocol):
+    """A connection, as the selector sees it."""
+
+    fd: int
+    accepted: bool
+
+    def enable_if_unread(self) -> bool:
+        """Called soon after ``Selector.enable_later``. Returns whether to call it again."""
+
+    def enable_again(self) -> None:
+        """Called after a thread failed: have the leader poll the connection, if no thread reads it."""
+
+
+R = TypeVar("R", bound=Readable)
+
+
+class Selector(Generic[R]):
+    """Polls the connections of one lane, and runs the methods of the requests. Thread-safe."""
+
+    def __init__(
+        self,
+        me: str,
+        read: Callable[[R, deque[Task]], None],
+        accept: Callable[[int], bool],
+        give_up: Callable[[], None],
+    ) -> None:
+        """``read`` reads a readable connection and adds the methods to run. ``accept`` handles a readable listening
+        socket; it returns False if the process has no descriptor left. ``give_up`` is called if threads fail without
+        end.
+        """
+        self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
+        self._lock = threading.Lock()
+        self.closed = False
+        self.connections: dict[int, R] = {}
+        """By descriptor."""
+        self._listening: set[int] = set()
+        self._spawn: Spawn | None = None
+        self._threads = 0
+        self._idle = 0  # those that lead or follow
+        self._standing_in = False  # a thread that was started for other work follows
+        self._short = f"{me} reads requests when its methods are done"
+        self._leader: object | None = None
+        self._leading_thread = 0
+        self._tasks: deque[Task] = deque()
+        self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
+        self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
+        self._served = self._polled = 0.0
+        self._spinner = Spinner()
+        self._epoll, self._followers = select.epoll(), select.epoll()
+        self.fd = self._epoll.fileno()
+        self._has_events = AnyReadable(self.fd)
+        self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # level-triggered: it wakes every thread
+        self._vacancy = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._takeover, self._takeover_runs = Timer(BRIEF_S), False
+        self._enabling = Timer(BRIEF_S)
+        self._unread: list[R] = []  # for enable_if_unread
+        self._epoll.register(self._end, select.EPOLLIN)
+        self._epoll.register(self._enabling.fd, select.EPOLLIN)
+        self._followers.register(self._end, select.EPOLLIN)
+        for fd in (self._vacancy, self._takeover.fd):  # edge-triggered: each event wakes one thread
+            self._followers.register(fd, select.EPOLLIN | select.EPOLLET)
+
+    # --- what is polled --------------------------------------------------------------------------------------
+
+    def listen_to(self, fd: int) -> None:
+        """Poll a listening socket."""
+        self._listening.add(fd)
+        self._epoll.register(fd, _READ_ONCE)
+
+    def add(self, connection: R) -> bool:
+        """Add a connection; accepted ones are polled from now on. Returns False after ``close``."""
+        with self._lock:
+            if not self.closed:
+                self._epoll.register(connection.fd, _READ if connection.accepted else 0)
+                self.connections[connection.fd] = connection
+            return not self.closed
+
+    def remove(self, connection: R) -> None:
+        """Stop polling a connection."""
+        with self._lock:
+            self.connections.pop(connection.fd, None)
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(connection.fd)
+
+    def enable(self, fd: int, events: int = _READ) -> None:
+        """Poll this descriptor; with no ``events``, do not: a caller reads it."""
+        try:  # contextlib.suppress would take longer
+            self._epoll.modify(fd, events)
+        except (OSError, ValueError):  # closed meanwhile
+            return
+
+    def enable_later(self, connection: R) -> None:
+        """Call ``enable_if_unread`` soon: a caller is expected to read the connection before."""
+        with self._lock:
+            if not self._unread and not self.closed:
+                self._enabling.set()
+            self._unread.append(connection)
+
+    def _enable_unread(self) -> None:
+        with self._lock:
+            unread, self._unread = self._unread, []
+            if not self.closed:
+                self._enabling.clear()
+        again = [connection for connection in unread if connection.enable_if_unread()]  # after a failure see _restore
+        with self._lock:
+            self._unread += again
+            if self._unread and not self.closed:
+                self._enabling.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether another thread serves requests, is about to, or did a moment ago. A thread that spins would compete
+        with it for the interpreter lock.
+        """
+        if self._leading_thread == threading.get_ident():
+            return False
+        return self._began != 0.0 or time.monotonic() - self._served < _SERVING_S or self._has_events()
+
+    # --- begin and end ---------------------------------------------------------------------------------------
+
+    def start(self, spawn: Spawn) -> None:
+        """Start the first thread. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
+        self._spawn = spawn
+        self._add_thread()
+
+    def close(self) -> bool:
+        """Wake all threads so that they end. The last one frees the descriptors. Returns False if closed before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            os.eventfd_write(self._end, 1)  # under the lock: the last thread to see it closes it
+        return True
+
+    def retire(self, leaving: int) -> None:
+        """End so many threads. After ``close``, free the descriptors if none is left."""
+        with self._lock:
+            self._threads -= leaving
+            if self.closed and self._threads == 0:
+                self._free()
+
+    def after_fork(self) -> None:
+        """Close this process's descriptors. The epoll sets and their content belong to the parent."""
+        self.closed = True
+        self._lock = threading.Lock()
+        self._free()
+
+    def _free(self) -> None:
+        end, self._end = self._end, -1
+        if end >= 0:
+            for part in (self._epoll, self._followers, self._enabling, self._takeover):
+                part.close()
+            os.close(self._vacancy)
+            os.close(end)
+
+    # --- how many threads ------------------------------------------------------------------------------------
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self._threads += 1
+            self._idle += 1
+            number = self._threads
+        try:
+            threads.start(self._take_turns, name=f"raytorchrpc-{self._me}-listener-{number}")
+        except BaseException:
+            self._remove_idle()
+            raise
+
+    def _remove_idle(self) -> None:
+        with self._lock:
+            self._idle -= 1
+        self.retire(1)
+
+    def _ensure_follower(self) -> None:
+        """Have a follower: the calling thread, the leader, is about to do something that may block."""
+        if self._idle > 1:
+            return
+        try:
+            self._add_thread()
+        except (threads.ThreadShortage, MemoryError) as error:
+            threads.report(error, f"{self._me} reads requests when a thread is free")
+
+    def _begin_task(self) -> bool:
+        """Under the lock: this thread neither leads nor follows. Returns whether to call ``_request_stand_in``."""
+        self._idle -= 1
+        alone = not (self._idle or self._standing_in or self.closed)
+        if alone:
+            self._standing_in = True
+        return alone
+
+    def _request_stand_in(self) -> None:
+        """Have a thread follow that was started for other work. Never raises."""
+        assert self._spawn is not None
+        try:
+            self._spawn(self._stand_in)
+        except Exception as error:
+            self._standing_in = False
+            threads.report(error, self._short)
+
+    def _stand_in(self) -> None:
+        """Follow or lead for a moment, on a thread started for other work, until one of ours can be started."""
+        with contextlib.suppress(threads.ThreadShortage, MemoryError):
+            if self._idle == 0:
+                self._add_thread()
+        with self._lock:
+            if self._idle > 0 or self.closed:
+                self._standing_in = False
+                return
+            self._threads += 1
+            self._idle += 1
+        me = object()
+        try:
+            stays = self._step(me, threads.PAUSE_S)
+        except BaseException:
+            self._standing_in = False
+            self._remove_idle()
+            self._restore(me)
+            raise
+        self._step_aside(me)
+        if stays:
+            self._remove_idle()
+        self._request_stand_in()
+
+    # --- one thread ------------------------------------------------------------------------------------------
+
+    def _take_turns(self) -> None:
+        me = object()
+
+        def step() -> bool:
+            try:
+                return self._step(me)
+            except BaseException:
+                self._step_aside(me)  # before the pause that follows
+                raise
+
+        def give_up() -> None:
+            self._give_up()
+            self.retire(1)
+
+        threads.serve(step, f"a listener of {self._me}", restore=lambda: self._restore(me), give_up=give_up)
+
+    def _step(self, me: object, patience_s: float = -1) -> bool:
+        """Lead, or follow, until something has happened. Returns False if this thread is to end.
+
+        ``me``: stands for the calling thread. ``patience_s``: longest wait; without a limit if negative.
+        """
+        polled = self._polled
+        while not self.closed:
+            with self._lock:
+                if self._leader is None:
+                    self._become_leader(me)
+            if self._leader is me:
+                return self._lead(me, patience_s)
+            self._follow(me, patience_s)
+            if patience_s >= 0 or self._polled != polled:  # else another leader has failed, which is no success
+                return True
+        self.retire(1)
+        return False
+
+    def _lead(self, me: object, patience_s: float) -> bool:
+        """Poll and run methods. Returns False if this thread is to end."""
+        if not self._tasks or self._is_late():
+            self._poll(0 if self._tasks else patience_s)
+        while self._leader is me and self._tasks:
+            self._run_next(me)
+            if self._is_late():
+                break
+        if self._leader is me:
+            return True
+        with self._lock:
+            if self._idle <= _FOLLOWERS or self.closed:
+                return True
+            self._idle -= 1
+            self._threads -= 1
+            return False
+
+    def _is_late(self) -> bool:
+        """Whether methods, however brief, have kept the leader from polling for so long that it polls next."""
+        return time.monotonic() - self._polled >= BRIEF_S
+
+    def _become_leader(self, me: object) -> None:
+        """Under the lock."""
+        self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
+
+    def _follow(self, me: object, patience_s: float) -> None:
+        """Wait until there is no leader, or until the present one has been running a method for too long."""
+        with contextlib.suppress(InterruptedError):
+            if any(fd == self._takeover.fd for fd, _ in self._followers.poll(patience_s, 1)):
+                self._take_over(me)
+
+    def _take_over(self, me: object) -> None:
+        with self._lock:
+            if self.closed:
+                return
+            self._takeover.clear()
+            began = self._began
+            late = began and time.monotonic() - began >= BRIEF_S
+            self._takeover_runs = bool(began) and not late
+            if self._takeover_runs:
+                self._takeover.set()
+            if late:
+                self._become_leader(me)
+                self._brief = False
+
+    def _poll(self, patience_s: float) -> None:
+        events: list[tuple[int, int]] = []
+
+        def poll_now() -> bool:
+            events[:] = self._epoll.poll(0, _MOST_EVENTS)
+            return bool(events)
+
+        if patience_s < 0 and self._spinner.should_spin():
+            self._spinner.spin(poll_now)
+        if not events:
+            began = time.perf_counter()
+            try:
+                events = self._epoll.poll(patience_s, _MOST_EVENTS)
+            except InterruptedError:
+                return
+            self._spinner.slept(time.perf_counter() - began)
+        for fd, _ in events:
+            if (connection := self.connections.get(fd)) is not None:
+                self._read(connection, self._tasks)
+            elif fd == self._enabling.fd:
+                self._enable_unread()
+            elif fd in self._listening:
+                self._tasks.append(lambda fd=fd: self._accept_from(fd))  # type: ignore[misc]
+        self._polled = time.monotonic()
+
+    def _run_next(self, me: object) -> None:
+        """As the leader, run the next method, during which another thread may become the leader."""
+        self._ensure_follower()
+        began = time.monotonic()
+        with self._lock:
+            keeps = self._brief
+            if keeps:
+                if not self._takeover_runs:
+                    self._takeover.set()
+                    self._takeover_runs = True
+                self._began = began
+            else:
+                self._vacate()
+            alone = self._begin_task()
+            task = self._tasks.popleft()  # last, because a task that is taken must run: its method may be admitted
+        if alone:
+            self._request_stand_in()
+        try:
+            task()
+        finally:
+            with self._lock:
+                self._idle += 1
+                if self._leader is me:
+                    self._began = 0.0
+            self._served = time.monotonic()
+            if self._served - began < BRIEF_S:
+                self._brief = True
+            elif not keeps:  # else _take_over has noted it, unless the method stepped down
+                self._brief = False
+
+    def _vacate(self) -> None:
+        """Under the lock: have a follower lead instead of this thread."""
+        self._leader, self._began = None, 0.0
+        if not self.closed:
+            os.eventfd_write(self._vacancy, 1)
+
+    def step_down(self) -> None:
+        """The calling thread is about to wait for something. If it is the leader, another one leads."""
+        if self._leading_thread == threading.get_ident():
+            with self._lock:
+                if self._began and self._leading_thread == threading.get_ident():
+                    self._vacate()
+
+    def _step_aside(self, me: object) -> None:
+        with self._lock:
+            if self._leader is me or self._leader is None:  # or this thread has woken to lead, and will not
+                self._vacate()
+
+    def _accept_from(self, fd: int) -> None:
+        try:
+            if not self._accept(fd):  # the connection waits in the backlog, so epoll would report it again at once
+                threading.Event().wait(_ACCEPT_PAUSE_S)
+        finally:
+            self.enable(fd, _READ_ONCE)
+
+    def _restore(self, me: object) -> None:
+        """After this thread failed, what it was handling may not be polled any more: poll everything."""
+        self._step_aside(me)
+        for fd in list(self._listening):
+            self.enable(fd, _READ_ONCE)
+        for connection in list(self.connections.values()):
+            connection.enable_again()
+        with self._lock:
+            if not self.closed:
+                self._takeover.set()  # it may have been about to replace the leader
+                self._takeover_runs = True
+                if self._unread:
+                    self._enabling.set()
