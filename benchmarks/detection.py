@@ -70,13 +70,13 @@ def measure(runs: int) -> dict[str, list[Figures]]:
         (1, {"process killed, one host": process_dies}),
         (2, {"process killed, two hosts": process_dies, f"cable pulled, deadline {DEADLINE_S:g} s": cable_pulled}),
     ):
-        with cluster(count, failures=100, cpus=1) as hosts, driver(hosts[0], "serve", module="wandering") as asked:
+        with cluster(count, failures=100, cpus=1) as hosts, driver(hosts[0]) as asked:
             for title, case in cases.items():
                 for _ in range(runs):
                     found.setdefault(title, []).append(case(hosts, asked))
                     asked.ask("end")
     for _ in range(runs):  # hosts that are powered off stay off
-        with cluster(3, failures=3, cpus=1) as hosts, driver(hosts[0], "serve", module="wandering") as asked:
+        with cluster(3, failures=3, cpus=1) as hosts, driver(hosts[0]) as asked:
             found.setdefault("host without power, three hosts", []).append(power_fails(hosts, asked))
     return found
 

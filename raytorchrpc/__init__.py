@@ -5,6 +5,9 @@ into a group whose members call each other without it. Importing this changes no
 in an actor that Ray has restarted it lets the actor's group take it back.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
@@ -36,10 +39,6 @@ from raytorchrpc.errors import (
     SerializationError,
     TransferFailed,
 )
-from raytorchrpc.group.changes import Change
-from raytorchrpc.group.group import Group, get_group, init_group
-from raytorchrpc.membership import join
-from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
 from raytorchrpc.patterns.queues.handles import Queue, Subscription, Topic
 from raytorchrpc.patterns.weights.conversions import BlockFp8
 from raytorchrpc.patterns.weights.shards import Shard
@@ -102,10 +101,34 @@ __all__ = [
 ]
 
 
+#: A driver needs these when it forms a group; they take as long to load as all the others.
+_LOADED_WHEN_USED = {
+    "Change": "raytorchrpc.group.changes",
+    **dict.fromkeys(("Group", "get_group", "init_group"), "raytorchrpc.group.group"),
+    **dict.fromkeys(
+        ("ProcessGroupInfo", "process_group", "process_group_info"), "raytorchrpc.membership.process_group"
+    ),
+}
+
+if TYPE_CHECKING:
+    from raytorchrpc.group.changes import Change
+    from raytorchrpc.group.group import Group, get_group, init_group
+    from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LOADED_WHEN_USED:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(_LOADED_WHEN_USED[name]), name)
+        return found
+
+
 def __dir__() -> list[str]:
     return [*__all__, "__version__", "errors"]
 
 
 if ray_internals.runs_tasks():
+    from raytorchrpc.membership import join  # a group waits for its slowest member
+
     join.preload()
 rejoin.begin()

@@ -10,15 +10,8 @@ from typing import Any, TypeVar, overload
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.options import checked_retry
-from raytorchrpc.calls.server.exposed import (
-    MARK,
-    Exposed,
-    generate_in_turn,
-    generate_in_turn_on_loop,
-    take_turn,
-    take_turn_on_loop,
-)
-from raytorchrpc.calls.server.streams import StreamJob
+from raytorchrpc.calls.server.exposed import MARK, Exposed, in_turn
+from raytorchrpc.calls.server.streams import ServedStream
 from raytorchrpc.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -100,10 +93,9 @@ def method(
     group = ray_internals.concurrency_group_of(function)
     note = Exposed(function, concurrent, group, on_loop, share, keep, retry=checked_retry(retry))
     if streams:
-        note = note._replace(ahead=_AHEAD if ahead is None else ahead, job=StreamJob)
-        wrapper: Any = (_gated_async_generator if on_loop else _gated_generator)(note)
-    else:
-        wrapper = (_gated_coroutine if on_loop else _gated)(note, objectref)
+        note = note._replace(ahead=_AHEAD if ahead is None else ahead, call=ServedStream)
+    # Ray registers transports in a new actor, but not in a restarted one; and the method may import DTensors first.
+    wrapper: Any = in_turn(note, rdt.enable) if objectref else in_turn(note)
     # Ray unwraps a method to read the attributes that ray.method set; applied after ours, they are on the wrapper.
     wrapper.__signature__ = inspect.signature(function)
     del wrapper.__wrapped__
@@ -126,50 +118,3 @@ def _checked_stream(function: Any, objectref: bool, ahead: Any) -> bool:
     if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
         raise ConfigurationError(f"ahead= must be a whole number of at least 1, not {ahead!r}")
     return True
-
-
-def _gated_generator(note: Exposed) -> Callable[..., Any]:
-    @functools.wraps(note.function)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (yield from generate_in_turn(note, self, args, kwargs))
-
-    return wrapper
-
-
-def _gated_async_generator(note: Exposed) -> Callable[..., Any]:
-    @functools.wraps(note.function)
-    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generator = generate_in_turn_on_loop(note, self, args, kwargs)
-        try:
-            async for item in generator:
-                yield item
-        finally:
-            await generator.aclose()
-
-    return wrapper
-
-
-def _gated(note: Exposed, objectref: bool) -> Callable[..., Any]:
-    @functools.wraps(note.function)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if objectref:
-            rdt.enable()  # Ray registers transports in a new actor, but not in a restarted one
-        result = take_turn(note, self, args, kwargs)
-        if objectref:
-            rdt.enable()  # again: the method may have been the first to import DTensors
-        return result
-
-    return wrapper
-
-
-def _gated_coroutine(note: Exposed, objectref: bool) -> Callable[..., Any]:
-    @functools.wraps(note.function)
-    async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if objectref:
-            rdt.enable()
-        result = await take_turn_on_loop(note, self, args, kwargs)
-        if objectref:
-            rdt.enable()
-        return result
-
-    return wrapper

@@ -19,7 +19,7 @@ from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
 from raytorchrpc.calls.peers import Member, PeerTable, process_token
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
-from raytorchrpc.calls.server.served_call import Callee, Replies
+from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
 from raytorchrpc.calls.server.streams import StreamTable
@@ -84,7 +84,6 @@ class LocalMember:
             self.workers,
             self.deadlines,
         )
-        self.replies = Replies(me.name, self.codec, self.deadlines)
         token = process_token(generation, me.rank, me.incarnation)
         callee = Callee(
             me.name,
@@ -92,7 +91,6 @@ class LocalMember:
             self,
             self.codec,
             self.payloads,
-            self.replies,
             self.workers,
             self.deadlines,
             StreamTable(),
@@ -123,7 +121,7 @@ class LocalMember:
             with suppress(Exception):
                 lane.close()
         self.services.close()
-        self.replies.close()
+        self.incoming.callee.replies.close()
         self.workers.stop()
         self.deadlines.stop()
         self.cleanup.stop()

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from raytorchrpc.calls.scope import on_loop
-from raytorchrpc.lanes.base import Message, Reply
 
 #: A mark is a number within its caller, above the caller's rank, so that no two calls of a group have the same.
 _RANK_SHIFT = 40
@@ -154,16 +153,8 @@ class ServedSpan:
         here, about = self._tracer.here(), {"call": self._name}
         self._tracer.add(Event(kind, f"{kind} by {lane}", self._lap, time.monotonic(), here, None, about))
 
-    def until(self, reply: Reply) -> Reply:
-        """The span ends with its reply. Recorded just before the reply is sent, so that its receiver finds the span."""
-
-        def last(message: Message) -> None:
-            self._end()
-            reply(message)
-
-        return last
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """The reply is about to be sent; its receiver is to find the span."""
         if self._ended:  # a reply that no lane took is followed by another
             return
         self._ended = True

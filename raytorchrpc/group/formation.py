@@ -110,7 +110,6 @@ class Formation:
         roster: Roster,
         participants: dict[str, Any],
         timeout_s: float,
-        tried: Mapping[str, int] | None = None,
         call_all: Callable[..., Answers] = ray_calls.call_all,
         undo_s: float = _UNDO_S,
         *,
@@ -118,11 +117,10 @@ class Formation:
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
-        ``tried``: see Roster.admit. ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
+        ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
         how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on.
         """
         self.participants = participants
-        self._tried = tried
         self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s if deadline is None else deadline
@@ -140,7 +138,7 @@ class Formation:
         self._refuse_taken(probes)
         elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
         roster = replace(self.roster, highest_id=max(self.roster.highest_id, elsewhere))
-        self.roster = roster.admit(self.participants, probes, self._tried)
+        self.roster = roster.admit(self.participants, probes)
         records = self.roster.records
         if any(records[name].probe.agent is None or records[name].renew_agent for name in self.participants):
             # All of them: whoever has known an id that a newcomer gets must not meet another process under it, even if
@@ -267,18 +265,19 @@ def form_group(
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     deadline = time.monotonic() + timeout_s
-    call_all = partial(ray_calls.call_all, notice=ray_calls.WaitingNotice(roster.name))
-    while True:
-        formation = Formation(roster, participants, timeout_s, call_all=call_all, deadline=deadline)
-        try:
-            formation.probe()
+    with ray_calls.WaitingNotice(roster.name) as notice:
+        call_all = partial(ray_calls.call_all, notice=notice)
+        while True:
+            formation = Formation(roster, participants, timeout_s, call_all=call_all, deadline=deadline)
             try:
-                prepared = formation.prepare()
-                info = formation.roster.info(prepared)
-                formation.commit(info, prepared)
-                return finish(formation.roster, info, prepared)
-            except BaseException:
-                formation.roll_back()
-                raise
-        except BootstrapError as error:
-            formation.raise_unless_restarted(error)
+                formation.probe()
+                try:
+                    prepared = formation.prepare()
+                    info = formation.roster.info(prepared)
+                    formation.commit(info, prepared)
+                    return finish(formation.roster, info, prepared)
+                except BaseException:
+                    formation.roll_back()
+                    raise
+            except BootstrapError as error:
+                formation.raise_unless_restarted(error)

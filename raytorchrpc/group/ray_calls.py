@@ -41,6 +41,8 @@ _ASK_AGAIN_S = 2.0
 
 #: When a group that forms first says whom it waits for, how often then, and how many members it names (seconds).
 _FIRST_NOTICE_S, _NOTICE_S, NAMED = 3.0, 10.0, 8
+#: Erases the line of a terminal.
+_ERASED = "\r\x1b[K"
 
 #: Generations of groups that this process has ended. Their members may not have left yet.
 ended_here: deque[str] = deque(maxlen=1024)
@@ -62,59 +64,48 @@ def call_all(
     first failure ends the wait, and members that have not answered are in neither. With ``retry_restarting`` an actor
     that is restarting is called again. ``notice`` says meanwhile whom this waits for.
     """
-    try:
-        return _call_all(handles, function, arguments, deadline, fail_fast, retry_restarting, notice)
-    finally:
-        if notice is not None:
-            notice.clear()
-
-
-def _call_all(
-    handles: Mapping[str, Any],
-    function: Callable[..., Any],
-    arguments: Arguments,
-    deadline: float,
-    fail_fast: bool,
-    retry_restarting: bool,
-    notice: WaitingNotice | None,
-) -> Answers:
     results: dict[str, Any] = {}
     failures: dict[str, Exception] = {}
     pending: dict[Any, str] = {}
-    for member, args in arguments.items():
-        if handles[member] is not None:
-            try:
-                pending[_call(handles[member], function, args)] = member
-            except RayError as error:  # its queue is full
-                failures[member] = error
-    for member, args in arguments.items():
-        if handles[member] is None:
-            try:
-                results[member] = function(None, *args)
-            except RayTorchRpcError as error:
-                failures[member] = error
-    while pending and not (fail_fast and failures):
-        remaining = max(0.0, deadline - time.monotonic())
-        until_notice = math.inf if notice is None else notice.due_in()
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(remaining, until_notice))
-        if not ready and notice is not None and until_notice < remaining:
-            notice.give({member: handles[member] for member in pending.values()})
-            continue
-        if not ready:
-            failures.update({member: TimeoutError("no answer") for member in pending.values()})
-            break
-        member = pending.pop(ready[0])
+
+    def send(member: str) -> None:
         try:
-            results[member] = ray.get(ready[0], timeout=max(1.0, remaining))
+            pending[_call(handles[member], function, arguments[member])] = member
+        except RayError as error:  # its queue is full
+            failures[member] = error
+
+    def take(reference: Any, member: str) -> None:
+        try:
+            results[member] = ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
         except RayTaskError as error:
             failures[member] = error.cause if isinstance(error.cause, Exception) else error
         except RayError as error:
             restarting = isinstance(error, ActorUnavailableError)
-            if not (restarting and retry_restarting) or time.monotonic() >= deadline:
+            if restarting and retry_restarting and time.monotonic() < deadline:
+                threading.Event().wait(_RESTART_POLL_S)  # Ray offers nothing to wait on
+                send(member)
+            else:
                 failures[member] = error
-                continue
-            threading.Event().wait(_RESTART_POLL_S)  # Ray offers nothing to wait on
-            pending[_call(handles[member], function, arguments[member])] = member
+
+    here = [member for member in arguments if handles[member] is None]
+    for member in arguments:
+        if member not in here:
+            send(member)
+    for member in here:
+        try:
+            results[member] = function(None, *arguments[member])
+        except RayTorchRpcError as error:
+            failures[member] = error
+    while pending and not (fail_fast and failures):
+        until = deadline if notice is None else min(deadline, notice.due)
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        if ready:
+            take(ready[0], pending.pop(ready[0]))
+        elif notice is not None and until < deadline:
+            notice.give({member: handles[member] for member in pending.values()})
+        else:
+            failures.update({member: TimeoutError("no answer") for member in pending.values()})
+            break
     for reference in pending:
         _ignore_error(reference)
     return results, failures
@@ -123,37 +114,34 @@ def _call_all(
 class WaitingNotice:
     """Says whom a group that forms waits for, and why: after 3 s, and then every 10 s.
 
-    On a terminal it rewrites one line; elsewhere it is logged.
+    On a terminal it rewrites one line, which it erases in the end; elsewhere it is logged. A context manager.
     """
 
     def __init__(self, group: str) -> None:
         self._group, self._since = group, time.monotonic()
-        self._due = self._since + _FIRST_NOTICE_S
+        self.due = self._since + _FIRST_NOTICE_S
+        """When the next notice is to be given (``time.monotonic``)."""
         self._has_line = False
-
-    def due_in(self) -> float:
-        """Seconds until the next notice."""
-        return max(0.0, self._due - time.monotonic())
 
     def give(self, handles: Mapping[str, Any]) -> None:
         """Name these members. ``handles``: by name."""
-        self._due = time.monotonic() + _NOTICE_S
+        self.due = time.monotonic() + _NOTICE_S
         shown = dict(list(handles.items())[:NAMED])
         reasons = "; ".join(f"{name}: {why}" for name, why in why_silent(shown).items())
         more = f"; and {len(handles) - len(shown)} more" if len(handles) > len(shown) else ""
         text = f"group {self._group!r}, after {time.monotonic() - self._since:.0f} s, waits for {reasons}{more}"
         if sys.stderr.isatty():
-            columns = shutil.get_terminal_size().columns
-            print(f"\r\x1b[K{text[: columns - 1]}", end="", file=sys.stderr, flush=True)
+            print(_ERASED + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
             self._has_line = True
         else:
             logger.warning("%s", text)
 
-    def clear(self) -> None:
-        """Erase the line on a terminal."""
+    def __enter__(self) -> WaitingNotice:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._has_line:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self._has_line = False
+            print(_ERASED, end="", file=sys.stderr, flush=True)
 
 
 def why_silent(handles: Mapping[str, Any]) -> dict[str, str]:
@@ -163,13 +151,13 @@ def why_silent(handles: Mapping[str, Any]) -> dict[str, str]:
     except Exception as error:  # Ray may not keep task events
         logger.debug("Ray does not say what its actors run: %s", error)
         running = {}
-    return {name: _why_silent(handle, running) for name, handle in handles.items()}
+    actors = {name: ray_internals.actor_id_of(handle) for name, handle in handles.items()}
+    return {name: _why_silent(actor_id, running.get(actor_id)) for name, actor_id in actors.items()}
 
 
-def _why_silent(handle: Any, running: Mapping[str, str]) -> str:
-    """``running``: see ``ray_internals.running_methods``."""
-    actor_id = ray_internals.actor_id_of(handle)
-    state, method = ray_internals.actor_state(actor_id).state, running.get(actor_id)
+def _why_silent(actor_id: str, method: str | None) -> str:
+    """``method``: what the actor runs, as far as Ray has said."""
+    state = ray_internals.actor_state(actor_id).state
     if method is not None:  # ours: its process imports this package first
         said = {"__ray_call__": "loading raytorchrpc", "__init__": "still in its __init__"}
         return said.get(method, f"busy in {method}")
@@ -229,19 +217,18 @@ class RestartedActors:
         """Post which actors the group readmits; None removes the record, and ends all waits for answers. Failures are
         only logged.
         """
-        record = None
         if roster is None and not self._ended.is_set():
             self._ended.set()
             ended_here.append(self._generation)
         try:
             if roster is not None:
-                actors = tuple(
-                    ray_internals.actor_id_of(handle) for handle in roster.handles.values() if handle is not None
-                )
+                actors = [ray_internals.actor_id_of(handle) for handle in roster.handles.values() if handle is not None]
                 node_id = ray.get_runtime_context().get_node_id()
-                record = Record(roster.name, actors, roster.owner, os.getpid(), node_id, roster.config.rpc_timeout_s)
-            post_record(self._generation, record)
-            if record is None:
+                timeout_s = roster.config.rpc_timeout_s
+                record = Record(roster.name, tuple(actors), roster.owner, os.getpid(), node_id, timeout_s)
+                post_record(self._generation, record)
+            else:
+                post_record(self._generation, None)
                 for process in list(self._asked.values()):  # the thread may be asking another
                     _clear(process)
         except Exception as error:
@@ -256,7 +243,7 @@ class RestartedActors:
         to readmit it, it has to answer a request: it may be suspended, or run a method that holds the interpreter lock,
         and the supervisor would wait for it.
         """
-        process = _process(handle, there)
+        process = Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
         before = self._asked.get(process.actor_id)
         if before != process:
             if before is not None:
@@ -325,10 +312,10 @@ class RestartedActors:
         next_check = time.monotonic() + _ALIVE_S
         while pending and not (fail_fast and failures):
             now = time.monotonic()
-            check = now >= next_check
-            if check:
+            checks = now >= next_check
+            if checks:
                 next_check = now + _ALIVE_S
-            for member, (process, number) in list(pending.items()):
+            for member, (process, number) in pending.items():
                 answer = answer_of(process)
                 if answer is not None and answer[0] == number:
                     ray_internals.store(process.key(REQUESTS), None)  # it may hold the group's secret
@@ -338,19 +325,13 @@ class RestartedActors:
                     failures[member] = TimeoutError("no answer")
                 elif self._ended.is_set():
                     failures[member] = BootstrapError("the group was shut down meanwhile")
-                elif check and not process.is_current():
+                elif checks and not process.is_current():
                     failures[member] = BootstrapError("its process has ended")
                     self._forget(process)
-                else:
-                    continue
-                del pending[member]
+            pending = {member: asked for member, asked in pending.items() if member not in (results | failures)}
             if pending:
                 self._ended.wait(_ANSWER_S)  # Ray's store offers nothing to wait on
         return results, failures
-
-
-def _process(handle: Any, there: ray_internals.ActorState) -> Process:
-    return Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
 
 
 def _clear(process: Process) -> None:

@@ -68,13 +68,11 @@ class Roster:
     highest_id: int = -1
     """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
     next_rank: int = 0
+    tried: Mapping[str, int] = field(default_factory=dict)
+    """The latest incarnation of each member that was not admitted: some member may know it."""
 
-    def admit(
-        self, handles: Mapping[str, Any], probes: Mapping[str, Probe], tried: Mapping[str, int] | None = None
-    ) -> Roster:
-        """The roster with these members, new or restarted. ``tried``: their incarnations that were not admitted, but
-        that some member may know. Raises ConfigurationError, BootstrapError.
-        """
+    def admit(self, handles: Mapping[str, Any], probes: Mapping[str, Probe]) -> Roster:
+        """The roster with these members, new or restarted. Raises ConfigurationError, BootstrapError."""
         records, fresh = dict(self.records), itertools.count(self.next_rank)
         ranks = {name: records[name].member.rank if name in records else next(fresh) for name in probes}
         taken = {record.member.worker_id for record in records.values()}
@@ -91,11 +89,16 @@ class Roster:
                 pid=probe.pid,
                 rpc_name=_rpc_name(actor_id, probe),
                 worker_id=ids[name],
-                incarnation=max(before.incarnation if before else -1, (tried or {}).get(name, -1)) + 1,
+                incarnation=max(before.incarnation if before else -1, self.tried.get(name, -1)) + 1,
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
         admitted = replace(self, records=records, highest_id=max(highest, *ids.values()), next_rank=next(fresh))
         return admitted._decided(self)
+
+    def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
+        """This roster after an attempt to admit these members, which some member may know: its ids are taken."""
+        incarnations = {name: attempt.records[name].member.incarnation for name in names if name in attempt.records}
+        return replace(self, highest_id=attempt.highest_id, tried={**self.tried, **incarnations})
 
     @property
     def credentials(self) -> Credentials:

@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from raytorchrpc._compat import ray_internals
@@ -57,8 +56,6 @@ class Supervisor:
         self._session, self._stopped = ray_internals.current_session(), False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events = EventBus(roster.name)
-        self._tried: dict[str, int] = {}
-        """The latest incarnation of each member that could not be admitted."""
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
         self._connections = ControlConnections(roster.credentials)
@@ -97,7 +94,7 @@ class Supervisor:
 
         def add() -> tuple[str, ...] | None:
             """None: Ray has restarted one of them."""
-            formation = Formation(self.roster, self._newcomers(actors), timeout_s, self._tried, deadline=deadline)
+            formation = Formation(self.roster, self._newcomers(actors), timeout_s, deadline=deadline)
             try:
                 self._admit("added", formation)
             except BootstrapError as error:
@@ -341,7 +338,7 @@ class Supervisor:
         handles = {name: self.roster.records[name].handle for name in names}
         patience_s = max(self._state.lost[name].patience_s for name in names)
         try:
-            its = Formation(self.roster, handles, patience_s, self._tried, self._restarts.call_all, RETURN_S)
+            its = Formation(self.roster, handles, patience_s, self._restarts.call_all, RETURN_S)
             self._admit("back", its)
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
@@ -363,9 +360,7 @@ class Supervisor:
         except BaseException:
             formation.roll_back()
             announcer.mark_behind(others)  # they may know of an arrival that did not happen
-            records = formation.roster.records
-            self._tried.update((name, records[name].member.incarnation) for name in handles if name in records)
-            state.roster = replace(state.roster, highest_id=formation.roster.highest_id)  # and may know its id
+            state.roster = state.roster.after_failure(formation.roster, handles)
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:

@@ -20,7 +20,7 @@ class Completion:
     def __init__(self, lock: Any = None) -> None:
         """``lock``: guards this, and perhaps state of whoever completes it."""
         self._lock = threading.Lock() if lock is None else lock
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
         self.done = False
 
     def complete(self) -> None:
@@ -42,7 +42,7 @@ class Completion:
         self.add_done_callback(arrived.release)
         return arrived.acquire(timeout=timeout_s)
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which is short and does not block, on completion; at once if it is complete."""
         with self._lock:
             if not self.done:
@@ -52,7 +52,7 @@ class Completion:
                 return
         callback()
 
-    def discard_callback(self, callback: Callable[[], None]) -> None:
+    def discard_callback(self, callback: Callable[[], object]) -> None:
         """Call it no more, if it has not been called."""
         with self._lock:
             if callback in self._callbacks:
@@ -62,7 +62,7 @@ class Completion:
         """Called under the lock, when the first callback is added, and when it is completed with callbacks."""
 
 
-def run_reported(callback: Callable[[], None]) -> None:
+def run_reported(callback: Callable[[], object]) -> None:
     """Run a callback; report an exception from it, because others have to run all the same."""
     try:
         callback()

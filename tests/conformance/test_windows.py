@@ -17,7 +17,6 @@ from raytorchrpc.calls.payload import PendingTensors
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.tensors.dtypes import Shape
-from tests.conformance import test_into as into
 from tests.conformance import test_tensor_lanes as tensor_lanes
 from tests.conformance.peers import ALL_DTYPES, export, random, same, tensors
 from tests.conformance.test_tensor_lanes import GPU_KINDS, MIB, Pair
@@ -52,7 +51,9 @@ def _lane() -> WindowLane:
 
 def _column_slice(shape: Shape) -> torch.Tensor:
     dtype, extents = shape
-    return into._plain((dtype, (*extents[:-1], extents[-1] + 16)))[..., 8:-8] if extents else into._plain(shape)
+    if not extents:
+        return tensor_lanes._plain(shape)
+    return tensor_lanes._plain((dtype, (*extents[:-1], extents[-1] + 16)))[..., 8:-8]
 
 
 #: Where a part begins, its target's dtype and shape, and its strides in the flat tensor.
@@ -101,7 +102,7 @@ _ALL = slice(None)
 
 @pytest.mark.parametrize(
     "prepare",
-    [into._plain, _column_slice, into._strided, into._turned, into._on_the_cpu],
+    [tensor_lanes._plain, _column_slice, tensor_lanes._strided, tensor_lanes._turned, tensor_lanes._on_the_cpu],
     ids=lambda made: made.__name__,
 )
 @pytest.mark.parametrize("lend", [False, True])
@@ -143,7 +144,7 @@ def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tens
             shape = tuple(target.shape)
             contiguous = elements[: target.numel()]
             expected = contiguous.view(shape) if strides is None else elements.as_strided(shape, strides)
-            assert same(into._brought(target), expected), (offset, target.dtype, shape)
+            assert same(tensor_lanes._brought(target), expected), (offset, target.dtype, shape)
             memory = target if target._base is None else target._base
             assert (memory.reshape(-1).view(torch.uint8) != 0x55).sum() <= target.nbytes, "nothing else was written"
 

@@ -90,7 +90,7 @@ def test_members_that_stand_still_for_longer_than_a_lease(cluster: None) -> None
     ("arguments", "failures", "struck"),
     [
         (["--faults=20", "--seed=22"], on_hosts.FAILURES, ("PowerOff", "Cable", "Partition")),
-        (["--patterns", "--faults=12", "--seed=23"], on_hosts.PATIENT, ("Partition",)),
+        (["--patterns", "--faults=12", "--seed=26"], on_hosts.PATIENT, ("Partition",)),
     ],
     ids=["calls", "patterns"],
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.multihost.rig import Host, Unavailable, hosts
+from tests.multihost.session import Driver, driver
 
 #: Ray's own start on a host (seconds): about four, more on a busy machine.
 START_S = 90.0
@@ -92,11 +93,17 @@ def two_hosts() -> Iterator[tuple[Host, ...]]:
         yield built
 
 
+@pytest.fixture(scope="session")
+def on_two_hosts(two_hosts: tuple[Host, ...]) -> Iterator[Driver]:
+    with driver(two_hosts[0]) as asked:
+        yield asked
+
+
 @pytest.fixture
-def doomed_hosts() -> Iterator[tuple[Host, ...]]:
-    """One test's own: it may break them."""
-    with given(2, failures=3) as built:
-        yield built
+def asked(on_two_hosts: Driver) -> Iterator[Driver]:
+    """A driver on the first of two hosts; its group ends with the test."""
+    yield on_two_hosts
+    on_two_hosts.ask("end")
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +122,6 @@ def eight_hosts() -> Iterator[tuple[Host, ...]]:
 
 @pytest.fixture
 def doomed_three() -> Iterator[tuple[Host, ...]]:
-    """As ``doomed_hosts``, three of them."""
+    """One test's own: it may break them."""
     with given(3, failures=3, cpus=1) as built:
         yield built

@@ -22,7 +22,7 @@ def allowed(seconds: float) -> float:
 
 
 class Driver:
-    """Answers tasks."""
+    """Answers the tasks of ``tests.multihost.drivers``."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -36,8 +36,6 @@ class Driver:
         self._process.stdin.flush()
         return self.answer(timeout_s)
 
-    # --- of ``tests.multihost.wandering`` ---------------------------------------------------------------------
-
     def await_news(self, *kinds: str, timeout_s: float = TIMEOUT_S) -> tuple[str, list[str], str, float]:
         """The next change of one of these kinds: (kind, members, cause, when)."""
         until = time.monotonic() + timeout_s
@@ -49,10 +47,10 @@ class Driver:
 
 
 @contextmanager
-def driver(host: Host, name: str, head: Host | None = None, module: str = "drivers") -> Iterator[Driver]:
-    """``python -m tests.multihost.<module> <name>`` on this host; ``head``: where Ray's is, if elsewhere."""
-    command = [sys.executable, "-m", f"tests.multihost.{module}", name]
-    process = host.start(command, {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{(head or host).address}:6379"})
+def driver(host: Host) -> Iterator[Driver]:
+    """On this host, which is the head of Ray."""
+    command = [sys.executable, "-m", "tests.multihost.drivers"]
+    process = host.start(command, {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": f"{host.address}:6379"})
     try:
         yield Driver(process)
     finally:

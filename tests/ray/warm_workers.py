@@ -133,7 +133,7 @@ def _serve(listener: socket.socket, raylet: int) -> None:
     if find_spec("pyarrow") is not None:
         import_module(_ARROW)
     sys.path[0] = str(Path(__file__).parents[2])
-    import_module("raytorchrpc").join.preload()
+    import_module("raytorchrpc.membership.join").preload()
     _Hidden("raytorchrpc")
     gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

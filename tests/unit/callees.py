@@ -9,7 +9,7 @@ from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
 from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
-from raytorchrpc.calls.server.served_call import Callee, Replies
+from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.lanes.base import TensorLane
@@ -33,7 +33,6 @@ def make_callee(
     for rank in range(callers):
         peers.add_peer(PeerRoute(Member(rank, f"caller {rank}", None, "node", 0, "", rank + 1), unused, unused, unused))
     payloads = PayloadStep(99, PayloadSplitter(tensor_lanes or {}), cast("DeferredCleanup", None))
-    replies = Replies("callee", codec, deadlines)
     workers = Workers("test")
-    callee = Callee("callee", None, local, codec, payloads, replies, workers, deadlines, StreamTable())
+    callee = Callee("callee", None, local, codec, payloads, workers, deadlines, StreamTable())
     return IncomingCalls(TOKEN, methods or {}, {}, callee, peers)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator
+import functools
+import inspect
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.scope import Scope, current_scope, on_loop
+from raytorchrpc.calls.scope import current_scope, on_loop
 from raytorchrpc.calls.server import gates
 
 MARK = "__raytorchrpc_method__"
@@ -29,8 +31,8 @@ class Exposed(NamedTuple):
     may return a ``services.DeferredReply``."""
     ahead: int = 0
     """Of a generator: how many items its callers ask for ahead."""
-    job: Any = None
-    """The class of its jobs, if it is a special one."""
+    call: Any = None
+    """The subclass of ServedCall that serves its calls, if it is a special one."""
 
 
 def service(function: Callable[..., Any]) -> Exposed:
@@ -44,39 +46,60 @@ def exposed(function: Any) -> Exposed | None:
     return note
 
 
-def _gate_for(note: Exposed, instance: Any) -> gates.Gate | None:
-    """The gate for a call through Ray or from another method of the actor, if it needs an admission."""
-    if note.concurrent:
-        return None
-    group = note.concurrency_group
-    if group is None:  # ray.method, applied after ours, wrote onto the wrapper
-        group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
-    gate = gates.gate_of(instance, group)
-    admission = current_scope.get().admission
-    # A method that calls another method of its own object is admitted already.
-    return None if admission is not None and admission.held else gate
+class _Turn:
+    """A turn of one method at its actor's gate, if it needs one. ``with turn:`` runs a step of the method inside."""
 
+    def __init__(self, gate: gates.Gate | None, label: str) -> None:
+        self._gate, self._label, self._scope = gate, label, current_scope.get()
+        self._admission: gates.Admission | None = None
 
-def take_turn(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gate = _gate_for(note, instance)
-    if gate is None:
-        return note.function(instance, *args, **kwargs)
-    return _run_in_turn(gate, _label(note.function), note.function, (instance, *args), kwargs)
+    @classmethod
+    def of(cls, note: Exposed, instance: Any) -> _Turn:
+        """That of a call through Ray or from another method of the actor."""
+        group, admission = note.concurrency_group, current_scope.get().admission
+        if note.concurrent or (admission is not None and admission.held):
+            return cls(None, "")  # a method that calls another method of its own object is admitted already
+        if group is None:  # ray.method, applied after ours, wrote onto the wrapper
+            group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
+        return cls(gates.gate_of(instance, group), _label(note.function))
 
+    def enter(self) -> None:
+        """Block until admitted.
 
-def _run_in_turn(
-    gate: gates.Gate, label: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    scope = current_scope.get()
-    admission = _enter(gate, label, scope)
-    if admission is None:
-        return function(*args, **kwargs)
-    before = current_scope.set(scope.inside(admission))
-    try:
-        return function(*args, **kwargs)
-    finally:
-        current_scope.reset(before)
-        admission.leave()
+        On an event loop it goes on without an admission if none is free. Waiting would block the loop that the holder
+        needs; nothing else runs on it meanwhile anyway.
+        """
+        if on_loop():
+            self.enter_now()
+        elif self._gate is not None and self._admission is None:
+            self._admission = self._gate.enter(self._label, self._scope.path)
+
+    def enter_now(self) -> None:
+        """Take an admission if one is free."""
+        if self._gate is not None and self._admission is None:
+            self._admission = self._gate.enter_now(self._label)
+
+    async def enter_on_loop(self) -> None:
+        """As ``enter``, from a coroutine."""
+        if self._gate is not None and not self._gate.held(self._scope.path):  # else it would wait for itself
+            self._admission = await self._gate.enter_on_loop(self._label)
+
+    def __enter__(self) -> None:
+        admission = self._admission
+        self._before = current_scope.set(self._scope if admission is None else self._scope.inside(admission))
+
+    def __exit__(self, *_: object) -> None:
+        current_scope.reset(self._before)
+
+    def pause(self) -> None:
+        """Between two steps: a monitor lets others run."""
+        if self._gate is not None and self._gate.lends:
+            self.leave()
+
+    def leave(self) -> None:
+        admission, self._admission = self._admission, None
+        if admission is not None:
+            admission.leave()
 
 
 def _label(function: Callable[..., Any]) -> str:
@@ -84,89 +107,84 @@ def _label(function: Callable[..., Any]) -> str:
     return function.__qualname__.rpartition("<locals>.")[2]
 
 
-def _enter(gate: gates.Gate, label: str, scope: Scope) -> gates.Admission | None:
-    """Block until admitted. None on an event loop where no admission is free.
+def in_turn(note: Exposed, prepare: Callable[[], object] = lambda: None) -> Callable[..., Any]:
+    """The method as Ray and the actor's other methods call it: it takes a turn at the actor's gate.
 
-    Waiting would block the loop that the holder needs; nothing else runs on it meanwhile anyway.
+    ``prepare`` is called before and after it, unless it is a generator.
     """
-    return gate.enter_now(label) if on_loop() else gate.enter(label, scope.path)
+    function, wrapper = note.function, None
+    if inspect.isasyncgenfunction(function):
+
+        async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            turn, generator = _Turn.of(note, self), function(self, *args, **kwargs)
+            await turn.enter_on_loop()
+            try:
+                while True:
+                    with turn:
+                        try:
+                            item = await generator.__anext__()
+                        except StopAsyncIteration:
+                            return
+                    yield item
+            finally:
+                await generator.aclose()
+                turn.leave()
+
+    elif inspect.isgeneratorfunction(function):
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return (yield from _steps(_Turn.of(note, self), function(self, *args, **kwargs)))
+
+    elif inspect.iscoroutinefunction(function):
+
+        async def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            prepare()
+            turn = _Turn.of(note, self)
+            await turn.enter_on_loop()
+            try:
+                with turn:
+                    return await function(self, *args, **kwargs)
+            finally:
+                turn.leave()
+                prepare()
+
+    else:
+
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            prepare()
+            try:
+                return _run(_Turn.of(note, self), function, (self, *args), kwargs)
+            finally:
+                prepare()
+
+    return functools.wraps(function)(wrapper)
 
 
-def generate_in_turn(
-    note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Generator[Any, Any, Any]:
-    """As ``take_turn``, for a generator."""
-    gate = _gate_for(note, instance)
-    generator = note.function(instance, *args, **kwargs)
-    if gate is None:
-        return (yield from generator)
-    return (yield from _steps_in_turn(gate, _label(note.function), generator))
+def _run(turn: _Turn, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    turn.enter()
+    try:
+        with turn:
+            return function(*args, **kwargs)
+    finally:
+        turn.leave()
 
 
-def _steps_in_turn(gate: gates.Gate, label: str, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _steps(turn: _Turn, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Run a generator: in a monitor each step has a turn, elsewhere the generator keeps its turn until it ends."""
-    scope, admission = current_scope.get(), None
     try:
         while True:
-            if admission is None:
-                admission = _enter(gate, label, scope)
-            before = current_scope.set(scope if admission is None else scope.inside(admission))
-            try:
-                item = next(generator)
-            except StopIteration as stop:
-                return stop.value
-            finally:
-                current_scope.reset(before)
-            if admission is not None and gate.lends:
-                admission.leave()
-                admission = None
+            turn.enter()
+            with turn:
+                try:
+                    item = next(generator)
+                except StopIteration as stop:
+                    return stop.value
+            turn.pause()
             yield item
     finally:
-        if admission is None:  # closed between two steps, perhaps by a finalizer, which may not wait
-            admission = gate.enter_now(label)
+        turn.enter_now()  # closed between two steps, perhaps by a finalizer, which may not wait
         generator.close()
-        if admission is not None:
-            admission.leave()
-
-
-async def generate_in_turn_on_loop(
-    note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AsyncGenerator[Any, None]:
-    """As ``generate_in_turn``, for an async generator."""
-    gate, scope = _gate_for(note, instance), current_scope.get()
-    queues = gate is not None and not gate.held(scope.path)
-    admission = await gate.enter_on_loop(_label(note.function)) if gate is not None and queues else None
-    generator = note.function(instance, *args, **kwargs)
-    try:
-        while True:
-            before = current_scope.set(scope if admission is None else scope.inside(admission))
-            try:
-                item = await generator.__anext__()
-            except StopAsyncIteration:
-                return
-            finally:
-                current_scope.reset(before)
-            yield item
-    finally:
-        await generator.aclose()
-        if admission is not None:
-            admission.leave()
-
-
-async def take_turn_on_loop(note: Exposed, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gate = _gate_for(note, instance)
-    if gate is None:
-        return await note.function(instance, *args, **kwargs)
-    scope = current_scope.get()
-    if gate.held(scope.path):  # it would wait for itself
-        return await note.function(instance, *args, **kwargs)
-    admission = await gate.enter_on_loop(_label(note.function))
-    before = current_scope.set(scope.inside(admission))
-    try:
-        return await note.function(instance, *args, **kwargs)
-    finally:
-        current_scope.reset(before)
-        admission.leave()
+        turn.leave()
 
 
 # --- undecorated methods ---------------------------------------------------------------------------------------------
@@ -179,10 +197,10 @@ def take_turns(whether: bool = True) -> None:
     global _takes_turns
     _takes_turns = whether
     if whether:
-        ray_internals.wrap_actor_methods(_in_turn)
+        ray_internals.wrap_actor_methods(_as_ray_runs_it)
 
 
-def _in_turn(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
+def _as_ray_runs_it(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
     """What Ray is to run instead of ``executor``, which runs the method of that name."""
     is_rays = name.startswith("__ray_") and name != "__ray_call__"
     if is_rays or name == "__init__" or exposed(method) or ray_internals.concurrency_group_of(method):
@@ -193,8 +211,8 @@ def _in_turn(name: str, method: Any, executor: Callable[..., Any]) -> Callable[.
         gate = gates.gate_of(instance, None) if _takes_turns else None
         if gate is None or not gate.lends or (name == "__ray_call__" and _is_internal(args)):
             return executor(instance, *args, **kwargs)
-        result = _run_in_turn(gate, label, executor, (instance, *args), kwargs)
-        return _steps_in_turn(gate, label, result) if isinstance(result, Generator) else result
+        result = _run(_Turn(gate, label), executor, (instance, *args), kwargs)
+        return _steps(_Turn(gate, label), result) if isinstance(result, Generator) else result
 
     return run
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.scope import Token, current_scope, new_token, token_of_threads
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
+from raytorchrpc.process.completion import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ Work = Callable[[], None]
 
 
 class Job(Protocol):
-    """A method call that waits for an admission."""
+    """A method call that waits for an admission; see ``served_call.ServedCall``."""
 
     @property
     def label(self) -> str:
@@ -68,41 +69,28 @@ class Job(Protocol):
         """Answer with this error, on another thread."""
 
 
-class _Waiter:
-    """A Job that only hands the admission to a waiting thread or coroutine."""
+class _Waiter(Completion):
+    """What a thread or coroutine queues in place of a job. Complete once it has the admission."""
 
-    deadline = None
+    __slots__ = ("admission", "deadline", "label", "path")
 
-    def __init__(
-        self, label: str, receive: Callable[[Admission], None], path: tuple[Token, ...] = (), back: Any = None
-    ) -> None:
-        """``back``: the admission that was lent and is wanted back, if it is not a new one."""
-        self.label, self.receive, self.path = label, receive, path
-        self.back: Admission | None = back
+    def __init__(self, label: str, path: tuple[Token, ...] = ()) -> None:
+        super().__init__()
+        self.label, self.path, self.deadline = label, path, None
+        self.admission: Admission | None = None
 
-    def admit(self, admission: Admission) -> Work | None:
-        self.receive(admission)
-        return None
-
-    def spawn(self, work: Work) -> None:
-        raise AssertionError("a waiter has no work of its own")
-
-    def run_inside(self, admission: Admission) -> None:
-        raise AssertionError("a waiter never runs inside an admission")
-
-    def refuse(self, error: Exception) -> None:
-        raise AssertionError("a waiter has no deadline")
-
-
-def _wants_back(job: Job | _Waiter) -> Admission | None:
-    return job.back if isinstance(job, _Waiter) else None
+    def admit(self, admission: Admission) -> None:
+        self.admission = admission
+        self.complete()
 
 
 class _Queued(NamedTuple):
-    """A job in a gate's queue."""
+    """A job, or a waiter, in a gate's queue."""
 
-    job: Job | _Waiter
+    job: Any
     since: float
+    back: Admission | None = None
+    """The admission that a waiter has lent and wants back, if it is not a new one."""
 
     @property
     def refused_at(self) -> float:
@@ -110,7 +98,7 @@ class _Queued(NamedTuple):
         deadline = self.job.deadline
         if deadline is None:
             return math.inf
-        return deadline - min(max(_EARLY * (deadline - self.since), _LEAST_EARLY_S), _MOST_EARLY_S)
+        return float(deadline - min(max(_EARLY * (deadline - self.since), _LEAST_EARLY_S), _MOST_EARLY_S))
 
 
 class Admission:
@@ -142,7 +130,7 @@ class Admission:
         assert self.monitor is not None
         try:
             if not self.monitor._take_back(self):
-                self.monitor._await(lambda receive: _Waiter(self.label, receive, back=self))
+                self.monitor._await(_Waiter(self.label), back=self)
         finally:
             self.held, self.owner = True, threading.get_ident()
 
@@ -213,7 +201,7 @@ class Gate:
                     gate = self.monitor_of(held)
         admission = gate.enter_now(label, path)
         if admission is None:
-            admission = gate._await(lambda receive: _Waiter(label, receive, path))
+            admission = gate._await(_Waiter(label, path))
         admission.owner = threading.get_ident()
         return admission
 
@@ -231,49 +219,42 @@ class Gate:
         admission = self.enter_now(label)
         if admission is not None:
             return admission
-        loop = asyncio.get_running_loop()
-        admitted: asyncio.Future[Admission] = loop.create_future()
+        loop, waiter = asyncio.get_running_loop(), _Waiter(label)
+        admitted: asyncio.Future[None] = loop.create_future()
 
-        def settle(mine: Admission) -> None:
-            if admitted.cancelled():
-                mine.leave()
-            else:
-                admitted.set_result(mine)
+        def settle() -> None:
+            if not admitted.cancelled():
+                admitted.set_result(None)
+            elif waiter.admission is not None:
+                waiter.admission.leave()
 
-        def receive(mine: Admission) -> None:
-            loop.call_soon_threadsafe(settle, mine)
-
-        self._queue_up(_Waiter(label, receive))
+        waiter.add_done_callback(lambda: loop.call_soon_threadsafe(settle))
+        self._queue_up(waiter)
         try:
-            return await admitted
+            await admitted
         except asyncio.CancelledError:
-            if admitted.done() and not admitted.cancelled():  # cancelled between its admission and its next step
-                admitted.result().leave()
+            if admitted.done() and not admitted.cancelled() and waiter.admission is not None:
+                waiter.admission.leave()  # cancelled between its admission and its next step
             raise
+        assert waiter.admission is not None
+        return waiter.admission
 
-    def _await(self, waiter: Callable[[Callable[[Admission], None]], _Waiter]) -> Admission:
+    def _await(self, waiter: _Waiter, back: Admission | None = None) -> Admission:
         """Block until the waiter is admitted. An interrupt is raised afterwards, so that no admission is lost."""
-        received: list[Admission] = []
-        admitted = threading.Lock()
-        admitted.acquire()
-
-        def receive(mine: Admission) -> None:
-            received.append(mine)
-            admitted.release()
-
-        mine, interrupt = waiter(receive), None
-        self._queue_up(mine)
-        while not received:
+        interrupt = None
+        self._queue_up(waiter, back)
+        while not waiter.done:
             try:
-                if not admitted.acquire(timeout=SLOW_S):
+                if not waiter.wait(SLOW_S):
                     self.review()
             except BaseException as error:
                 interrupt = error
+        assert waiter.admission is not None
         if interrupt is not None:
-            if mine.back is None:
-                received[0].leave()
+            if back is None:
+                waiter.admission.leave()
             raise interrupt
-        return received[0]
+        return waiter.admission
 
     def _take_back(self, admission: Admission) -> bool:
         """Give a lent admission back, unless another method runs."""
@@ -283,9 +264,9 @@ class Gate:
             self._give_back(admission)
             return True
 
-    def _queue_up(self, waiter: _Waiter) -> None:
+    def _queue_up(self, waiter: _Waiter, back: Admission | None = None) -> None:
         with self.lock:
-            self._queue.append(_Queued(waiter, time.monotonic()))
+            self._queue.append(_Queued(waiter, time.monotonic(), back))
             following = self._next()
         if following is not None and (work := following[0].admit(following[1])) is not None:
             following[0].spawn(work)
@@ -327,7 +308,7 @@ class Gate:
         """
         begun: deque[_Queued] = deque()
         for queued in monitor._queue:
-            (self._queue if _wants_back(queued.job) is None else begun).append(queued)
+            (self._queue if queued.back is None else begun).append(queued)
         monitor._queue, monitor._running = begun, monitor._running - 1
         if (following := monitor._next()) is not None:
             following[0].admit(following[1])
@@ -340,10 +321,10 @@ class Gate:
 
     def _next(self) -> tuple[Any, Admission] | None:
         """Take the next job out of the queue, and admit it, if one is free."""
-        for place, (job, _) in enumerate(self._queue):
+        for place, (job, _, back) in enumerate(self._queue):
             if self._running >= self._limit:
                 return None
-            if (back := _wants_back(job)) is not None:
+            if back is not None:
                 del self._queue[place]
                 self._give_back(back)
                 return job, back
@@ -432,7 +413,7 @@ class Gate:
                 *slow,
                 runs_s,
             )
-        for job, since in refused:
+        for job, since, _ in refused:
             because = "other calls" if latest is None else latest.label
             job.refuse(
                 RpcTimeout(
@@ -477,14 +458,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Waitable(Protocol):
-    """Something to wait for, as a call in flight."""
+    """Something to wait for: a call in flight, a Completion."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block until done, at most ``timeout_s``; whether it is done."""
 
 
 def wait_serving(pending: Waitable, timeout_s: float) -> bool:
-    """Block until ``pending`` is done, and let other methods of this actor run meanwhile; see ``gates``.
+    """Block until ``pending`` is done, and let other methods of this actor run meanwhile; see ``Gate``.
 
     False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """

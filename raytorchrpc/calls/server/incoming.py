@@ -1,11 +1,10 @@
-"""Incoming requests: what a member does with each, from a lane's thread to the job or the reply."""
+"""Incoming requests: what a member does with each, from a lane's thread to the served call or the reply."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.payload import PendingTensors
@@ -14,7 +13,7 @@ from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Work
-from raytorchrpc.calls.server.served_call import Callee, CancellableCalls, CancellableJob, Job
+from raytorchrpc.calls.server.served_call import Callee, ServedCall
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import CancelledError, LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
@@ -41,7 +40,6 @@ class IncomingCalls:
         those of the package's own.
         """
         self.token, self.methods, self.services, self.callee, self._peers = token, methods, services, callee, peers
-        self._cancellable = CancellableCalls()
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work that it needs a thread for, if any.
@@ -65,36 +63,37 @@ class IncomingCalls:
                 header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)
-                made: Any = exposed.job or (CancellableJob if header.number else Job)
-                job = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
+                made: type[ServedCall] = exposed.call or ServedCall
+                call = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
                 if header.number:
-                    self._cancellable.add(header.number, job)
-                return self._dispatch(job)
+                    self.callee.cancellable.add(call)
+                return self._dispatch(call)
             return self._control(ControlHeader(*message.header), message, reply)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
-            refusal = replies.refusal(kind, error)
-            return partial(replies.send, reply, lambda: refusal)
+            return self._answer(reply, replies.refusal(kind, error))
+
+    def _answer(self, reply: Reply, message: Message) -> Work:
+        return partial(self.callee.replies.send, reply, lambda: message)
 
     def _control(self, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
-        if header.kind == protocol.PING:
-            return partial(self.callee.replies.send, reply, lambda: _ALIVE)
         if header.kind == protocol.FETCH:
             kept = self.callee.replies.take(header.number)
             kept.make_current()
-            return partial(self.callee.replies.send, reply, lambda: kept)
+            return self._answer(reply, kept)
         if header.kind == protocol.CANCEL:
-            return partial(self._answer_cancelled, self._cancellable.cancel(header.number), reply)
+            return partial(self._answer_cancelled, self.callee.cancellable.cancel(header.number), reply)
         if header.kind == protocol.CLOSE:
             self.callee.streams.end(header.number)
-            return partial(self.callee.replies.send, reply, lambda: _ALIVE)
-        return partial(self._ask, message, reply) if header.kind == protocol.ASK else None
+        if header.kind == protocol.ASK:
+            return partial(self._ask, message, reply)
+        return None if header.kind == protocol.WATCH else self._answer(reply, _ALIVE)
 
-    def _answer_cancelled(self, to_call: Reply | None, reply: Reply) -> None:
+    def _answer_cancelled(self, call: ServedCall | None, reply: Reply) -> None:
         """Reply to a cancelled call, which frees what its caller keeps for it, and to the cancellation."""
         replies = self.callee.replies
-        if to_call is not None:
-            replies.refuse(protocol.CALL, CancelledError("the call was cancelled"), to_call)
+        if call is not None:
+            replies.refuse(protocol.CALL, CancelledError("the call was cancelled"), call.send)
         replies.send(reply, lambda: _ALIVE)
 
     def _pending(self, caller: int, message: Message) -> list[PendingTensors]:
@@ -131,13 +130,13 @@ class IncomingCalls:
         meant = f"; did you mean {similar[0]!r}?" if similar else ""
         return f"{cls.__name__} has no method {name!r} (exposed: {offered}){meant}"
 
-    def _dispatch(self, job: Job) -> Work | None:
-        if job.exposed.concurrent:
-            return job.admit(None)
-        gate = gates.gate_of(self.callee.instance, job.exposed.concurrency_group)
+    def _dispatch(self, call: ServedCall) -> Work | None:
+        if call.exposed.concurrent:
+            return call.admit(None)
+        gate = gates.gate_of(self.callee.instance, call.exposed.concurrency_group)
         if gate is None:
             raise NotAMember(f"the actor of member {self.callee.name!r} is gone from its process")
-        work = gate.request(job)
-        if work is None and job.admission is None and (due := gate.due(job)) < gate.review_at:
+        work = gate.request(call)
+        if work is None and call.admission is None and (due := gate.due(call)) < gate.review_at:
             self.callee.review(gate, due)
         return work

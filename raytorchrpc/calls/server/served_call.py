@@ -1,4 +1,4 @@
-"""Calls whose callers can cancel them, at the callee."""
+"""Method calls being served: what they share in a member, one call up to its reply, and the replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.payload import PayloadStep, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
-from raytorchrpc.calls.scope import Limit, Scope, current_scope, on_loop
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission, Gate, Work
@@ -43,6 +43,8 @@ from raytorchrpc.tensors.exceptions import encode_exception
 
 logger = logging.getLogger(__name__)
 
+#: Cancellations that are remembered because their calls may not have arrived yet: a lane may change the order.
+_MOST_EARLY = 1024
 #: A member without memory for a reply tries for this long to report that (seconds).
 _REPORT_SHORTAGE_S = 10.0
 
@@ -127,8 +129,47 @@ class Replies:
         self._kept.clear()
 
 
+class CancellableCalls:
+    """The served calls of one member that may be cancelled, until they reply. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, ServedCall] = {}
+        self._early: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: ServedCall) -> None:
+        """Let the caller cancel the call until it replies."""
+        self._calls[call.number] = call
+        if self._early:
+            with self._lock:
+                cancelled = call.number in self._early
+                self._early.pop(call.number, None)
+            if cancelled:
+                call.cancel()
+
+    def remove(self, number: int) -> ServedCall | None:
+        """The call of that number, which is about to reply or was cancelled; None for all but the first who ask."""
+        return self._calls.pop(number, None)  # atomic
+
+    def cancel(self, number: int) -> ServedCall | None:
+        """Cancel a call; returns it if its caller is still to get a reply. One that has not arrived is remembered."""
+        call = self.remove(number)
+        if call is None:
+            with self._lock:
+                self._early[number] = None
+                if len(self._early) > _MOST_EARLY:
+                    self._early.popitem(last=False)
+            call = self.remove(number)  # it may have arrived just now
+        if call is not None:
+            call.cancel()
+        return call
+
+
 class Callee:
-    """The parts of one member that all its jobs share."""
+    """The parts of one member that all its served calls share."""
 
     def __init__(
         self,
@@ -137,7 +178,6 @@ class Callee:
         local: Any,
         codec: Codec,
         payloads: PayloadStep,
-        replies: Replies,
         workers: Workers,
         deadlines: Deadlines,
         streams: Any,
@@ -146,15 +186,14 @@ class Callee:
         ``streams``: a ``streams.StreamTable``.
         """
         self.name, self.instance, self.local = name, instance, local
-        self.codec, self.payloads, self.replies, self.workers = codec, payloads, replies, workers
+        self.codec, self.payloads, self.workers, self.deadlines = codec, payloads, workers, deadlines
+        self.streams, self.replies, self.cancellable = streams, Replies(name, codec, deadlines), CancellableCalls()
         self.is_async = instance is not None and ray_internals.actor_is_async()
-        self.deadlines = deadlines
         self.tasks: set[asyncio.Task[None]] = set()
-        """The jobs on event loops."""
-        self.streams = streams
+        """The calls on event loops."""
 
     def review(self, gate: Gate, due: float) -> None:
-        """Review the jobs that wait at the gate when that is due (``time.monotonic``), and as long as there are any."""
+        """Review the calls that wait at the gate when that is due (``time.monotonic``), and as long as any wait."""
         if due < gate.review_at:
             gate.review_at = due
             self.deadlines.at(due, partial(self._review, gate))
@@ -164,12 +203,19 @@ class Callee:
         self.review(gate, gate.review())
 
 
-class Job:
-    """One method call; see ``gates.Job``."""
+class ServedCall:
+    """One method call, from its request to its reply; see ``gates.Job``.
+
+    On a thread, ``_work`` runs it once the gate admits it; on an event loop, ``_run_on_loop`` is its task. If its
+    caller cancels it, its reply is dropped, because the caller gets another one at once.
+    """
 
     span: ServedSpan | None = None
     """If it is traced."""
     admission: Admission | None = None
+    _task: asyncio.Task[Any] | None = None
+    """Once it has begun on an event loop."""
+    _is_cancelled = _has_replied = False
 
     def __init__(
         self,
@@ -180,12 +226,15 @@ class Job:
         header: RequestHeader,
         message: Message,
         pending: Sequence[PendingTensors],
-        reply: Reply,
+        send: Reply,
         tracer: Tracer | None = None,
     ) -> None:
-        """``lane``: that brought the request. ``route``: back to the caller. ``pending``: the out-of-band arguments."""
+        """``lane``: that brought the request. ``route``: back to the caller. ``pending``: the out-of-band arguments.
+        ``send``: sends a reply.
+        """
         self.callee, self.lane, self.route, self.exposed = callee, lane, route, exposed
-        self.kind, self.message, self.pending, self.reply = header.kind, message, pending, reply
+        self.kind, self.number = header.kind, header.number
+        self.message, self.pending, self.send = message, pending, send
         until = header.deadline
         limit = Limit(time.monotonic() + header.seconds if until is None else until)
         self.scope = Scope(header.path, limit)
@@ -194,14 +243,8 @@ class Job:
         self.label = f"{callee.name}.{header.method}"
         if tracer is not None:
             self.span = tracer.served(self.label, header.mark)
-            self.reply = self.span.until(reply)
 
-    def admit(self, admission: Admission | None) -> Work | None:
-        if self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
-            self._start_on_loop(admission, admission)
-            return None
-        self.admission = admission
-        return self._work
+    # --- at the gate ---------------------------------------------------------------------------------------------
 
     @property
     def deadline(self) -> float | None:
@@ -212,6 +255,13 @@ class Job:
         """See Workers.submit: the methods that hold all threads may wait for this very call, or for its admission."""
         return self.scope.holds_a_thread or (self.admission is not None and self.admission.gate.lends)
 
+    def admit(self, admission: Admission | None) -> Work | None:
+        if self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
+            self._start_on_loop(admission, admission)
+            return None
+        self.admission = admission
+        return self._work
+
     def spawn(self, work: Work) -> None:
         self.callee.workers.submit(work)
 
@@ -219,17 +269,40 @@ class Job:
         self._start_on_loop(admission, None)
 
     def refuse(self, error: Exception) -> None:
-        self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
+        self._drop_arguments()
         self.spawn(partial(self._refuse, error))
 
+    def cancel(self) -> None:
+        """Do not run it, or cancel its coroutine; a method that runs on a thread continues. Quick."""
+        self._is_cancelled = True
+        if self._task is not None:
+            self._on_its_loop(self._task.cancel, self._why())
+        elif not self.exposed.concurrent:
+            gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
+            if gate is not None and gate.withdraw(self):
+                self._drop_arguments()
+
+    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._task.get_loop().call_soon_threadsafe(function, *args)
+
+    def _why(self) -> str:
+        return f"the caller of {self.label} cancelled it"
+
+    def _drop_arguments(self) -> None:
+        self.message, self.pending = NO_MESSAGE, ()  # discards those that are out of band
+
+    # --- on a thread ---------------------------------------------------------------------------------------------
+
     def _work(self) -> None:
-        """Run this job, then all that inherit the admission, on the same thread. The queue may be of any length."""
-        job: Any = self
-        while job is not None:
-            job = job._run_admitted()
+        """Run this call, then all that inherit the admission, on the same thread. The queue may be of any length."""
+        call: Any = self
+        while call is not None:
+            call = call._run_admitted()
 
     def _run_admitted(self) -> Any:
-        """Returns the next job, if this thread is to run it; only jobs like this one need a thread."""
+        """Returns the next call, if this thread is to run it; only calls like this one need a thread."""
         admission, following = self.admission, None
         if admission is None:
             self._run(None)
@@ -245,7 +318,6 @@ class Job:
         return following and following[0]
 
     def _run(self, admission: Admission | None) -> None:
-        """On a worker thread, or on the thread that waits inside ``admission``."""
         before = None
         try:
             before = current_scope.set(self.scope.on_a_thread(admission))
@@ -286,6 +358,8 @@ class Job:
         finally:
             host_device_copy.reap_copies()
 
+    # --- on an event loop ----------------------------------------------------------------------------------------
+
     def _start_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
         loop = ray_internals.actor_event_loop(self.exposed.concurrency_group)
         tasks = self.callee.tasks
@@ -299,19 +373,9 @@ class Job:
 
     async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
         current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to reset
+        self._task = asyncio.current_task()
         try:
-            args, kwargs = self._arguments()
-            if self.exposed.is_coroutine:
-                coroutine = self.exposed.function(self.callee.instance, *args, **kwargs)
-                result = await _in_autograd_context(coroutine, self.context)
-            else:
-                with torch_internals.autograd_context(self.context):
-                    result = self.exposed.function(self.callee.instance, *args, **kwargs)
-            del args, kwargs
-            body = self._encoded(result)
-            if self.kind != REMOTE:
-                result = None
-            self._answer(body, result)
+            await self._call_on_loop()
         except BaseException as error:
             self._refuse(error)
         finally:
@@ -319,12 +383,30 @@ class Job:
             if to_leave is not None:
                 to_leave.leave()
 
+    async def _call_on_loop(self) -> None:
+        args, kwargs = self._arguments()
+        if self.exposed.is_coroutine:
+            coroutine = self.exposed.function(self.callee.instance, *args, **kwargs)
+            result = await _in_autograd_context(coroutine, self.context)
+        else:
+            with torch_internals.autograd_context(self.context):
+                result = self.exposed.function(self.callee.instance, *args, **kwargs)
+        del args, kwargs
+        body = self._encoded(result)
+        if self.kind != REMOTE:
+            result = None
+        self._answer(body, result)
+
+    # --- arguments and reply -------------------------------------------------------------------------------------
+
     def _end(self) -> None:
         host_device_copy.reap_copies()
         if self.scope.limit is not None:
             self.scope.limit.over = True
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._is_cancelled:  # asked after the task is known: one of the two threads sees the other's
+            raise CancelledError(self._why())
         if self.span is not None:
             self.span.begin()
         deadline = self.scope.deadline
@@ -386,6 +468,16 @@ class Job:
             if not isinstance(error, PeerLost):
                 raise
 
+    def reply(self, message: Message) -> None:
+        """Send a reply. Raises PeerLost if the caller is gone, or has cancelled the call and has another reply."""
+        if self.number and not self._has_replied:
+            if self.callee.cancellable.remove(self.number) is None:
+                raise PeerLost("the caller", "it cancelled the call")
+            self._has_replied = True  # again, if this reply cannot be sent
+        if self.span is not None:
+            self.span.end()
+        self.send(message)
+
     def _refuse(self, error: BaseException) -> None:
         self.callee.replies.refuse(self.kind, error, self.reply)
 
@@ -420,85 +512,3 @@ class _InContext:
 def _in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:
     """An awaitable of ``coroutine`` that runs it inside an existing distributed autograd context."""
     return coroutine if context_id == torch_internals.NO_CONTEXT else _InContext(coroutine, context_id)
-
-
-#: Cancellations that are remembered because their calls may not have arrived yet: a lane may change the order.
-_MOST_EARLY = 1024
-
-
-class CancellableJob(Job):
-    """A job whose caller may cancel it. Its reply is dropped then, because the caller gets another one at once."""
-
-    _cancelled = False
-    _task: asyncio.Task[Any] | None = None
-    """Once the job has begun on an event loop."""
-
-    def cancel(self) -> None:
-        """Do not run the job, or cancel its coroutine; a method that runs on a thread continues. Quick."""
-        self._cancelled = True
-        if self._task is not None:
-            self._on_its_loop(self._task.cancel, self._why())
-        elif not self.exposed.concurrent:
-            gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
-            if gate is not None and gate.withdraw(self):
-                self.message, self.pending = NO_MESSAGE, ()  # discards the out-of-band arguments
-
-    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
-        if self._task is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._task.get_loop().call_soon_threadsafe(function, *args)
-
-    def _why(self) -> str:
-        return f"the caller of {self.label} cancelled it"
-
-    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if on_loop():
-            self._task = asyncio.current_task()
-        if self._cancelled:  # asked after the task is known: one of the two threads sees the other's
-            raise CancelledError(self._why())
-        return super()._arguments()
-
-
-class CancellableCalls:
-    """The jobs of one member that may be cancelled, by the numbers of their calls. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._jobs: dict[int, tuple[CancellableJob, Reply]] = {}
-        self._early: OrderedDict[int, None] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, number: int, job: CancellableJob) -> None:
-        """Let the caller cancel the job until it replies."""
-        reply, jobs, replies_itself = job.reply, self._jobs, False
-
-        def reply_unless_cancelled(message: Message) -> None:
-            nonlocal replies_itself
-            if not replies_itself:
-                if jobs.pop(number, None) is None:  # atomic: either this or ``cancel`` gets it
-                    raise PeerLost("the caller", "it cancelled the call")
-                replies_itself = True  # again, if this reply cannot be sent
-            reply(message)
-
-        job.reply = reply_unless_cancelled
-        jobs[number] = job, reply
-        if self._early:
-            with self._lock:
-                cancelled = number in self._early
-                self._early.pop(number, None)
-            if cancelled:
-                job.cancel()
-
-    def cancel(self, number: int) -> Reply | None:
-        """Cancel a job; returns how to reply to its call. None if it has replied, or has not arrived."""
-        found = self._jobs.pop(number, None)
-        if found is None:
-            with self._lock:
-                self._early[number] = None
-                if len(self._early) > _MOST_EARLY:
-                    self._early.popitem(last=False)
-            found = self._jobs.pop(number, None)  # it may have arrived just now
-            if found is None:
-                return None
-        job, reply = found
-        job.cancel()
-        return reply

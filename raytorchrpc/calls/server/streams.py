@@ -14,15 +14,16 @@ from raytorchrpc.calls.client.stream import NEXT
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import OK, REMOTE, STREAM, RequestHeader
-from raytorchrpc.calls.scope import current_scope
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.gates import Admission, allow_calls, wait_serving
-from raytorchrpc.calls.server.served_call import Callee, CancellableJob, Job
+from raytorchrpc.calls.server.gates import allow_calls, wait_serving
+from raytorchrpc.calls.server.served_call import Callee, ServedCall
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING
+
+logger = logging.getLogger(__name__)
 
 
 class StreamTable:
@@ -31,16 +32,16 @@ class StreamTable:
     instance_id = 0
 
     def __init__(self) -> None:
-        self._streams: dict[int, StreamJob] = {}
+        self._streams: dict[int, ServedStream] = {}
         self._numbers = itertools.count(1)
 
-    def add(self, stream: StreamJob) -> int:
+    def add(self, stream: ServedStream) -> int:
         """Returns its number."""
         number = next(self._numbers)
         self._streams[number] = stream
         return number
 
-    def find(self, number: int) -> StreamJob | None:
+    def find(self, number: int) -> ServedStream | None:
         """The stream of that number, if it is open."""
         return self._streams.get(number)
 
@@ -56,7 +57,7 @@ class StreamTable:
     def lose(self, rank: int) -> None:
         """Close the streams of a member that is away or gone."""
         for stream in list(self._streams.values()):
-            if stream.caller == rank:
+            if stream.route.member.rank == rank:
                 stream.close()
 
     def keep_only(self, rank: int, process: str | None) -> None:
@@ -68,10 +69,7 @@ class StreamTable:
             stream.close()
 
 
-logger = logging.getLogger(__name__)
-
-
-class StreamJob(CancellableJob):
+class ServedStream(ServedCall):
     """A call of a generator method. It replies at once, with the number of the stream.
 
     From then on it answers requests for items, and advances the generator only for a request, until the generator ends
@@ -81,7 +79,11 @@ class StreamJob(CancellableJob):
 
     _number: int | None = None
     _generator: Any = None
-    _stepping = False
+    _is_stepping = False
+    _is_closed = False
+    _position = 0
+    _awaited: DeferredReply | None = None
+    """Settled when there is a request for the next item, or when the stream is closed."""
 
     def __init__(
         self, callee: Callee, lane: MessageLane, route: PeerRoute, exposed: Exposed, header: RequestHeader, *rest: Any
@@ -91,22 +93,13 @@ class StreamJob(CancellableJob):
         self._lock = threading.Lock()
         self._requests: dict[int, ItemRequest] = {}
         """By the positions of the items."""
-        self._position = 0
-        self._awaited: DeferredReply | None = None
-        """Settled when there is a request for the next item, or when the stream is closed."""
-        self._closed = False
 
     # --- for the caller's requests -----------------------------------------------------------------------------------
-
-    @property
-    def caller(self) -> int:
-        """The caller's rank."""
-        return self.route.member.rank
 
     def request(self, position: int, request: ItemRequest) -> bool:
         """Take a request for an item; False if the stream is closed."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return False
             self._requests[position] = request
             awaited = self._awaited if position == self._position else None
@@ -117,15 +110,14 @@ class StreamJob(CancellableJob):
     def close(self) -> None:
         """End the stream as soon as the generator yields. A coroutine is cancelled where it awaits. Quick."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             awaited = self._awaited
         if awaited is not None:
             awaited.settle(None)
-        if self._task is not None:
-            self._on_its_loop(self._cancel_step)
+        self._on_its_loop(self._cancel_step)
 
     def _cancel_step(self) -> None:
-        if self._stepping and self._task is not None:
+        if self._is_stepping and self._task is not None:
             self._task.cancel(f"the caller of {self.label} closed its stream")
 
     # --- running the generator ---------------------------------------------------------------------------------------
@@ -134,7 +126,6 @@ class StreamJob(CancellableJob):
         self._open()
         try:
             while (request := self._next_request()) is not None:
-                self._begin_item()
                 try:
                     item = (next(self._generator),)
                 except BaseException as error:
@@ -150,30 +141,18 @@ class StreamJob(CancellableJob):
             except BaseException:
                 logger.exception("%s raised when its stream was closed", self.label)
 
-    async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
-        current_scope.set(self.scope.inside(admission))
-        try:
-            self._open()
-            await self._serve_on_loop()
-        except BaseException as error:
-            self._refuse(error)
-        finally:
-            self._end()
-            if to_leave is not None:
-                to_leave.leave()
-
-    async def _serve_on_loop(self) -> None:
+    async def _call_on_loop(self) -> None:
+        self._open()
         try:
             while (request := await self._next_request_on_loop()) is not None:
-                self._begin_item()
-                self._stepping = True
+                self._is_stepping = True
                 try:
                     item = (await _next(self._generator),)
                 except BaseException as error:
                     self._send_end(request, error)
                     break
                 finally:
-                    self._stepping = False
+                    self._is_stepping = False
                 if not self._send_item(request, item):
                     break
                 del request, item
@@ -201,13 +180,15 @@ class StreamJob(CancellableJob):
     def _look(self) -> ItemRequest | DeferredReply | None:
         """The request for the next item; None if the stream is closed; else what is settled when that changes."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return None
             request = self._requests.pop(self._position, None)
-            if request is not None:
-                return request
-            self._awaited = DeferredReply()
-            return self._awaited
+            if request is None:
+                self._awaited = DeferredReply()
+                return self._awaited
+        if self.scope.limit is not None:
+            self.scope.limit.at = time.monotonic() + self._seconds  # each item has the call's whole time
+        return request
 
     def _patience(self) -> float:
         """How long to wait for a request: the caller may take its time once it has begun (seconds)."""
@@ -228,11 +209,6 @@ class StreamJob(CancellableJob):
             if not done and not self._position:
                 return None
         return found
-
-    def _begin_item(self) -> None:
-        """Each item has the call's whole time."""
-        if self.scope.limit is not None:
-            self.scope.limit.at = time.monotonic() + self._seconds
 
     def _send_item(self, request: ItemRequest, item: Any) -> bool:
         """Answer a request with an item; False if that failed."""
@@ -256,7 +232,7 @@ class StreamJob(CancellableJob):
     def _finish(self) -> None:
         """Answer the requests that are left."""
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             left, self._requests = list(self._requests.values()), {}
         if self._number is not None:
             self.callee.streams.remove(self._number)
@@ -264,7 +240,7 @@ class StreamJob(CancellableJob):
             request.end()
 
 
-class ItemRequest(Job):
+class ItemRequest(ServedCall):
     """A request for one item. The stream answers it."""
 
     def _call(self) -> None:
@@ -304,4 +280,4 @@ def _never(*_: Any) -> None:
     raise AssertionError("an ItemRequest answers itself")
 
 
-SERVICES = {NEXT: Exposed(_never, True, None, False, False, False, service=True, job=ItemRequest)}
+SERVICES = {NEXT: Exposed(_never, True, None, False, False, False, service=True, call=ItemRequest)}

@@ -21,7 +21,7 @@ from raytorchrpc.errors import LaneUnavailable, NotAMember, NotFound, PeerLost, 
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.published import Readable, lease_end
+from raytorchrpc.patterns.weights.published import Readable, Waits, lease_end
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool, TensorSpec, VersionMemory
@@ -96,48 +96,42 @@ KIND = "relayed weights"
 LEASE, PIECE = "raytorchrpc.weights.lease_relayed", "raytorchrpc.weights.piece"
 CONFIRM = "raytorchrpc.weights.confirm"
 
-#: The tensors of a piece.
-_Piece = Sequence[torch.Tensor]
-
 
 class Feed(Snapshot):
     """What one pull brings, in pieces that others can read as soon as they are here. Thread-safe.
 
-    Like each snapshot it keeps its memory as long as it has readers.
+    Like each snapshot it keeps its memory as long as it has readers. A feed of the model's own tensors
+    (``is_lasting`` False) has none: it ends with the pull.
     """
 
     def __init__(
         self,
+        local: LocalMember,
         version: int,
         specs: Sequence[TensorSpec],
-        memory: VersionMemory,
+        memory: VersionMemory | None,
         pool: SnapshotPool,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        """``pieces``: of the memory, in the order in which they will come."""
-        super().__init__(version, specs, memory, [version] * len(specs), pool)
-        self._pieces = pieces
+        """``memory`` None: the pieces are tensors that the program will use when the pull has ended.
+
+        ``pieces``: in the order in which they will come.
+        """
+        self.is_lasting = memory is not None
+        super().__init__(version, specs, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
+        self._local, self._pieces = local, pieces
         self._changing = threading.Lock()
         self._here: list[Callable[[], AbstractContextManager[None]]] = []
         """For each piece that is here: the context in which a thread sends it, on streams that follow this piece alone.
 
         A stream that followed all that the pull has queued would send no piece before the last is here.
         """
-        self._waiting: list[tuple[int, DeferredReply]] = []
+        self._waits: Waits[int] = Waits(local, self._changing)
         self._has_failed = False
-        self.is_lasting = True
-        """The memory is kept while it has readers."""
         self._unread = threading.Event()
         self._unread.set()
         self.ended = DeferredReply()
         """Of a feed that is not lasting: settled with whether everything that came was sound."""
-
-    @classmethod
-    def of_model(cls, version: int, pool: SnapshotPool, pieces: Sequence[_Piece]) -> Feed:
-        """A feed from tensors that the program will use when the pull has ended."""
-        feed = cls(version, (), VersionMemory((), lambda size: None), pool, pieces)
-        feed.is_lasting = False
-        return feed
 
     @property
     def takes_readers(self) -> bool:
@@ -150,8 +144,7 @@ class Feed(Snapshot):
         here = own_streams(self._pieces[number])
         with self._changing:
             self._here.append(here)
-            due = [reply for wanted, reply in self._waiting if wanted == number]
-            self._waiting = [(wanted, reply) for wanted, reply in self._waiting if wanted != number]
+            due = self._waits.take(lambda wanted: wanted == number)
         for reply in due:
             reply.settle(number)
 
@@ -171,11 +164,11 @@ class Feed(Snapshot):
         self.ended.settle(False)
         with self._changing:
             self._has_failed = True
-            waiting, self._waiting = self._waiting, []
-        for _, reply in waiting:
+            waiting = self._waits.take()
+        for reply in waiting:
             reply.settle(None, self._gone())
 
-    def piece(self, number: int, until: float, local: LocalMember) -> DeferredReply:
+    def piece(self, number: int, until: float) -> DeferredReply:
         """A piece, as soon as it is here. Raises NotFound."""
         reply = DeferredReply()
         reply.context = lambda: self._here[number]() if number < len(self._here) else nullcontext()  # it has failed
@@ -185,16 +178,9 @@ class Feed(Snapshot):
             if number >= len(self._pieces) or (self._has_failed and not is_here):
                 raise self._gone()
             if not is_here:
-                self._waiting.append((number, reply))
-        if is_here:
-            reply.settle(number)
-            return reply
-        return give_up_at(local.deadlines, until, reply, lambda: self._give_up(reply))
-
-    def _give_up(self, reply: DeferredReply) -> None:
-        with self._changing:
-            self._waiting = [one for one in self._waiting if one[1] is not reply]
-        reply.settle(None, self._gone())
+                return self._waits.add(number, until, lambda: (None, self._gone()), reply)
+        reply.settle(number)
+        return reply
 
     @property
     def devices(self) -> set[int]:
@@ -205,13 +191,13 @@ class Feed(Snapshot):
     def largest(self) -> torch.Tensor:
         return max((tensor for piece in self._pieces for tensor in piece), key=lambda tensor: tensor.nbytes)
 
-    def await_end(self, until: float, local: LocalMember) -> bool | DeferredReply:
+    def await_end(self, until: float) -> bool | DeferredReply:
         """Whether everything that came was sound, as soon as that is known."""
         if self.is_lasting or self.ended.done():
             return self.is_lasting or bool(self.ended.result(0))
         reply = DeferredReply()
         self.ended.add_done_callback(lambda ended: reply.settle(ended.result(0)))
-        return give_up_at(local.deadlines, until, reply, lambda: _refuse(reply))
+        return give_up_at(self._local.deadlines, until, reply, lambda: _refuse(reply))
 
     def _gone(self) -> NotFound:
         return NotFound(f"version {self.version} of the weights does not come any further here")
@@ -233,11 +219,12 @@ class Feeds(Readable):
         """The newest, by ``Selection.signature``."""
         self._over: dict[str, int] = {}
         """By signature: the newest version whose pull has ended here and feeds nobody."""
-        self._waiting: list[tuple[str, int, DeferredReply]] = []
+        self._waits: Waits[tuple[str, int]] = Waits(local, self._lock)
         """For the feed of a version."""
 
     @property
     def kept(self) -> tuple[int, ...]:
+        """See ``Holder``."""
         with self._lock:
             return tuple(feed.version for feed in self._feeds.values() if feed.is_lasting)
 
@@ -247,7 +234,7 @@ class Feeds(Readable):
             old = self._feeds.get(signature)
             self._feeds[signature] = feed
             lease = self.pool.lease(feed, self._local.me.rank, None)
-            due = self._take_waiting(signature, feed.version)
+            due = self._waits.take((signature, feed.version).__eq__)
         if old is not None:
             self.pool.retire(old)
         for reply in due:
@@ -257,11 +244,8 @@ class Feeds(Readable):
     def fail(self, signature: str, version: int, feed: Feed | None) -> None:
         """The pull has failed: whoever is fed by it has to look elsewhere. ``feed`` None: it was not even opened."""
         with self._lock:
-            due = self._take_waiting(signature, version)
-            is_newest = feed is not None and self._feeds.get(signature) is feed
-            if is_newest:
-                del self._feeds[signature]
-            self._over[signature] = max(version, self._over.get(signature, version))
+            due = self._waits.take((signature, version).__eq__)
+            is_newest = feed is not None and self._is_over(signature, version, feed)
         for reply in due:
             reply.settle(None)
         if feed is not None:
@@ -275,19 +259,20 @@ class Feeds(Readable):
         What this thread queues on its streams from now on follows the reads. Readers that take longer are refused.
         """
         with self._lock:  # no reader begins any more
-            if self._feeds.get(signature) is feed:
-                del self._feeds[signature]
-            self._over[signature] = max(feed.version, self._over.get(signature, feed.version))
+            self._is_over(signature, feed.version, feed)
         feed.ended.settle(True)
         feed.wait_for_readers(patience_s)
         self.pool.revoke(feed)
         for device in feed.devices:
             self._fence(device)
 
-    def _take_waiting(self, signature: str, version: int) -> list[DeferredReply]:
-        due = [reply for key, wanted, reply in self._waiting if (key, wanted) == (signature, version)]
-        self._waiting = [one for one in self._waiting if one[:2] != (signature, version)]
-        return due
+    def _is_over(self, signature: str, version: int, feed: Feed | None) -> bool:
+        """Note that the pull of a version feeds nobody from now on; whether its feed was the newest."""
+        self._over[signature] = max(version, self._over.get(signature, version))
+        if feed is None or self._feeds.get(signature) is not feed:
+            return False
+        del self._feeds[signature]
+        return True
 
     def serve_lease(self, caller: int, signature: str, version: int, seconds: float, wait_s: float) -> Any:
         """Lease the feed of a version to a reader, for its pull of ``seconds``; 0 if none begins within ``wait_s``."""
@@ -302,24 +287,15 @@ class Feeds(Readable):
                 feed.set_read()
                 return number
 
-        reply = DeferredReply()
-        reply.convert = lease
-        waits = signature, version, reply
         with self._lock:
             feed = self._feeds.get(signature)
             known = [self._over.get(signature, -1), -1 if feed is None else feed.version]
-            if is_early := max(known) < version:
-                self._waiting.append(waits)
-        if not is_early:
-            return lease(feed if feed is not None and feed.version == version else None)
-
-        def give_up() -> None:
-            with self._lock:
-                if waits in self._waiting:
-                    self._waiting.remove(waits)
-            reply.settle(None)
-
-        return give_up_at(self._local.deadlines, time.monotonic() + wait_s, reply, give_up)
+            if max(known) < version:
+                reply = DeferredReply()
+                reply.convert = lease
+                until = time.monotonic() + wait_s
+                return self._waits.add((signature, version), until, lambda: (None, None), reply)
+        return lease(feed if feed is not None and feed.version == version else None)
 
     def _can_send(self, feed: Feed, caller: int) -> bool:
         """Whether a lane can send the program's own tensors out of the memory that they are in."""
@@ -333,19 +309,21 @@ class Feeds(Readable):
             return False
         return True
 
-    def serve_piece(self, _: int, lease: int, number: int, wait_s: float) -> Any:
-        """A piece of a leased feed, as soon as it is here. Raises NotFound."""
+    def _leased(self, lease: int) -> Feed:
         feed = self.pool.leased(lease)
         assert isinstance(feed, Feed)
-        return feed.piece(number, time.monotonic() + wait_s, self._local)
+        return feed
+
+    def serve_piece(self, _: int, lease: int, number: int, wait_s: float) -> Any:
+        """A piece of a leased feed, as soon as it is here. Raises NotFound."""
+        return self._leased(lease).piece(number, time.monotonic() + wait_s)
 
     def serve_confirm(self, _: int, lease: int, wait_s: float) -> Any:
         """End a lease; whether what was read under it is sound, as soon as that is known."""
         with suppress(NotFound):
-            feed = self.pool.leased(lease)
-            assert isinstance(feed, Feed)
+            feed = self._leased(lease)
             if self.pool.release(lease):
-                return feed.await_end(time.monotonic() + wait_s, self._local)
+                return feed.await_end(time.monotonic() + wait_s)
         return False
 
     def lose(self, rank: int) -> None:
@@ -361,8 +339,8 @@ class Feeds(Readable):
     def close(self, error: Exception) -> None:
         """See ``Served``."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for *_, reply in waiting:
+            waiting = self._waits.take()
+        for reply in waiting:
             reply.settle(None, error)
 
 
@@ -393,10 +371,22 @@ def feeds_of(requests: Requests, origin: Origin) -> Feeds:
 SERVICES = object_services({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece, CONFIRM: Feeds.serve_confirm})
 
 
-#: A pull comes in this many pieces at most, of at least so many bytes each.
-_PIECES, _PIECE_BYTES = 64, 4 << 20
+class Pace(NamedTuple):
+    """In which pieces members feed one another."""
+
+    piece_bytes: int
+    """The least bytes of a piece."""
+    pieces: int
+    """The most pieces."""
+    ahead: int
+    """How many are asked for at once."""
+
+
+#: Between hosts; and on one host, where members take about a millisecond to ask for a piece and to answer, and GPUs two
+#: to copy a sixth of 4 GB.
+BETWEEN_HOSTS, ON_A_HOST = Pace(4 << 20, 64, AHEAD), Pace(64 << 20, 6, 6)
 #: How long a pull waits at least for those that it feeds, once it has everything (seconds).
-_PATIENCE_S = 0.02
+PATIENCE_S = 0.02
 #: How many members are tried before the home alone.
 _ATTEMPTS = 3
 #: What a member may do to others that it feeds: stop, lose the weights, be out of reach or stand still.
@@ -407,11 +397,8 @@ class _NotReadable(Exception):
     """The home's memory cannot be copied from."""
 
 
-class FedPull:
-    """One pull that others may feed, and that may feed others. By the thread that uses it."""
-
-    #: The least bytes of a piece, the most pieces, and how many are asked for at once.
-    piece_bytes, pieces, ahead = _PIECE_BYTES, _PIECES, AHEAD
+class ChainedPull:
+    """One pull of a chain: another member may feed it, and it may feed others. By the thread that uses it."""
 
     def __init__(
         self,
@@ -419,6 +406,7 @@ class FedPull:
         origin: Origin,
         what: tuple[int, str],
         selection: Selection,
+        pace: Pace,
         fetch: Callable[[Selection], Future[Any]],
         check_lease: Callable[[], None],
     ) -> None:
@@ -428,22 +416,90 @@ class FedPull:
             fetch: sends a request for a message to the home.
             check_lease: raises if the home may have changed them meanwhile.
         """
-        self._requests, self._home, self._address = requests, origin.home, origin.address
-        self._what, self._selection = what, selection
+        self._requests, self._local, self._origin = requests, requests.local, origin
+        self._what, self._selection, self._pace = what, selection, pace
         self._fetch, self._check_lease = fetch, check_lease
-        self._size = max(self.piece_bytes, selection.nbytes // self.pieces)
+        self._size = max(pace.piece_bytes, selection.nbytes // pace.pieces)
         self._mine = feeds_of(requests, origin)
+
+    def bring_between_hosts(self) -> None:
+        """Bring the tensors from another host. The member of a host that leads keeps them for all others.
+
+        Raises as requests to the home do.
+        """
+        pieces = self._pieces(self._selection)
+        for _ in range(_ATTEMPTS):
+            request = *self._origin.address, self._what, len(pieces)
+            answer = self._requests.call(self._origin.home, published.ADVISE, request, self._requests.left(0.001))
+            advice = Advice(*answer.wait())
+            if advice.leads or advice.source is None:
+                self._lead(advice.source)
+                return
+            if self._from_member(advice.source, pieces, nothing) == len(pieces):
+                return
+        self._from_home(pieces, nothing)
+
+    def _lead(self, source: int | None) -> None:
+        """Pull into memory that this member keeps for others."""
+        feed, (version, signature) = None, self._what
+        targets, pool = self._selection.targets, self._mine.pool
+        specs = [TensorSpec(target.dtype, tuple(target.shape), target.device) for target in targets]
+        try:
+            memory = pool.memory(specs)
+            pieces = self._pieces(self._selection.into(memory.tensors))
+            feed = Feed(self._local, version, specs, memory, pool, [piece.targets for piece in pieces])
+            lease = self._mine.open(signature, feed)
+            try:
+                brought = 0 if source is None else self._from_member(source, pieces, feed.add)
+                self._from_home(pieces[brought:], feed.add)
+                feed.copy_into(targets, [(place, None) for place in range(len(targets))])
+            finally:
+                pool.release(lease)
+        except BaseException:
+            self._mine.fail(signature, version, feed)
+            self._report(self._local.me.rank)
+            raise
+
+    def bring_on_a_host(self, source: int | None) -> bool:
+        """Bring the tensors on one host, where several GPUs pull the same: each one copies from the one before it.
+
+        Feeds the next one from the model's own tensors, so only for as long as the pull takes. Returns False if they
+        cannot be copied from the home's memory. Raises as requests to the home do. ``source``: see ``Advice``.
+        """
+        (version, signature), began = self._what, time.monotonic()
+        pieces = self._pieces(self._selection)
+        feed = Feed(self._local, version, (), None, self._mine.pool, [piece.targets for piece in pieces])
+        self._mine.pool.release(self._mine.open(signature, feed))
+        is_sound = False
+        try:
+            if source is None:
+                self._from_home(pieces, feed.add)
+                is_sound = True
+            elif self._from_member(source, pieces, feed.add, confirms=True) == len(pieces):
+                is_sound = True
+            else:
+                self._mine.fail(signature, version, feed)  # those that were fed have what nobody vouches for
+                self._from_home(pieces, nothing)
+            if is_sound:
+                self._mine.end(signature, feed, PATIENCE_S + (time.monotonic() - began) / 2)
+            return True
+        except _NotReadable:
+            return False
+        finally:
+            if not is_sound:
+                self._mine.fail(signature, version, feed)
+            self._report(self._local.me.rank)
 
     def _pieces(self, selection: Selection) -> list[Selection]:
         return selection.in_slices(self._size).messages(self._size)
 
     def _from_home(self, pieces: Sequence[Selection], arrived: Callable[[], None]) -> None:
-        answers = stream((partial(self._fetch, piece) for piece in pieces), self.ahead)
+        answers = stream((partial(self._fetch, piece) for piece in pieces), self._pace.ahead)
         for piece, answer in zip(pieces, answers, strict=True):
             if not answer:
                 raise _NotReadable
             self._check_lease()
-            self._requests.count(self._home, piece.nbytes)
+            self._requests.count(self._origin.home, piece.nbytes)
             arrived()
 
     def _from_member(
@@ -465,7 +521,7 @@ class FedPull:
                 try:
                     fed = enumerate(piece.targets for piece in pieces)
                     asks = (partial(request, PIECE, lease, place, into=into) for place, into in fed)
-                    for piece, _ in zip(pieces, stream(asks, self.ahead), strict=True):
+                    for piece, _ in zip(pieces, stream(asks, self._pace.ahead), strict=True):
                         self._check_lease()
                         requests.count(source, piece.nbytes)
                         arrived()
@@ -482,82 +538,4 @@ class FedPull:
 
     def _report(self, leader: int) -> None:
         """Tell the home that a leader feeds no more."""
-        self._requests.notify(self._home, published.REPORT, (*self._address, self._what, leader))
-
-
-class RelayedPull(FedPull):
-    """Brings tensors from another host. The member of a host that leads keeps them in memory for all others."""
-
-    def bring(self) -> None:
-        """Bring the tensors. Raises as requests to the home do."""
-        pieces = self._pieces(self._selection)
-        for _ in range(_ATTEMPTS):
-            advice = self._ask(len(pieces))
-            if advice.leads or advice.source is None:
-                self._lead(advice.source)
-                return
-            if self._from_member(advice.source, pieces, nothing) == len(pieces):
-                return
-        self._from_home(pieces, nothing)
-
-    def _ask(self, pieces: int) -> Advice:
-        request = (*self._address, self._what, pieces)
-        return Advice(*self._requests.call(self._home, published.ADVISE, request, self._requests.left(0.001)).wait())
-
-    def _lead(self, source: int | None) -> None:
-        """Pull into memory that this member keeps for others."""
-        local, mine, feed = self._requests.local, self._mine, None
-        targets, (version, signature) = self._selection.targets, self._what
-        specs = [TensorSpec(target.dtype, tuple(target.shape), target.device) for target in targets]
-        try:
-            memory = mine.pool.memory(specs)
-            pieces = self._pieces(self._selection.into(memory.tensors))
-            feed = Feed(version, specs, memory, mine.pool, [piece.targets for piece in pieces])
-            lease = mine.open(signature, feed)
-            try:
-                brought = 0 if source is None else self._from_member(source, pieces, feed.add)
-                self._from_home(pieces[brought:], feed.add)
-                feed.copy_into(targets, [(place, None) for place in range(len(targets))])
-            finally:
-                mine.pool.release(lease)
-        except BaseException:
-            mine.fail(signature, version, feed)
-            self._report(local.me.rank)
-            raise
-
-
-class PullInTurn(FedPull):
-    """Brings tensors on one host, where several GPUs pull the same: each one copies from the one before it.
-
-    It feeds the next from the model's own tensors, so only for as long as the pull takes.
-    """
-
-    # Members take about a millisecond to ask for a piece and to answer, and GPUs two to copy a sixth of 4 GB.
-    piece_bytes, pieces, ahead = 64 << 20, 6, 6
-
-    def bring(self, source: int | None) -> bool:
-        """Bring the tensors; False if they cannot be copied from the home's memory. Raises as requests to the home do.
-
-        ``source``: see ``Advice``.
-        """
-        local, (version, signature) = self._requests.local, self._what
-        pieces, began = self._pieces(self._selection), time.monotonic()
-        feed = Feed.of_model(version, self._mine.pool, [piece.targets for piece in pieces])
-        self._mine.pool.release(self._mine.open(signature, feed))
-        try:
-            if source is None:
-                self._from_home(pieces, feed.add)
-            elif self._from_member(source, pieces, feed.add, confirms=True) < len(pieces):
-                self._mine.fail(signature, version, feed)  # those that were fed have what nobody vouches for
-                self._from_home(pieces, nothing)
-                return True
-            self._mine.end(signature, feed, _PATIENCE_S + (time.monotonic() - began) / 2)
-            return True
-        except _NotReadable:
-            self._mine.fail(signature, version, feed)
-            return False
-        except BaseException:
-            self._mine.fail(signature, version, feed)
-            raise
-        finally:
-            self._report(local.me.rank)
+        self._requests.notify(self._origin.home, published.REPORT, (*self._origin.address, self._what, leader))

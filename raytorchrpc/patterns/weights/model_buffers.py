@@ -23,6 +23,7 @@ from raytorchrpc.patterns.weights.model_tensors import (
     check_lasting,
     local_tensor,
     shards_of,
+    ties_of,
 )
 from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole
 from raytorchrpc.patterns.weights.shards import Shard
@@ -42,11 +43,11 @@ class BufferSpec(NamedTuple):
     device: torch.device
     pinned: bool
     inference: bool  # made under inference mode
-    slot: int  # names whose tensors are the same memory have one slot, and share a buffer
+    slot: str  # the first name of the tensor: all its names share a buffer
     place: PlaceInWhole | None  # of a shard
 
     @staticmethod
-    def of(tensor: torch.Tensor, slot: int, place: PlaceInWhole | None) -> BufferSpec:
+    def of(tensor: torch.Tensor, slot: str, place: PlaceInWhole | None) -> BufferSpec:
         # The strides of a dense tensor are kept; a tensor with gaps gets a buffer without.
         stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         pinned = tensor.is_cpu and torch.cuda.is_initialized() and tensor.is_pinned()  # type: ignore[no-untyped-call]
@@ -63,45 +64,17 @@ class BufferSpec(NamedTuple):
 #: What tells how memory is seen.
 _KINDS: tuple[Callable[[torch.Tensor], Any], ...] = (
     *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_inference),
-    *(operator.attrgetter("dtype"), operator.attrgetter("device")),
+    *map(operator.attrgetter, ("dtype", "device")),
 )
 
 
-class _Memory(NamedTuple):
-    """Where tensors lie, and how their memory is seen."""
-
-    addresses: list[int]
-    kinds: tuple[list[Any], ...]
-    """The shape of each tensor, then its strides, and so on."""
-
-    @staticmethod
-    def of(tensors: Mapping[str, torch.Tensor]) -> _Memory:
-        found = tensors.values()
-        return _Memory(list(map(torch.Tensor.data_ptr, found)), tuple([list(map(kind, found)) for kind in _KINDS]))
-
-    def slots(self) -> list[int]:
-        """A number for each tensor; equal for those that are the same memory, seen in the same way."""
-        places = range(len(self.addresses))
-        if 0 not in self.addresses and len(set(self.addresses)) == len(places):
-            return list(places)
-        found: dict[Any, int] = {}
-        keys = [
-            (address, *kind) if address and 0 not in kind[0] else place
-            for place, address, *kind in zip(places, self.addresses, *self.kinds, strict=True)
-        ]
-        return [found.setdefault(key, len(found)) for key in keys]
-
-
 class KnownSpecs(NamedTuple):
-    """The specs of a model's tensors, for as long as they stay alike. Keeps no tensor."""
+    """The specs of a model's tensors at a prefetch. Keeps no tensor."""
 
     model: KnownModel
-    memory: _Memory
+    kinds: list[list[Any]]
+    ties: list[tuple[str, str]]
     specs: dict[str, BufferSpec]
-
-    def are_for(self, memory: _Memory) -> bool:
-        """Whether they are the specs of the same tensors in other memory."""
-        return memory.kinds == self.memory.kinds and memory.slots() == self.memory.slots()
 
 
 class ModelTensors:
@@ -112,43 +85,48 @@ class ModelTensors:
 
         Args:
             store: its name, for errors.
-            known: of the model's tensors at its last prefetch.
+            known: of the model's last prefetch.
         """
-        self._model, self._store = model, store
-        self._state = _state_of(model)
+        self._model, self._store, self._state = model, store, _state_of(model)
         self.own = self._state.saved
-        is_known = known is not None and known.model.has(self.own)
-        shards = {} if is_known else shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
         """The tensors that have memory: of a DTensor, its local shard."""
-        for name, tensor in self.local.items():
-            if not is_known and not _is_plain(tensor):
-                raise ConfigurationError(
-                    f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does not "
-                    f"support: pull() this model"
-                )
-        self._memory = _Memory.of(self.local)
-        self._writes = _writes(self.local)
-        if known is not None and is_known and known.are_for(self._memory):
+        if known is None or not known.model.has(self.own):
+            known, shards = None, shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
+            for name, tensor in self.local.items():
+                if not _is_plain(tensor):
+                    raise ConfigurationError(
+                        f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does "
+                        f"not support: pull() this model"
+                    )
+        self._addresses, self._kinds = self._memory()
+        self._ties, self._writes = ties_of(self.local), _writes(self.local)
+        if known is not None and (known.kinds, known.ties) == (self._kinds, self._ties):
             self.specs = known.specs
         else:
-            self.specs = self._make_specs(shards or shards_of(self.own, store))
+            self.specs = self._make_specs(shards_of(self.own, store) if known is not None else shards)
+
+    def _memory(self) -> tuple[list[int], list[list[Any]]]:
+        """Where the tensors lie, and how their memory is seen."""
+        tensors = self.local.values()
+        return list(map(torch.Tensor.data_ptr, tensors)), [list(map(kind, tensors)) for kind in _KINDS]
 
     def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
-        places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
         if absent := [name for name in self.local if name not in shards]:
             raise ConfigurationError(
                 f"{absent[0]!r} of the weights for {self._store!r} is a number, and this process is not in its device "
                 f"mesh, which prefetch() does not support: pull() this model"
             )
-        rows = zip(self.local.items(), self._memory.slots(), places, strict=True)
-        return {name: BufferSpec.of(tensor, slot, place) for (name, tensor), slot, place in rows}
+        places = [None if shard.is_whole else (shard.global_shape, shard.offset) for shard in shards.values()]
+        first = {name: one for one, name in self._ties}
+        rows = zip(self.local.items(), places, strict=True)
+        return {name: BufferSpec.of(tensor, first.get(name, name), place) for (name, tensor), place in rows}
 
     def known_specs(self) -> KnownSpecs | None:
         """For the model's next prefetch; None for a mapping, whose Shards may be others then."""
         if not isinstance(self._model, torch.nn.Module):
             return None
-        return KnownSpecs(KnownModel(self.own), self._memory, self.specs)
+        return KnownSpecs(KnownModel(self.own), self._kinds, self._ties, self.specs)
 
     def detached(self) -> dict[str, torch.Tensor]:
         """The tensors that have memory, without autograd."""
@@ -157,9 +135,8 @@ class ModelTensors:
     def now(self) -> ModelTensors:
         """Return the model's tensors as they are now. Raises ConfigurationError."""
         state, before = _state_of(self._model), self.own
-        now = state.saved
-        is_same = list(now) == list(before) and all(map(operator.is_, now.values(), before.values()))
-        if is_same and _Memory.of({name: local_tensor(tensor) for name, tensor in now.items()}) == self._memory:
+        is_same = list(state.saved) == list(before) and all(map(operator.is_, state.saved.values(), before.values()))
+        if is_same and self._memory() == (self._addresses, self._kinds):
             self._state = state
             return self
         return ModelTensors(self._model, self._store)
@@ -190,7 +167,7 @@ class ModelTensors:
                 f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
                 f"use the same tensors: prefetch the module, or {_INSTEAD}"
             )
-        slots: dict[int, int] = {}  # by the address of the storage
+        slots: dict[int, str] = {}  # by the address of the storage
         for name in (name for name in self.own if name in names and self.local[name].numel()):
             tensor = self.local[name]
             storage = tensor.untyped_storage()
@@ -310,7 +287,7 @@ class ModelBuffers:
 
     def _allocate(self, specs: dict[str, BufferSpec]) -> None:
         self.tensors, self.specs, self.version = {}, {}, None  # free those first
-        made: dict[int, torch.Tensor] = {}
+        made: dict[str, torch.Tensor] = {}
         for spec in specs.values():
             if spec.slot not in made:
                 made[spec.slot] = spec.allocate()

@@ -310,7 +310,7 @@ def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
     known: dict[object, T] = {}
     found: list[tuple[T, T]] = []
     for (name, tensor), address in zip(tensors.items(), addresses, strict=True):
-        if tensor.numel():
+        if address and tensor.numel():
             memory = address, tensor.get_device(), tensor.dtype, tensor.shape, tensor.stride()
             if (first := known.setdefault(memory, name)) != name:
                 found.append((first, name))

@@ -244,11 +244,11 @@ class Options(NamedTuple):
 
     @staticmethod
     def of(
-        mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: tuple[str, ...] = ()
+        mapping: Renamed | None = None, convert: Convert = False, strict: bool = True, only: Only | None = None
     ) -> Options:
         """Of the arguments of a pull. Raises ConfigurationError."""
         converts_blocks(convert)  # which checks it
-        return Options(renames(mapping), convert, strict, only)
+        return Options(renames(mapping), convert, strict, globs_of(only))
 
     @property
     def form(self) -> Hashable:

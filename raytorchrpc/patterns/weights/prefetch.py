@@ -10,45 +10,19 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
-from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpec, ModelBuffers, ModelTensors
 from raytorchrpc.patterns.weights.model_tensors import Model
-from raytorchrpc.patterns.weights.plan import Options, Renamed
+from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.process import fork
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
-
-
-class Store(Protocol):
-    """What a prefetch uses of a ``WeightStore``, which can be copied."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def home(self) -> str: ...
-
-    def wait(self, version: int = 1, timeout: float | None = None) -> int: ...
-
-
-class PullOptions(NamedTuple):
-    """The arguments of ``WeightStore.prefetch``."""
-
-    version: int | None
-    since: int | None
-    convert: Convert
-    strict: bool
-    mapping: Renamed | None
-    only: tuple[str, ...]
-    """Globs; none for all names."""
-    timeout: float | None
 
 
 class Transfer:
@@ -56,15 +30,17 @@ class Transfer:
 
     def __init__(
         self,
-        store: Store,
-        has_pulled: Callable[[int], bool],
-        options: PullOptions,
+        store: Any,
+        version: int | None,
+        since: int | None,
+        timeout: float | None,
+        options: dict[str, Any],
         buffers: ModelBuffers,
         specs: dict[str, BufferSpec],
     ) -> None:
-        """``has_pulled(version)``: whether a model of this process may have that version of the store."""
-        self._store, self._has_pulled, self._options = store, has_pulled, options
-        self._buffers, self._specs = buffers, specs
+        """``store``: a ``WeightStore``. ``options``: see ``WeightStore.pull``."""
+        self._store, self._version, self._since, self._timeout = store, version, since, timeout
+        self._options, self._buffers, self._specs = options, buffers, specs
         self._settling = threading.Lock()
         self.wanted = True
         self.handle: Callable[[], object] = lambda: None
@@ -97,11 +73,15 @@ class Transfer:
 
     def version_of_model(self) -> int | None:
         """The version that the model holds bit for bit, according to ``since``; None if that is not certain."""
-        since, has_all = self._options.since, self._options.strict and not self._options.only
-        return since if has_all and since is not None and self._has_pulled(since) else None
+        has_all = self._options["strict"] and not self._options["only"]
+        return self._since if has_all and self._has_since() else None
+
+    def _has_since(self) -> bool:
+        """Whether the model may have the version that ``since`` says."""
+        return self._since is not None and self._store._has_pulled(self._since, Options.of(**self._options))
 
     def _pull(self) -> int:
-        local, wait_s = run(begin_operation(self._options.timeout, self._store.home))
+        local, wait_s = run(begin_operation(self._timeout, self._store.home))
         until = time.monotonic() + wait_s
         del local
         if not self._buffers.writing.acquire(timeout=wait_s):
@@ -117,32 +97,27 @@ class Transfer:
             self._buffers.writing.release()
 
     def _pull_into_buffers(self, until: float) -> int:
-        version, since, convert, strict, mapping, only, _ = self._options
-        buffers, store = self._buffers, self._store
-        options = Options.of(mapping, convert, strict, only)
-        if since is not None or buffers.reader is None:
-            newest = store.wait(0, _left(until))  # binds the handle
-            if since is not None and self._has_pulled(since) and since == (newest if version is None else version):
-                return since
+        buffers, store, options = self._buffers, self._store, Options.of(**self._options)
+        if self._since is not None or buffers.reader is None:
+            newest: int = store.wait(0, _left(until))  # binds the handle
+            if self._since == (newest if self._version is None else self._version) and self._has_since():
+                return self._since
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
         with buffers.writable(self._specs) as held:
-            tensors, held = buffers.as_model(), held if options == buffers.options and not only else None
+            tensors, held = buffers.as_model(), held if options == buffers.options and not options.only else None
             pulled: int = buffers.reader.pull(
                 tensors,
-                version,
+                self._version,
                 since=held,
-                convert=convert,
-                strict=strict,
-                mapping=mapping,
-                only=only or None,
                 timeout=_left(until),
+                **self._options,
             )
         names = buffers.names
         if pulled != held:
-            brings_all = strict and not only
+            brings_all = options.strict and not options.only
             names = frozenset(tensors) if brings_all else frozenset(tensors) & buffers.reader._names_pulled()
-        buffers.version, buffers.options, buffers.names = None if only else pulled, options, names
+        buffers.version, buffers.options, buffers.names = None if options.only else pulled, options, names
         self.brought = True
         return pulled
 
@@ -274,16 +249,18 @@ _beginning = threading.Lock()
 
 
 def begin(
-    store: Store,
+    store: Any,
     models: BuffersByModel,
-    has_pulled: Callable[[int], bool],
     model: Model,
-    options: PullOptions,
+    version: int | None,
+    since: int | None,
+    timeout: float | None,
+    options: dict[str, Any],
 ) -> WeightPrefetch:
     """Have a thread pull; see ``WeightStore.prefetch``."""
     fork.check_process()  # a child has none of the threads
     buffers, tensors = models.of(model, store.name)
-    transfer = Transfer(store, has_pulled, options, buffers, tensors.specs)
+    transfer = Transfer(store, version, since, timeout, options, buffers, tensors.specs)
     with _beginning:
         before = buffers.prefetch()
         if before is not None and before._is_open:

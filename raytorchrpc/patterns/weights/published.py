@@ -7,10 +7,10 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -39,6 +39,30 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.cuda_streams import own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+
+K = TypeVar("K")
+
+logger = logging.getLogger(__name__)
+
+#: Tensors that are converted at once. Other conversions wait for them.
+_AT_ONCE = 32
+_NO_RANK = -1
+
+KIND = "weight store"
+
+#: Services of a home.
+WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
+ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
+TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
+DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
+#: Also of a member that relays.
+RELEASE = "raytorchrpc.weights.release"
+
+#: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
+#: (seconds).
+LINGER_S = 60.0
+#: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
+_CHECK_S = 1.0
 
 
 class VersionLease(NamedTuple):
@@ -69,15 +93,51 @@ class Layout(NamedTuple):
         return [(name, DTYPE_NAMES[spec.dtype], spec.shape, place) for name, spec, place in rows]
 
 
+class Waits(Generic[K]):
+    """Replies that wait, each for something of its own. The owner holds ``lock`` while it calls a method."""
+
+    def __init__(self, local: LocalMember, lock: threading.Lock) -> None:
+        self._deadlines, self._lock = local.deadlines, lock
+        self._waiting: list[tuple[K, DeferredReply]] = []
+
+    def add(
+        self,
+        wanted: K,
+        until: float,
+        give_up: Callable[[], tuple[Any, Exception | None]],
+        reply: DeferredReply | None = None,
+    ) -> DeferredReply:
+        """Have a reply wait for ``take``. At ``until`` it is settled with what ``give_up`` returns, under the lock."""
+        waits = wanted, reply or DeferredReply()
+
+        def end() -> None:
+            with self._lock:
+                if waits in self._waiting:
+                    self._waiting.remove(waits)
+                outcome = give_up()
+            waits[1].settle(*outcome)
+
+        self._waiting.append(waits)
+        return give_up_at(self._deadlines, until, waits[1], end)
+
+    def take(self, is_due: Callable[[K], bool] = lambda wanted: True) -> list[DeferredReply]:
+        """Take the replies whose wait is over; all by default. The caller settles them without the lock."""
+        due = [reply for wanted, reply in self._waiting if is_due(wanted)]
+        self._waiting = [one for one in self._waiting if not is_due(one[0])]
+        return due
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
 class VersionWaits:
     """Waits for versions. Thread-safe."""
 
     instance_id: int
 
     def __init__(self, local: LocalMember) -> None:
-        self._local = local
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[int, DeferredReply]] = []
+        self._local, self._lock = local, threading.Lock()
+        self._waits: Waits[int] = Waits(local, self._lock)
         self._broken: Exception | None = None
 
     def _newest(self) -> int:
@@ -95,35 +155,18 @@ class VersionWaits:
             newest = self._newest()
             if newest >= version or until <= time.monotonic():
                 return newest if newest >= version else 0
-            reply = DeferredReply()
-            waits = version, reply
-            self._waiting.append(waits)
-
-        def give_up() -> None:
-            with self._lock:
-                if waits in self._waiting:
-                    self._waiting.remove(waits)
-                error = self._not_in_time(version)
-            reply.settle(0, error)
-
-        return give_up_at(self._local.deadlines, until, reply, give_up)
+            return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
 
     def _not_in_time(self, version: int) -> Empty | None:
         """What a wait that ended raises; None: it returns 0. The caller holds the lock."""
         return None
 
-    def _due(self, version: int) -> list[DeferredReply]:
-        """Take the waits that end with this version. The caller holds the lock, and settles them without it."""
-        due = [reply for wanted, reply in self._waiting if wanted <= version]
-        self._waiting = [(wanted, reply) for wanted, reply in self._waiting if wanted > version]
-        return due
-
     def close(self, error: Exception) -> None:
         """See ``Served``."""
         with self._lock:
             self._broken = error
-            waiting, self._waiting = self._waiting, []
-        for _, reply in waiting:
+            waiting = self._waits.take()
+        for reply in waiting:
             reply.settle(0, error)
 
 
@@ -132,10 +175,9 @@ def complete(
     places: Mapping[str, PlaceInWhole],
     before: tuple[Layout, Snapshot] | None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, PlaceInWhole], frozenset[int]]:
-    """Add to some tensors those of the version before.
+    """Add to some tensors those of the version before. Raises ConfigurationError.
 
-    Returns all tensors and the places of shards, in the order of the layout, and which of them are of the version
-    before. Raises ConfigurationError.
+    Returns all tensors and the places of shards, in the order of the layout, and which are of the version before.
     """
     if before is None:
         raise ConfigurationError("only= takes the other tensors from the version before: publish all of them first")
@@ -161,13 +203,6 @@ def complete(
 def _shown(spec: TensorSpec, place: PlaceInWhole | None) -> str:
     shard = "" if place is None else f", at {place[1]} of {place[0]},"
     return f"{DTYPE_NAMES[spec.dtype]} {spec.shape}{shard} on {spec.device}"
-
-
-logger = logging.getLogger(__name__)
-
-#: Tensors that are converted at once. Other conversions wait for them.
-_AT_ONCE = 32
-_NO_RANK = -1
 
 
 def convert_ahead(snapshot: Snapshot, before: Snapshot, pool: SnapshotPool) -> None:
@@ -199,33 +234,13 @@ def convert_ahead(snapshot: Snapshot, before: Snapshot, pool: SnapshotPool) -> N
         pool.release(lease)
 
 
-KIND = "weight store"
-
-#: Services of a home.
-WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
-ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
-TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
-DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
-#: Also of a member that relays.
-RELEASE = "raytorchrpc.weights.release"
-
-#: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
-#: (seconds).
-LINGER_S = 60.0
-#: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
-_CHECK_S = 1.0
-
-
 def lease_is_valid_until(until: float) -> float:
-    """Return until when a reader can rely on a lease, if its pull was to end at ``until``.
-
-    The lease counts from when the home was asked, later than the reader's own time; their clocks may differ a little.
-    """
+    """Until when a reader can rely on a lease, if its pull was to end at ``until``: clocks may differ a little."""
     return until + 0.75 * LINGER_S
 
 
 def lease_end(seconds: float | None) -> float | None:
-    """Return until when to keep a lease for a pull that may take ``seconds``; None: without a limit."""
+    """Until when to keep a lease for a pull that may take ``seconds``; None: without a limit."""
     return None if seconds is None else time.monotonic() + seconds + LINGER_S
 
 
@@ -240,7 +255,6 @@ class Readable:
         self.pool = SnapshotPool(self._allocate_shared, local.deadlines, local.cleanup.leave, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
-        """Allocate memory that peers on this host read in place, if a lane offers any."""
         offers = (lane.lend(size) for lane in windows(self._local.tensor_lanes))
         return next((shared for shared in offers if shared is not None), None)
 
@@ -267,18 +281,10 @@ class Readable:
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``."""
 
-    def close(self, error: Exception) -> None:
-        """See ``Served``."""
-
     @property
     def held(self) -> int:
         """See ``Holder``."""
         return self.pool.held
-
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """See ``Holder``."""
-        raise NotImplementedError
 
     def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
         """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
@@ -357,14 +363,15 @@ class PublishedWeights(Readable, VersionWaits):
             deltas = self._deltas(memory, changed, version, before)
             if before is not None and (carried or deltas):
                 before[1].note_own_reads()
-            ties = self._ties(sources, before, carried)
+            ties = ties_of(dict(enumerate(sources)))
+            ties += [tie for tie in before[1].ties if carried.issuperset(tie)] if before is not None else []
             snapshot = Snapshot(version, layout.specs, memory, changed, self.pool, deltas, ties)
             with self._lock:
                 self._check_open()
                 self._versions[version], self._last = (layout, snapshot), version
                 surplus = 0 if staged else len(self._versions) - self._keep
                 old = [self._versions.popitem(last=False)[1][1] for _ in range(surplus)]
-                due = self._due(version)
+                due = self._waits.take(lambda wanted: wanted <= version)
             for each in old:
                 self.pool.retire(each)
             if before is not None and before[0] is layout:
@@ -416,14 +423,6 @@ class PublishedWeights(Readable, VersionWaits):
         same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
         return [old if place in same else version for place, old in enumerate(snapshot.changed)]
 
-    @staticmethod
-    def _ties(
-        sources: Sequence[torch.Tensor], before: tuple[Layout, Snapshot] | None, carried: frozenset[int]
-    ) -> list[tuple[int, int]]:
-        """Find the tensors that are one under several names. ``carried``: are of the version before, and as then."""
-        old = () if before is None else [tie for tie in before[1].ties if carried.issuperset(tie)]
-        return [*ties_of(dict(enumerate(sources))), *old]
-
     def _deltas(
         self, memory: VersionMemory, changed: Sequence[int], version: int, before: tuple[Layout, Snapshot] | None
     ) -> Deltas | None:
@@ -444,7 +443,7 @@ class PublishedWeights(Readable, VersionWaits):
         )
 
     def _is_readable(self, whole: torch.Tensor | None) -> bool:
-        """Whether members of this host can copy from this memory."""
+        """Whether members of this host can copy from this memory; None: it is not one piece."""
         lanes = windows(self._local.tensor_lanes)
         return whole is not None and (not whole.is_cuda or any("cuda" in lane.capabilities.devices for lane in lanes))
 

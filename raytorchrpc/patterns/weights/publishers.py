@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import Handle, Steps, begin, give_up_at, member_name, run
+from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.weights.plan import PlaceInWhole
-from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
+from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits, Waits
 
 #: The shards of one publisher.
 SHARDS = "weight shards"
@@ -40,17 +41,16 @@ _AHEAD = 2
 _SHOWN = 8
 
 
+#: Of a version that is published in part: the globs, and the version that all other tensors are from. Else None.
+Carried = tuple[tuple[str, ...], int] | None
+
+
 class Committed(NamedTuple):
     """A version that all publishers have."""
 
     version: int
     instances: tuple[int, ...]
     """Of each publisher's shards: a restarted publisher has lost them."""
-
-
-def shards_name(store: str, instance: int | None) -> str:
-    """The name of each publisher's shards. A new store of the same name has new ones."""
-    return f"{store} {instance}"
 
 
 class Publisher(NamedTuple):
@@ -72,18 +72,9 @@ class _Staged(NamedTuple):
     """By publisher: the instance of its shards."""
 
 
-#: Of a version that is published in part: the globs, and the version that all other tensors are from. Else None.
-Carried = tuple[tuple[str, ...], int] | None
-#: Publishers that wait no longer, and what each is told; see ``Coordinator.staged``.
-_Freed = list[tuple[DeferredReply, list[int]]]
-
-
-class _Behind(NamedTuple):
-    """A publisher that waits for the others."""
-
-    publisher: int
-    version: int
-    reply: DeferredReply
+def shards_name(store: str, instance: int | None) -> str:
+    """The name of each publisher's shards. A new store of the same name has new ones."""
+    return f"{store} {instance}"
 
 
 class Coordinator(VersionWaits):
@@ -101,7 +92,8 @@ class Coordinator(VersionWaits):
         self._committed: OrderedDict[int, Committed] = OrderedDict()
         self._highest = self._void = 0
         """The highest version that anyone has staged; versions up to ``_void`` that do not exist never will."""
-        self._behind: list[_Behind] = []
+        self._behind: Waits[int] = Waits(local, self._lock)
+        """Publishers that are far ahead of the others, each by the version that it has staged last."""
 
     # --- publishers ----------------------------------------------------------------------------------------------
 
@@ -140,12 +132,12 @@ class Coordinator(VersionWaits):
                     freed += self._void_one(version)
             if is_complete:
                 due = self._commit(version, there.instances)
-                freed += self._free()
+                freed += self._behind.take()
             mine = self._staged_by(publisher.number)
             answer: list[int] | DeferredReply = self._kept(publisher.number)
             if version in mine and len(mine) > _AHEAD:
                 answer = self._await_others(publisher.number, version, until)
-            oldest = self._oldest()
+            oldest = next(iter(self._committed), 0)
         for waiting in due:
             waiting.settle(version)
         _settle(freed)
@@ -166,23 +158,21 @@ class Coordinator(VersionWaits):
             f"then the same only= at every publisher"
         )
 
-    def _void_one(self, version: int) -> _Freed:
-        """This version will not exist, so nobody keeps it or waits for it."""
+    def _void_one(self, version: int) -> list[DeferredReply]:
+        """This version will not exist: nobody keeps it. Returns those that wait after it."""
         if self._staged.pop(version, None) is not None:
             self._vain.add(version)
-        free = [one for one in self._behind if one.version == version]
-        self._behind = [one for one in self._behind if one.version != version]
-        return [(one.reply, self._kept(one.publisher)) for one in free]
+        return self._behind.take(version.__eq__)
 
     def _staged_by(self, publisher: int) -> list[int]:
         return [number for number, there in self._staged.items() if publisher in there.instances]
 
-    def _note(self, publisher: Publisher) -> _Freed:
+    def _note(self, publisher: Publisher) -> list[DeferredReply]:
         before = self._present.get(publisher.number)
         self._present[publisher.number] = publisher
         return self._drop_staged() if before is not None and before != publisher else []
 
-    def _drop_staged(self) -> _Freed:
+    def _drop_staged(self) -> list[DeferredReply]:
         """A publisher was restarted: what was staged with it must not be completed with its next state.
 
         Those that wait for it go on: the version that they have published will not exist.
@@ -190,16 +180,15 @@ class Coordinator(VersionWaits):
         self._staged.clear()
         self._vain.clear()
         self._void = self._highest
-        return self._free()
-
-    def _free(self) -> _Freed:
-        """Take the publishers that wait, with what they are told. The caller settles them without the lock."""
-        behind, self._behind = self._behind, []
-        return [(one.reply, self._kept(one.publisher)) for one in behind]
+        return self._behind.take()
 
     def _kept(self, publisher: int) -> list[int]:
         """The versions that a publisher has to keep."""
         return [*self._committed, *self._staged_by(publisher)]
+
+    def _kept_now(self, publisher: int) -> list[int]:
+        with self._lock:
+            return self._kept(publisher)
 
     def _commit(self, version: int, having: dict[int, int]) -> list[DeferredReply]:
         instances = tuple(having[publisher] for publisher in range(len(self._publishers)))
@@ -208,37 +197,26 @@ class Coordinator(VersionWaits):
             self._committed.popitem(last=False)
         self._staged = {number: there for number, there in self._staged.items() if number > version}
         self._vain = {number for number in self._vain if number > version}
-        return self._due(version)
+        return self._waits.take(lambda wanted: wanted <= version)
 
     def _await_others(self, publisher: int, version: int, until: float) -> DeferredReply:
-        reply = DeferredReply()
-        behind = _Behind(publisher, version, reply)
-        self._behind.append(behind)
         first = min(self._staged_by(publisher))
         late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first].instances]
 
-        def give_up() -> None:
-            freed = _Freed()
-            with self._lock:
-                if behind in self._behind:
-                    self._behind.remove(behind)
-                    freed = self._void_one(version)  # else each one that is in vain takes memory
-            _settle(freed)
-            reply.settle(
-                None,
-                RpcTimeout(
-                    f"weight store {self._name!r}: {self._publishers[publisher]!r} has published version {version}, "
-                    f"but {', '.join(late)} not even version {first}; every publisher has to publish each version"
-                ),
+        def give_up() -> tuple[None, RpcTimeout]:
+            if version in self._staged:  # each one that is in vain takes memory
+                self._local.deadlines.at(0.0, partial(_settle, self._void_one(version)))
+            return None, RpcTimeout(
+                f"weight store {self._name!r}: {self._publishers[publisher]!r} has published version {version}, "
+                f"but {', '.join(late)} not even version {first}; every publisher has to publish each version"
             )
 
-        return give_up_at(self._local.deadlines, until, reply, give_up)
-
-    def _oldest(self) -> int:
-        return next(iter(self._committed)) if self._committed else 0
+        reply = DeferredReply()
+        reply.convert = lambda _: self._kept_now(publisher)
+        return self._behind.add(version, until, give_up, reply)
 
     def _newest(self) -> int:
-        return next(reversed(self._committed)) if self._committed else 0
+        return next(reversed(self._committed), 0)
 
     def _tell_publishers(self, oldest: int, but: int) -> None:
         """Have publishers free the memory of older versions. Does not wait for them."""
@@ -281,7 +259,7 @@ class Coordinator(VersionWaits):
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``. What was staged until a publisher's process ended, or until it restarted, never exists."""
         with suppress(NotAMember, ValueError):
-            number, freed = self._publishers.index(self._local.peers.route(rank).member.name), _Freed()
+            number, freed = self._publishers.index(self._local.peers.route(rank).member.name), list[DeferredReply]()
             with self._lock:
                 there = self._present.get(number)
                 if there is not None and there.process != process:
@@ -291,16 +269,18 @@ class Coordinator(VersionWaits):
             _settle(freed)
 
     def close(self, error: Exception) -> None:
+        """See ``Served``."""
         super().close(error)
         with self._lock:
-            behind, self._behind = self._behind, []
-        for one in behind:
-            one.reply.settle(None, error)
+            waiting = self._behind.take()
+        for reply in waiting:
+            reply.settle(None, error)
 
 
-def _settle(freed: _Freed) -> None:
-    for reply, kept in freed:
-        reply.settle(kept)
+def _settle(freed: Iterable[DeferredReply]) -> None:
+    """Answer publishers that wait no longer."""
+    for reply in freed:
+        reply.settle(None)
 
 
 class Shards(Handle):

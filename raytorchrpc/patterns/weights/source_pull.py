@@ -18,7 +18,7 @@ from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.deltas import Change, apply, change_of
-from raytorchrpc.patterns.weights.feeds import Origin, PullInTurn, RelayedPull, Requests, feeds_of
+from raytorchrpc.patterns.weights.feeds import BETWEEN_HOSTS, ON_A_HOST, ChainedPull, Origin, Pace, Requests, feeds_of
 from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Tie
@@ -274,7 +274,8 @@ class SourcePull:
 
     def _fetch_whole(self, selection: Selection) -> None:
         if self._uses_relay(selection):
-            self._relayed(selection).bring()
+            what = self._leased.version, selection.signature(self._leased.layout)
+            self._chained(what, selection, BETWEEN_HOSTS, self._request_message).bring_between_hosts()
             return
         if self._has_turn and self._take_turn(selection):
             return
@@ -352,9 +353,10 @@ class SourcePull:
         its_node = peers.route(self.home).member.node_id
         return sum(route.member.node_id != its_node for route in peers.routes)
 
-    def _relayed(self, selection: Selection) -> RelayedPull:
-        what = self._leased.version, selection.signature(self._leased.layout)
-        return RelayedPull(self._requests, self._origin, what, selection, self._request_message, self._check_lease)
+    def _chained(
+        self, what: tuple[int, str], selection: Selection, pace: Pace, fetch: Callable[[Selection], Future[Any]]
+    ) -> ChainedPull:
+        return ChainedPull(self._requests, self._origin, what, selection, pace, fetch, self._check_lease)
 
     @property
     def _origin(self) -> Origin:
@@ -379,8 +381,7 @@ class SourcePull:
             return False
         self._had_turn, what = True, (self._leased.version, alike[0])
         send = partial(self._request_pieces, alike[1].type)
-        pull = PullInTurn(self._requests, self._origin, what, selection, send, self._check_lease)
-        return pull.bring(Advice(*self._leased.turn).source)
+        return self._chained(what, selection, ON_A_HOST, send).bring_on_a_host(Advice(*self._leased.turn).source)
 
     def _give_turn_back(self) -> None:
         """Tell those that would be fed by this member that they have to look elsewhere."""

@@ -26,7 +26,7 @@ from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model, has_shards, resolved, shards_of
 from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
-from raytorchrpc.patterns.weights.prefetch import PullOptions, WeightPrefetch
+from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
@@ -320,11 +320,11 @@ class WeightStore(Handle):
         version, since = checked_version("version", version), checked_version("since", since)
         refuse_on_loop(f"a pull from {self.kind} {self._name!r}", "`await store.apull(model)`")
         local, wait_s = run(self._begin(timeout))
-        until, globs = time.monotonic() + wait_s, globs_of(only)
+        until = time.monotonic() + wait_s
         while True:
             try:
                 run(self._bind(local, max(0.0, until - time.monotonic())))
-                options = Options.of(mapping, convert, strict, globs)
+                options = Options.of(mapping, convert, strict, only)
                 return self._pull(local, model, version, since, until, options, carry)
             except (PeerLost, NotFound, Empty, RpcTimeout) as error:
                 if not through_restarts or not self._follows(local, error, version, until):
@@ -440,12 +440,8 @@ class WeightStore(Handle):
                 neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result.
         """
         version, since = checked_version("version", version), checked_version("since", since)
-        options = PullOptions(version, since, convert, strict, mapping, globs_of(only), timeout)
-
-        def has_pulled(known: int) -> bool:
-            return self._has_pulled(known, Options.of(mapping, convert, strict, options.only))
-
-        return begin_prefetch(self, self._prefetch_buffers, has_pulled, model, options)
+        options = {"convert": convert, "strict": strict, "mapping": mapping, "only": globs_of(only) or None}
+        return begin_prefetch(self, self._prefetch_buffers, model, version, since, timeout, options)
 
     # --- memory --------------------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ def test_the_call_or_its_cancellation_wins_and_that_stays(members: Members, acto
         else:
             assert future.result() == number
     assert wait_until(lambda: in_flight(members) == (0, 0), LONG)
-    assert not members.members["home"].incoming._cancellable._jobs, "nothing is left of them"
+    assert not members.members["home"].incoming.callee.cancellable, "nothing is left of them"
 
 
 def test_replies_to_cancelled_calls_are_read_to_free_what_comes_with_them(members: Members, actor: Actor) -> None:

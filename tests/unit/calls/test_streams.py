@@ -16,8 +16,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.calls.member import set_local
 from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import Exposed, generate_in_turn, generate_in_turn_on_loop
-from raytorchrpc.calls.server.streams import StreamJob
+from raytorchrpc.calls.server.exposed import Exposed, in_turn
+from raytorchrpc.calls.server.streams import ServedStream
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -88,7 +88,7 @@ class Actor:
         for name in ("count", "bad", "nest", "acount", "stall"):
             function = getattr(self, name)
             on_loop = name in ("acount", "stall")
-            made[name] = Exposed(function, False, None, on_loop, False, False, ahead=AHEAD, job=StreamJob)
+            made[name] = Exposed(function, False, None, on_loop, False, False, ahead=AHEAD, call=ServedStream)
         made["nest"] = made["nest"]._replace(concurrent=True)
         return made
 
@@ -374,11 +374,11 @@ def test_a_member_that_leaves_closes_its_generators(members: Members, actor: Act
 
 def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: gates.Gate) -> None:
     note = actor.methods()["count"]
-    items = generate_in_turn(note, None, (3,), {})
+    items = in_turn(note)(None, 3)
     assert not gate._admitted
     assert next(items)["number"] == 0 and len(gate._admitted) == 1
     assert [item["number"] for item in items] == [1, 2] and not gate._admitted
-    items = generate_in_turn(note, None, (3,), {})
+    items = in_turn(note)(None, 3)
     next(items)
     items.close()
     assert not gate._admitted and actor.log == ["closed", "closed"]
@@ -386,7 +386,7 @@ def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate:
 
 def test_an_async_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: gates.Gate) -> None:
     async def run() -> None:
-        items = generate_in_turn_on_loop(actor.methods()["acount"], None, (3,), {})
+        items = in_turn(actor.methods()["acount"])(None, 3)
         assert (await items.__anext__())["number"] == 0 and len(gate._admitted) == 1
         assert [item["number"] async for item in items] == [1, 2] and not gate._admitted
 

@@ -27,6 +27,6 @@ def test_members_that_could_return_do_not_wait_for_those_that_could_not(
         raise BootstrapError("no answer", members=failed)
 
     restarts = SimpleNamespace(call_all=None)
-    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=restarts, _tried={}, _admit=admit)
+    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=restarts, _admit=admit)
     Supervisor._readmit(supervisor, ["a", "b"])
     assert [name for name, lost in state.lost.items() if lost.phase is Phase.RESTARTED] == still_there

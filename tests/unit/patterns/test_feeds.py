@@ -55,11 +55,11 @@ def feeds() -> Iterator[Feeds]:
 def lasting(feeds: Feeds, version: int = 1) -> Feed:
     specs = [TensorSpec(torch.float32, (PIECES, 3), torch.device("cpu"))]
     memory = feeds.pool.memory(specs)
-    return Feed(version, specs, memory, feeds.pool, [[row] for row in memory.tensors[0]])
+    return Feed(feeds._local, version, specs, memory, feeds.pool, [[row] for row in memory.tensors[0]])
 
 
 def of_model(feeds: Feeds, version: int = 1) -> Feed:
-    return Feed.of_model(version, feeds.pool, [[row] for row in torch.zeros(PIECES, 3)])
+    return Feed(feeds._local, version, (), None, feeds.pool, [[row] for row in torch.zeros(PIECES, 3)])
 
 
 def lease(feeds: Feeds, rank: int = 1, version: int = 1) -> Any:
@@ -106,7 +106,7 @@ def test_waits_end(feeds: Feeds) -> None:
     feeds.open("same", feed)
     number = lease(feeds)
     assert isinstance(feeds.serve_piece(1, number, 0, 0.02).exception(LONG), NotFound)
-    assert not feeds._waiting and not feed._waiting
+    assert not feeds._waits and not feed._waits
 
 
 def test_an_older_version_is_not_waited_for(feeds: Feeds) -> None:

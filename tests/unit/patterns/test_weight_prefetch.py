@@ -584,7 +584,7 @@ def test_models_of_every_kind(members: Members, in_place: bool) -> None:
 def test_buffers_are_freed_once_streams_have_read_them() -> None:
     buffers, seen = ModelBuffers(), list[tuple[int, ...]]()
     for shape in ((3,), (4,)):
-        with buffers.writable({"weight": BufferSpec.of(torch.zeros(shape), 0, None)}):
+        with buffers.writable({"weight": BufferSpec.of(torch.zeros(shape), "weight", None)}):
             assert buffers.tensors["weight"].shape == shape
         buffers._wait_for_readers = lambda: seen.append(tuple(buffers.tensors["weight"].shape))
     assert seen == [(3,)]

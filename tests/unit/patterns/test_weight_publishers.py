@@ -57,7 +57,7 @@ def test_a_publisher_that_waits_for_one_that_restarts_goes_on(coordinator: Coord
         coordinator.keep_only(1, "b again")
     else:
         coordinator.next_version(SECOND._replace(process="b again"), 0)
-    assert waiting.result(0) == [1], "what was staged is void, and need not be kept"
+    assert waiting.outcome() == [1], "what was staged is void, and need not be kept"
     assert coordinator.next_version(FIRST, 4) == (5, [1])
 
 
