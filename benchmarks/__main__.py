@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 
+from benchmarks import transfers
 from benchmarks._harness import Skipped, local_ray, machine
 
-#: Modules of this package that run by default, each with a function ``main(pick)``.
+#: Functions of ``benchmarks.transfers``.
+_TRANSFERS = ("calls", "huge_pages", "observability", "tensors")
+#: Benchmarks that run by default. The others are modules of this package, with a function ``main``.
 ALL = (
-    *("atari", "calls", "formation", "huge_pages", "objectrefs", "observability", "protection", "queues", "tensors"),
+    *("atari", *_TRANSFERS, "formation", "objectrefs", "protection", "queues"),
     *("sharded_weights", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
 )
 #: Those that run only when they are named.
 NAMED = ("detection", "scale", "soak")
+#: CPUs of Ray, if not 4. Nominal: only one learner of Atari DQN and its collectors are active at any time.
+CPUS = {"atari": 72}
+
+
+def load(name: str) -> Callable[..., None]:
+    """The benchmark's function. It takes a ``Pick``, and options of the command by their names."""
+    if name in _TRANSFERS:
+        return getattr(transfers, name)
+    return import_module(f"benchmarks.{name}").main
 
 
 def main() -> None:
@@ -35,11 +49,11 @@ def main() -> None:
             parser.error(f"unknown benchmark {name!r}; known: {', '.join((*ALL, *NAMED))}")
     print(machine())
     for name in names or ALL:
-        module = import_module(f"benchmarks.{name}")
-        own = {key: value for key, value in options.items() if key in getattr(module, "OPTIONS", ())}
+        run = load(name)
+        own = {key: value for key, value in options.items() if key in signature(run).parameters}
         try:
-            with local_ray(getattr(module, "CPUS", 4)):
-                module.main(lambda full, some, least: least if tiny else some if quick else full, **own)
+            with local_ray(CPUS.get(name, 4)):
+                run(lambda full, some, least: least if tiny else some if quick else full, **own)
         except Skipped as reason:
             print(f"\n{name}: skipped, {reason}")
 

@@ -22,8 +22,6 @@ PUBLISHED = {"nng": 127.64, "torchrpc (TCP)": 29.3906, "torchrpc (IB)": 28.7763}
 TRANSPORTS = ("auto", "torchrpc", "nng", "ray")
 #: By the learner's device.
 COLLECTORS = {"cpu": 2, "cuda": 8}
-#: Nominal: only one learner and its collectors are active at any time.
-CPUS = 2 * len(TRANSPORTS) * (max(COLLECTORS.values()) + 1)
 
 #: The measured cases: settings that differ from the example's defaults, and iterations per turn. Exploration ends at
 #: once, so that collectors evaluate their networks as they do in most of a run.

@@ -37,7 +37,6 @@ from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
 from raytorchrpc.membership.messages import Prepared, Probe
 from raytorchrpc.topology import endpoint, probe
 
-OPTIONS = ("members", "markdown", "json", "from_json", "hosts_json")
 SIZES = (8, 16, 32, 64)
 #: Members and hosts of the group that is only planned.
 PLANNED = (1000, 16)

@@ -23,7 +23,6 @@ from benchmarks._soak_members import AsyncSoaker, Soaker
 from raytorchrpc.bench.reports import Table, plain
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
 
-OPTIONS = ("calls",)
 #: Threads (or tasks) of each member that call.
 THREADS = 2
 SETTLE_S = 40.0  # longer than any deadline here

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks import _harness
-from benchmarks.__main__ import ALL, NAMED
+from benchmarks.__main__ import ALL, NAMED, load
 
 HOSTS = ("detection",)
 """They need several hosts with networks of their own."""
@@ -25,7 +24,7 @@ def _no_environment(cluster: None) -> Iterator[None]:
 @pytest.mark.parametrize("name", [*ALL, *(name for name in NAMED if name not in HOSTS)])
 def test_every_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        import_module(f"benchmarks.{name}").main(lambda full, quick, tiny: tiny)
+        load(name)(lambda full, quick, tiny: tiny)
     except _harness.Skipped as reason:
         pytest.skip(str(reason))
     printed = capsys.readouterr().out
@@ -37,7 +36,7 @@ def test_every_benchmark_prints_its_table(name: str, capsys: pytest.CaptureFixtu
 @pytest.mark.multihost
 @pytest.mark.parametrize("name", HOSTS)
 def test_benchmarks_of_several_hosts_print_their_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import_module(f"benchmarks.{name}").main(lambda full, quick, tiny: tiny)
+    load(name)(lambda full, quick, tiny: tiny)
     assert "median (slowest)" in capsys.readouterr().out
 
 
