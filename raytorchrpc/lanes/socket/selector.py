@@ -73,11 +73,8 @@ class Selector(Generic[R]):
         self.connections: dict[int, R] = {}
         """By descriptor."""
         self._listening: set[int] = set()
-        self._spawn: Spawn | None = None
         self._threads = 0
         self._idle = 0  # those that lead or follow
-        self._standing_in = False  # a thread that was started for other work follows
-        self._short = f"{me} reads requests when its methods are done"
         self._leader: object | None = None
         self._leading_thread = 0
         self._tasks: deque[Task] = deque()
@@ -158,9 +155,10 @@ class Selector(Generic[R]):
     # --- begin and end ---------------------------------------------------------------------------------------
 
     def start(self, spawn: Spawn) -> None:
-        """Start the first thread. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
+        """Start the threads. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
         self._spawn = spawn
         self._add_thread()
+        self._ensure_follower()
 
     def close(self) -> bool:
         """Wake all threads so that they end. The last one frees the descriptors. Returns False if closed before."""
@@ -204,63 +202,21 @@ class Selector(Generic[R]):
         try:
             threads.start(self._take_turns, name=f"raytorchrpc-{self._me}-listener-{number}")
         except BaseException:
-            self._remove_idle()
+            with self._lock:
+                self._idle -= 1
+            self.retire(1)
             raise
 
-    def _remove_idle(self) -> None:
-        with self._lock:
-            self._idle -= 1
-        self.retire(1)
-
-    def _ensure_follower(self) -> None:
-        """Have a follower: the calling thread, the leader, is about to do something that may block."""
+    def _ensure_follower(self) -> bool:
+        """Have a follower: the leader is about to do something that may block. Returns whether there is one."""
         if self._idle > 1:
-            return
+            return True
         try:
             self._add_thread()
         except (threads.ThreadShortage, MemoryError) as error:
-            threads.report(error, f"{self._me} reads requests when a thread is free")
-
-    def _begin_task(self) -> bool:
-        """Under the lock: this thread neither leads nor follows. Returns whether to call ``_request_stand_in``."""
-        self._idle -= 1
-        alone = not (self._idle or self._standing_in or self.closed)
-        if alone:
-            self._standing_in = True
-        return alone
-
-    def _request_stand_in(self) -> None:
-        """Have a thread follow that was started for other work. Never raises."""
-        assert self._spawn is not None
-        try:
-            self._spawn(self._stand_in)
-        except Exception as error:
-            self._standing_in = False
-            threads.report(error, self._short)
-
-    def _stand_in(self) -> None:
-        """Follow or lead for a moment, on a thread started for other work, until one of ours can be started."""
-        with contextlib.suppress(threads.ThreadShortage, MemoryError):
-            if self._idle == 0:
-                self._add_thread()
-        with self._lock:
-            if self._idle > 0 or self.closed:
-                self._standing_in = False
-                return
-            self._threads += 1
-            self._idle += 1
-        me = object()
-        try:
-            stays = self._step(me, threads.PAUSE_S)
-        except BaseException:
-            self._standing_in = False
-            self._remove_idle()
-            self._restore(me)
-            raise
-        self._step_aside(me)
-        if stays:
-            self._remove_idle()
-        self._request_stand_in()
+            threads.report(error, f"{self._me} runs methods on other threads until it can start one")
+            return False
+        return True
 
     # --- one thread ------------------------------------------------------------------------------------------
 
@@ -280,10 +236,10 @@ class Selector(Generic[R]):
 
         threads.serve(step, f"a listener of {self._me}", restore=lambda: self._restore(me), give_up=give_up)
 
-    def _step(self, me: object, patience_s: float = -1) -> bool:
+    def _step(self, me: object) -> bool:
         """Lead, or follow, until something has happened. Returns False if this thread is to end.
 
-        ``me``: stands for the calling thread. ``patience_s``: longest wait; without a limit if negative.
+        ``me``: stands for the calling thread.
         """
         polled = self._polled
         while not self.closed:
@@ -291,17 +247,17 @@ class Selector(Generic[R]):
                 if self._leader is None:
                     self._become_leader(me)
             if self._leader is me:
-                return self._lead(me, patience_s)
-            self._follow(me, patience_s)
-            if patience_s >= 0 or self._polled != polled:  # else another leader has failed, which is no success
+                return self._lead(me)
+            self._follow(me)
+            if self._polled != polled:  # else another leader has failed, which is no success
                 return True
         self.retire(1)
         return False
 
-    def _lead(self, me: object, patience_s: float) -> bool:
+    def _lead(self, me: object) -> bool:
         """Poll and run methods. Returns False if this thread is to end."""
         if not self._tasks or self._is_late():
-            self._poll(0 if self._tasks else patience_s)
+            self._poll(wait=not self._tasks)
         while self._leader is me and self._tasks:
             self._run_next(me)
             if self._is_late():
@@ -323,10 +279,10 @@ class Selector(Generic[R]):
         """Under the lock."""
         self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
 
-    def _follow(self, me: object, patience_s: float) -> None:
+    def _follow(self, me: object) -> None:
         """Wait until there is no leader, or until the present one has been running a method for too long."""
         with contextlib.suppress(InterruptedError):
-            if any(fd == self._takeover.fd for fd, _ in self._followers.poll(patience_s, 1)):
+            if any(fd == self._takeover.fd for fd, _ in self._followers.poll(-1, 1)):
                 self._take_over(me)
 
     def _take_over(self, me: object) -> None:
@@ -343,19 +299,19 @@ class Selector(Generic[R]):
                 self._become_leader(me)
                 self._brief = False
 
-    def _poll(self, patience_s: float) -> None:
+    def _poll(self, *, wait: bool) -> None:
         events: list[tuple[int, int]] = []
 
         def poll_now() -> bool:
             events[:] = self._epoll.poll(0, _MOST_EVENTS)
             return bool(events)
 
-        if patience_s < 0 and self._spinner.should_spin():
+        if wait and self._spinner.should_spin():
             self._spinner.spin(poll_now)
         if not events:
             began = time.perf_counter()
             try:
-                events = self._epoll.poll(patience_s, _MOST_EVENTS)
+                events = self._epoll.poll(-1 if wait else 0, _MOST_EVENTS)
             except InterruptedError:
                 return
             self._spinner.slept(time.perf_counter() - began)
@@ -370,7 +326,11 @@ class Selector(Generic[R]):
 
     def _run_next(self, me: object) -> None:
         """As the leader, run the next method, during which another thread may become the leader."""
-        self._ensure_follower()
+        if not self._ensure_follower():
+            with contextlib.suppress(Exception):  # it has not taken the task then
+                self._spawn(self._tasks[0])
+                self._tasks.popleft()
+                return
         began = time.monotonic()
         with self._lock:
             keeps = self._brief
@@ -381,10 +341,8 @@ class Selector(Generic[R]):
                 self._began = began
             else:
                 self._vacate()
-            alone = self._begin_task()
+            self._idle -= 1
             task = self._tasks.popleft()  # last, because a task that is taken must run: its method may be admitted
-        if alone:
-            self._request_stand_in()
         try:
             task()
         finally:

@@ -142,7 +142,7 @@ def test_all_threads_end_if_none_can_poll(selector: Selector[Source], monkeypatc
     freed, free = threading.Event(), selector._free
     monkeypatch.setattr(selector, "_free", lambda: (free(), freed.set()))
 
-    def fail(patience_s: float) -> None:
+    def fail(*, wait: bool) -> None:
         raise OSError("the epoll set is broken")
 
     monkeypatch.setattr(selector, "_poll", fail)
