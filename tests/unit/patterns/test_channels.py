@@ -205,19 +205,6 @@ def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None
 # --- what is given back --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("members", [REJECT], indirect=True)
-def test_a_cancelled_get_gives_up_its_place_whatever_flow_control_says(members: Members) -> None:
-    async def act() -> None:
-        waiting = asyncio.create_task(queue.aget(timeout=10 * LONG))  # as many calls as there may be
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        waiting.cancel()
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 0)
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(act())
-
-
 def test_a_cancelled_get_does_not_hold_its_loop_up_while_the_connection_takes_no_data(members: Members) -> None:
     lane = members.lanes["a"]
 
