@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.payload import PayloadStep, PendingTensors
+from raytorchrpc.calls.payload import Payloads, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
@@ -177,7 +177,7 @@ class Callee:
         instance: Any,
         local: Any,
         codec: Codec,
-        payloads: PayloadStep,
+        payloads: Payloads,
         workers: Workers,
         deadlines: Deadlines,
         streams: Any,
