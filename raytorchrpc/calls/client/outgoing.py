@@ -27,7 +27,7 @@ from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
 from raytorchrpc.calls.receive_into import receiver
 from raytorchrpc.calls.scope import current_scope, on_loop
-from raytorchrpc.calls.spans import CallSpan, Tracer
+from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
     ConfigurationError,
@@ -74,7 +74,7 @@ _DECIDED = (Phase.ARRIVED, Phase.FAILED, Phase.TAKEN)
 class OutgoingCall(Call):
     """One call, from its first request to its outcome."""
 
-    span: CallSpan | None = None
+    span: Span | None = None
     """If it is traced."""
     counted = ""
     """The name under which it is counted."""
@@ -286,7 +286,7 @@ class OutgoingCall(Call):
             body = calls.payloads.unpack(message, pending, keep=self._options.keep)
             size = body_bytes(body)
         if span is not None:
-            span.fetched(came_by)
+            span.beside("fetch", came_by)
         if header.kind == protocol.RAISED:
             return None, decode_exception(calls.codec, body, self.label), size, came_by
         if self._lane is not route.calls and not message.body.tensors:
@@ -369,7 +369,8 @@ class OutgoingCall(Call):
         peer, lane = self._route.member.name, self.sent_by
         self._calls.counters.finished(peer, lane, self.counted, came_by, size, elapsed, error)
         if self.span is not None:
-            self.span.end(size, error)
+            failed = {} if error is None else {"error": type(error).__name__}
+            self.span.end(bytes_in=size, **failed)
 
 
 class OutgoingCalls:
@@ -466,13 +467,15 @@ class OutgoingCalls:
             if payload is not None:
                 payload.cancel()
             if span is not None:
-                span.end(0, error)
+                span.end(bytes_in=0, error=type(error).__name__)
             raise
         call.begin(lane, pending, payload, started, header.seconds, number)
         call.counted = counted
         self.counters.sent(peer, call.sent_by, counted, size)
         if span is not None:
-            span.sent(lane.name, payload.lane, size, started)
+            span.about.update(lane=lane.name, bytes_out=size)
+            if payload.lane is not None:
+                span.beside("ship", payload.lane, started)
             call.span = span
 
     def remote(

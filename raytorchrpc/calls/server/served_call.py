@@ -24,7 +24,7 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission, Gate, Work
 from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.calls.spans import ServedSpan, Tracer
+from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
     LaneUnavailable,
@@ -210,7 +210,7 @@ class ServedCall:
     caller cancels it, its reply is dropped, because the caller gets another one at once.
     """
 
-    span: ServedSpan | None = None
+    span: Span | None = None
     """If it is traced."""
     admission: Admission | None = None
     _task: asyncio.Task[Any] | None = None
