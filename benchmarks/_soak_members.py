@@ -362,9 +362,3 @@ class AsyncSoaker(Soaker):
 
     async def settle(self, seconds: float) -> str:  # type: ignore[override]
         return await asyncio.get_running_loop().run_in_executor(None, super().settle, seconds)
-
-    async def held(self) -> Held:  # type: ignore[override]
-        return held()
-
-    async def score(self) -> tuple[int, int, list[str]]:  # type: ignore[override]
-        return super().score()

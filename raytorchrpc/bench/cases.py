@@ -317,7 +317,7 @@ def case_obstacle(row: Row, case: Case, device: Device, gpus: int, memory: int) 
         return f"needs {show_size(needed)} of memory, {show_size(memory)} is usable"
     if case.unit == "calls/s" and case.size > MOST_AT_RATE:
         return f"calls/s are measured up to {show_size(MOST_AT_RATE)}"
-    if row.name == FLOOR and (case.pattern != "paced" or device == "cuda" or case.size > SOCKET_IN_BAND):
+    if row.name == FLOOR and (case.pattern != "paced" or case.size > SOCKET_IN_BAND):
         return "measured only in the paced pattern, for what travels in the message of a call"
     if row.transport == "torchrpc" and case.concurrency != 1:
         return "torch.distributed.rpc calls functions, not actors with their concurrency"
@@ -369,25 +369,23 @@ def make_options(
     budget_s = (PATTERN_BUDGETS_S if pattern else BUDGETS_S)[quick] if budget_s is None else budget_s
     if not MIN_BUDGET_S <= budget_s <= MAX_BUDGET_S:
         raise ConfigurationError(f"the budget must be {MIN_BUDGET_S:g} to {MAX_BUDGET_S:g} seconds, not {budget_s:g}")
-    if pattern:
-        if hosts:
-            raise ConfigurationError("--pattern measures within one host; leave out --hosts")
-        payloads = sorted({0 if text in ("0", "nothing") else parse_size(text) for text in split(sizes)})
-        payloads = payloads or list(_QUICK_PAYLOADS if quick else _PAYLOADS)
-        wanted = ["*" if name == "all" else name for name in split(pattern)]
-        names = matching("pattern", wanted, PATTERNS, ", all")
-        found = tuple(case for name in names for case in cases(name, payloads, quick))
-        chosen = choose(split(rows) or ["*"], PATTERN_ROWS, " with --pattern")
-        return Options(chosen, devices, found, budget_s, None, *((3, 0.1) if quick else (5, 0.3)))
-    few = (os.cpu_count() or 1) <= FEW_CORES
-    chosen = choose(names) if (names := split(rows)) else choose(QUICK_FEW if few else QUICK) if quick else ROWS
-    if not any(set(row.devices) & set(devices) for row in chosen):
-        raise ConfigurationError(f"none of the rows {', '.join(row.name for row in chosen)} carries {device} tensors")
-    given = sorted({parse_size(text) for text in split(sizes)}) or (_QUICK_SIZES if quick else published_sizes())
+    if pattern and hosts:
+        raise ConfigurationError("--pattern measures within one host; leave out --hosts")
     if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
         raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
-    ends = (hosts[0], hosts[1]) if hosts else None
-    return Options(chosen, devices, tuple(Case(size=size) for size in given), budget_s, ends)
+    few = (os.cpu_count() or 1) <= FEW_CORES
+    usual = ("*",) if pattern or not quick else QUICK_FEW if few else QUICK
+    chosen = choose(split(rows) or usual, *((PATTERN_ROWS, " with --pattern") if pattern else ()))
+    if not any(set(row.devices) & set(devices) for row in chosen):
+        raise ConfigurationError(f"none of the rows {', '.join(row.name for row in chosen)} carries {device} tensors")
+    given = sorted({0 if pattern and text in ("0", "nothing") else parse_size(text) for text in split(sizes)})
+    if not pattern:
+        found = [Case(size=size) for size in given or (_QUICK_SIZES if quick else published_sizes())]
+        return Options(chosen, devices, tuple(found), budget_s, (hosts[0], hosts[1]) if hosts else None)
+    wanted = ["*" if name == "all" else name for name in split(pattern)]
+    payloads = given or (_QUICK_PAYLOADS if quick else _PAYLOADS)
+    found = [case for name in matching("pattern", wanted, PATTERNS, ", all") for case in cases(name, payloads, quick)]
+    return Options(chosen, devices, tuple(found), budget_s, None, *((3, 0.1) if quick else (5, 0.3)))
 
 
 def split(texts: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from itertools import groupby
 from statistics import median, quantiles
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from raytorchrpc import __version__
 from raytorchrpc.bench.actors import Window
@@ -39,18 +39,12 @@ _LEAD_IN_S = 0.02
 _LEAD_IN_TOTAL_S, _LEAD_IN_MOST = 0.005, 10
 #: Share of memory that rows may use together while they alternate.
 _SHARED_MEMORY = 0.5
-#: Shortest timeout of one answer, in seconds; slow samples get ten times their expected time.
-_TIMEOUT_S = 15.0
 #: Share of the remaining time that a slow row may use at one size; the last rows may use more.
 _TIME_SHARE, _LAST_TIME_SHARE = 0.2, 0.8
 #: Most seconds per byte assumed for a link of which only one size has been measured.
 _SLOWEST_BYTE = 1e-8
 #: Bytes from which the memory of a size is freed after it.
 _LARGE = 50_000_000
-#: Bytes of GPU memory that are assumed free before actors have started.
-_UNKNOWN = 1 << 60
-#: Longest time of one measurement of a pattern, and of connecting the actors of one row (seconds).
-_TURN_S = 60.0
 #: Longest time until actors have started, and what each of them adds (seconds); not part of the budget.
 _START_S, _START_EACH_S = 60.0, 15.0
 #: Reserved for ending the actors and Ray (seconds).
@@ -152,12 +146,16 @@ class Runner(ABC):
     teams: list[Team] = field(default_factory=list)
     """All that were started."""
     cells: list[Cell] = field(default_factory=list)
+    _patience_s: ClassVar[float]
+    """Shortest timeout of one answer; slow samples get ten times their expected time."""
 
     def __post_init__(self) -> None:
         self._deadline = self.clock() + self.options.budget_s - _SHUTDOWN_S
-        series = {device: [Series(row, device) for row in self._rows(device)] for device in self.options.devices}
-        self._jobs = [(one, case) for device in series for case in self.options.cases for one in series[device]]
-        self._by_device = series
+        self._by_device = [
+            [Series(row, device) for row in self.options.rows if device in row.devices]
+            for device in self.options.devices
+        ]
+        self._jobs = [(one, case) for them in self._by_device for case in self.options.cases for one in them]
         self._todo: dict[Job, None] = dict.fromkeys(self._jobs)
         self._found: dict[Job, dict[str, Any] | str] = {}
         self._taken: dict[Job, list[Any]] = {}
@@ -168,7 +166,7 @@ class Runner(ABC):
         for job in self._jobs:
             if (reason := self._obstacle(*job)) is not None:
                 self._note(job, reason)
-        for them in self._by_device.values():
+        for them in self._by_device:
             for some, cases in self._blocks(them):
                 self._block(some, cases)
                 needed_yet = {self._key(*job) for job in self._todo}
@@ -183,9 +181,6 @@ class Runner(ABC):
             self.cells.append(Cell(row=series.row.name, device=series.device, **known))
 
     # --- what sizes and patterns differ in -----------------------------------------------------------------------
-
-    def _rows(self, device: Device) -> Sequence[Row]:
-        return self.options.rows
 
     @abstractmethod
     def _obstacle(self, series: Series, case: Case) -> str | None:
@@ -206,10 +201,6 @@ class Runner(ABC):
     @abstractmethod
     def _figures(self, series: Series, taken: Sequence[Any]) -> dict[str, Any]:
         """The figures of a cell; empty if too little was taken."""
-
-    @abstractmethod
-    def _timeout(self) -> float:
-        """Longest time to wait for one answer."""
 
     # --- a block -------------------------------------------------------------------------------------------------
 
@@ -324,6 +315,10 @@ class Runner(ABC):
     def _key(series: Series, case: Case) -> tuple[str, Device, Shape]:
         return series.row.actors, series.device, shape(series.row, case)
 
+    def _timeout(self, expected_s: float = 0.0) -> float:
+        """Longest time to wait for an answer."""
+        return min(max(self._patience_s, 10 * expected_s), self._left() + 2.0)
+
     def _left(self) -> float:
         return max(0.0, self._deadline - self.clock())
 
@@ -338,21 +333,22 @@ class Runner(ABC):
 class SizesRunner(Runner):
     """Counts samples of sizes; a row that fails keeps its earlier figures."""
 
-    _limits: MemoryLimits | None = None
-
-    def _rows(self, device: Device) -> Sequence[Row]:
-        return [row for row in self.options.rows if device in row.devices]
+    _patience_s = 15.0
+    _gpu_free: int | None = None
 
     def _obstacle(self, series: Series, case: Case) -> str | None:
-        limits = self._limits or MemoryLimits.of(self.site, _UNKNOWN)
         known = obstacle(series.row, series.device, self.site)
-        return known or size_obstacle(series.row, series.device, case.size, limits)
+        return known or size_obstacle(series.row, series.device, case.size, self._limits)
+
+    @property
+    def _limits(self) -> MemoryLimits:
+        return MemoryLimits.of(self.site, self._gpu_free)
 
     def _blocks(self, them: Sequence[Series]) -> Iterator[tuple[Sequence[Series], Sequence[Case]]]:
         apart = list(self.options.cases)
         self._open(them, apart[:1])
         free = [ready.gpu_free for team in self._living.values() for ready in team.ready if ready.gpu]
-        self._limits = MemoryLimits.of(self.site, min(free, default=_UNKNOWN))
+        self._gpu_free = min(free, default=None)
         while apart and self._fits_together(them, apart[0]):
             yield them, [apart.pop(0)]
         # Fastest rows first, so that limited time covers most of them.
@@ -364,8 +360,7 @@ class SizesRunner(Runner):
         each = [needed(one.row, one.device, case.size) for one in them
                 if (one, case) in self._todo and not self._obstacle(one, case)]  # fmt: skip
         host, gpu = sum(host for host, _ in each), sum(gpu for _, gpu in each)
-        limits = self._limits or MemoryLimits.of(self.site, _UNKNOWN)
-        return host <= limits.host * _SHARED_MEMORY and gpu <= limits.gpu * _SHARED_MEMORY
+        return host <= self._limits.host * _SHARED_MEMORY and gpu <= self._limits.gpu * _SHARED_MEMORY
 
     def _counts(self, them: Sequence[Series], cases: Sequence[Case], allotted: float) -> tuple[dict[Series, int], int]:
         """The useful maximum for each, or as many as fit into the time."""
@@ -395,9 +390,8 @@ class SizesRunner(Runner):
         try:
             if reason is None and team is not None:
                 with self._turn(team, row):
-                    series.via, series.took[case.size] = team.check(
-                        row, series.device, case, self._timeout_at(series, case)
-                    )
+                    timeout_s = self._timeout(series.expected(case.size) or 0.0)
+                    series.via, series.took[case.size] = team.check(row, series.device, case, timeout_s)
                     if series.via is not None and row.carries and series.via not in row.carries:
                         reason = f"uses {series.via} at this size"
                     # Large sizes can be much slower than extrapolated.
@@ -418,7 +412,7 @@ class SizesRunner(Runner):
 
     def _sample(self, series: Series, case: Case, window: Window) -> list[float]:
         assert series.team is not None
-        timeout_s = self._timeout_at(series, case, window.fewest + window.lead)
+        timeout_s = self._timeout((series.expected(case.size) or 0.0) * (window.fewest + window.lead))
         (sample,) = series.team.measure(series.row, series.device, case, window, timeout_s)
         series.took[case.size] = min(sample.seconds)
         return sample.seconds
@@ -442,12 +436,6 @@ class SizesRunner(Runner):
         """Share of the remaining time that one row may use at one size."""
         return max(_TIME_SHARE, _LAST_TIME_SHARE / max(1, len(self._todo)))
 
-    def _timeout(self) -> float:
-        return min(_TIMEOUT_S, self._left() + 2.0)
-
-    def _timeout_at(self, series: Series, case: Case, samples: int = 1) -> float:
-        return min(max(_TIMEOUT_S, 10 * samples * (series.expected(case.size) or 0.0)), self._left() + 2.0)
-
 
 def lead_in(seconds: float) -> int:
     """Number of uncounted samples at the start of a block, given the seconds of one sample."""
@@ -457,8 +445,10 @@ def lead_in(seconds: float) -> int:
 class PatternsRunner(Runner):
     """Measures windows of time in patterns of use."""
 
+    _patience_s = 60.0
+
     def _obstacle(self, series: Series, case: Case) -> str | None:
-        usable = MemoryLimits.of(self.site, 0).host
+        usable = MemoryLimits.of(self.site, None).host
         return case_obstacle(series.row, case, series.device, len(self.place.gpus), usable)
 
     def _blocks(self, them: Sequence[Series]) -> Iterator[tuple[Sequence[Series], Sequence[Case]]]:
@@ -475,9 +465,6 @@ class PatternsRunner(Runner):
 
     def _figures(self, series: Series, taken: Sequence[Any]) -> dict[str, Any]:
         return summarize(taken) if taken else {}
-
-    def _timeout(self) -> float:
-        return min(_TURN_S, self._left() + 2.0)
 
 
 def summarize(turns: Sequence[Turn]) -> dict[str, Any]:

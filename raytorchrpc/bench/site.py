@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,10 +200,10 @@ class MemoryLimits:
     store: int
 
     @classmethod
-    def of(cls, site: Site, gpu_free: int) -> MemoryLimits:
-        """``gpu_free``: bytes free on the fuller GPU after all actors have started."""
-        host = min(site.a.free_bytes, site.b.free_bytes)
-        return cls(int(host * USABLE), int(gpu_free * USABLE), min(site.a.store_bytes, site.b.store_bytes))
+    def of(cls, site: Site, gpu_free: int | None) -> MemoryLimits:
+        """``gpu_free``: bytes free on the fuller GPU after all actors have started; None before: no limit."""
+        host, store = min(site.a.free_bytes, site.b.free_bytes), min(site.a.store_bytes, site.b.store_bytes)
+        return cls(int(host * USABLE), sys.maxsize if gpu_free is None else int(gpu_free * USABLE), store)
 
 
 def size_obstacle(row: Row, device: Device, size: int, limits: MemoryLimits) -> str | None:

@@ -15,7 +15,7 @@ from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.guests import SERVICES as GUEST_SERVICES
 from raytorchrpc.calls.guests import Guests
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
-from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
+from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerTable, process_token
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
@@ -71,7 +71,7 @@ class LocalMember:
         self.services = Services()
         guests = Guests(lambda rank: self.services.lose(rank, ended=True), self.deadlines)
         self.peers = PeerTable(group, self.services, guests.route_back)
-        self.payloads = PayloadStep(me.rank, PayloadSplitter(self.tensor_lanes, self.cleanup.leave), self.cleanup)
+        self.payloads = Payloads(me.rank, self.tensor_lanes, self.cleanup.leave)
         self.credit = CreditWindows(config, max_bytes)
         self.outgoing = OutgoingCalls(
             me.rank,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
+from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,14 +19,14 @@ from raytorchrpc.calls.protocol import STREAM, ReplyHeader
 from raytorchrpc.errors import LaneUnavailable, RayTorchRpcError
 from raytorchrpc.lanes.base import Export, Message, MessageLane, Part, Pending, TensorLane, WindowLane
 from raytorchrpc.process import fork
-from raytorchrpc.process.workers import DeferredCleanup
-from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device, check_mapped
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
-from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, outbound, to_cpu
+from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, inbound, outbound, to_cpu
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Runs of equal dtype and shape: (dtype's name, shape, how many).
 Runs = tuple[tuple[str, tuple[int, ...], int], ...]
@@ -56,14 +56,78 @@ def _at_once(function: Callable[..., object], *args: Any) -> None:
     function(*args)
 
 
-class PayloadSplitter:
-    """Moves large tensors of messages out of band. One per member; thread-safe."""
+class Payloads:
+    """Packs what one member sends, and unpacks what it receives. Thread-safe."""
 
-    def __init__(self, lanes: Mapping[str, TensorLane], leave: Callable[..., object] = _at_once) -> None:
-        """``leave``: see DeferredCleanup.leave; it discards tensors that are not fetched."""
-        self._lanes, self._leave = lanes, leave
+    def __init__(self, rank: int, lanes: Mapping[str, TensorLane], leave: Callable[..., object] = _at_once) -> None:
+        """``rank``: of this member. ``lanes``: its tensor lanes. ``leave``: see DeferredCleanup.leave; it discards what
+        nobody takes.
+        """
+        self._rank, self._lanes, self.leave = rank, lanes, leave
         self._warned: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
+
+    # --- what is sent --------------------------------------------------------------------------------------------
+
+    def pack_request(self, route: PeerRoute, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Payload]:
+        """The lane for a request, and its payload. Raises LaneUnavailable. Blocks while tensors are copied.
+
+        ``share``: CUDA tensors may be shared with a peer on the same GPU instead of copied.
+        """
+        # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
+        if body.rrefs or torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
+            return route.fabric, _in_message(body, route.devices)
+        if not body.tensors:
+            return route.tensors if method in route.heavy_results else route.calls, Payload(body)
+        lane = route.calls
+        if lane.capabilities.carries(body.tensors):
+            return lane, _in_message(body, route.devices)
+        self._check_mapped(route, body.tensors, route.devices)
+        payload = self._beside(route, lane, body, route.devices, share)
+        return (route.tensors, _in_message(body, route.devices)) if payload is None else (lane, payload)
+
+    def pack_reply(
+        self, route: PeerRoute, lane: MessageLane, body: Encoded, share: bool, frozen: bool
+    ) -> tuple[bool, Payload]:
+        """Whether ``lane``, which brought the request, can carry the result, and the payload. If it cannot, the caller
+        has to fetch the payload over another lane. Raises LaneUnavailable. Blocks while tensors are copied.
+
+        ``share``: as for ``pack_request``. ``frozen``: this process does not change the tensors any more. All others
+        are copied if a lane reads them later and the actor may still hold them.
+        """
+        can, devices = lane.capabilities, route.devices_back
+        if not body.tensors:
+            return can.rrefs or not body.rrefs, Payload(body)
+        self.check_reply(route, body.tensors)
+        if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
+            body = outbound(body, devices)
+            as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
+            return True, Payload(body if as_is else _unshared(body, frozen))
+        if not body.rrefs:
+            share = share and _on_one_gpu(body, devices, route.same_gpus)
+            # A lane copies what stays on GPUs later, from where it is.
+            later = any(tensor.is_cuda and not goes_to_cpu(tensor, devices) for tensor in body.tensors)
+            kept = snapshot(body) if later and not share and not frozen else body
+            if (payload := self._beside(route, lane, kept, devices, share)) is not None:
+                return True, payload
+        return False, Payload(_unshared(outbound(body, devices), frozen))
+
+    def check_reply(self, route: PeerRoute, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise LaneUnavailable for a result on a GPU that has no mapping to that caller."""
+        self._check_mapped(route, tensors, route.devices_back)
+
+    def _check_mapped(self, route: PeerRoute, tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> None:
+        if route.member.rank != self._rank:
+            check_mapped(tensors, route.member.name, devices, "torchrpc")
+
+    def _beside(
+        self, route: PeerRoute, lane: MessageLane, body: Encoded, devices: Mapping[Device, Device], share: bool
+    ) -> Payload | None:
+        if not route.beside and CPU not in devices.values():
+            return None
+        share = share and _on_one_gpu(body, devices, route.same_gpus)
+        in_band = lane.capabilities.in_band_bytes or 0
+        return self.split(body, route.member.name, route.beside, devices, in_band, share)
 
     def split(
         self,
@@ -74,31 +138,24 @@ class PayloadSplitter:
         in_band: int,
         share: bool = False,
     ) -> Payload | None:
-        """Export the tensors that are too large for the message. Blocks while tensors are copied to the CPU.
+        """Export the tensors that are too large for the message; see ``placement``. Blocks while tensors are copied to
+        the CPU.
 
         Args:
             routes: the tensor lanes to this peer, by device type.
-            devices: where tensors arrive: this process's GPU or "cpu" -> the peer's. CUDA tensors that arrive on the
-                CPU travel as CPU tensors.
-            in_band: CPU bytes that may stay in the message.
             share: CUDA tensors may be shared instead of copied; the peer uses the same GPU.
 
         Returns None if no lane takes some tensor: then torchrpc has to carry the message.
         """
-        large = _by_kind(body.tensors, devices)
-        if "cpu" in large and sum(body.tensors[position].nbytes for position in large["cpu"]) <= in_band:
-            del large["cpu"]
-        if not large:
-            return Payload(outbound(body, devices))
         manifests: list[TensorManifest] = []
         exports: list[Export] = []
-        for kind, positions in large.items():
+        left = dict(enumerate(body.tensors))
+        for kind, positions in placement(body.tensors, devices, in_band).items():
             name = routes.get(kind)
             try:
                 if name is None:
                     raise LaneUnavailable(kind, "")
-                whole = len(positions) == len(body.tensors)
-                tensors = body.tensors if whole else [body.tensors[position] for position in positions]
+                tensors: Sequence[torch.Tensor] = [left.pop(position) for position in positions]
                 lane = self._lane(name)
                 if not lane.capabilities.takes_cuda:
                     tensors = to_cpu(tensors, devices)
@@ -112,10 +169,10 @@ class PayloadSplitter:
                     self._warn(peer, name, error)
                 return None
             exports.append(export)
-            manifests.append((name, None if whole else tuple(positions), runs_of(tensors), export.descriptor))
-        gone = {position for positions in large.values() for position in positions}
-        left = [tensor for position, tensor in enumerate(body.tensors) if position not in gone]
-        return Payload(outbound(body._replace(tensors=left), devices), tuple(manifests), tuple(exports))
+            where = None if len(positions) == len(body.tensors) else tuple(positions)
+            manifests.append((name, where, runs_of(tensors), export.descriptor))
+        body = body._replace(tensors=list(left.values())) if manifests else body
+        return Payload(outbound(body, devices), tuple(manifests), tuple(exports))
 
     def _lane(self, name: str) -> TensorLane:
         lane = self._lanes.get(name)
@@ -131,9 +188,84 @@ class PayloadSplitter:
         if not known:
             logger.warning("tensors to %s go by torchrpc instead of %s: %s", peer, lane, error.reason)
 
+    # --- what is received ----------------------------------------------------------------------------------------
+
     def receive(self, peer: str, manifests: Sequence[TensorManifest]) -> list[PendingTensors]:
-        """Take charge of a message's out-of-band tensors; to be called for every message that has any."""
-        return [PendingTensors(self._lane(manifest[0]), peer, manifest, self._leave) for manifest in manifests]
+        """Take charge of a message's out-of-band tensors; to be called for every message that has any.
+
+        Raises LaneUnavailable after this process has left the group.
+        """
+        return [PendingTensors(self._lane(manifest[0]), peer, manifest, self.leave) for manifest in manifests]
+
+    def unpack(
+        self, message: Message, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
+    ) -> Encoded:
+        """The body of a message with all its tensors, on the thread that will use them. Blocks while they are fetched.
+
+        Args:
+            pending: what ``receive`` returned.
+            arrives_on: the GPU to copy CPU tensors to; None or "cpu" leaves them.
+            keep: copy each tensor into memory of its own.
+        """
+        body = message.body
+        if pending:
+            body = joined(body, pending)
+        if arrives_on is not None and arrives_on != CPU and body.tensors:
+            body = inbound(body, arrives_on)
+        return owned(body) if keep else body
+
+    def discard_reply(self, peer: str, pending: Pending, close_stream: Callable[[int], None]) -> None:
+        """Discard the out-of-band tensors of a reply that nobody takes, once it arrives, and close the stream that it
+        opens. For finalizers: no lock. ``close_stream(number)``: likewise.
+        """
+
+        def discard() -> None:
+            try:
+                message = pending.take()
+            except RayTorchRpcError as error:  # the call failed: nothing came
+                error.__traceback__ = None  # nothing else has seen it; its frames lead to the call, which leads to it
+                return
+            header = ReplyHeader(*message.header)
+            if header.kind == STREAM:
+                close_stream(header.number)
+            with suppress(RayTorchRpcError):
+                self.receive(peer, message.manifests).clear()
+
+        self.leave(pending.add_done_callback, discard)
+
+
+def placement(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in_band: int) -> dict[str, Sequence[int]]:
+    """Which tensors leave the message: their positions, by the type of the device that they arrive on.
+
+    ``devices``: where tensors arrive, this process's GPU or "cpu" -> the peer's. CUDA tensors that arrive on the CPU
+    travel as CPU tensors. ``in_band``: CPU bytes that may stay in the message.
+    """
+    found: dict[str, list[int]] = {}
+    crossing = CPU in devices.values()
+    for position, tensor in enumerate(tensors):
+        kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
+        if crossing and goes_to_cpu(tensor, devices):
+            kind = "cpu"
+        found.setdefault(kind, []).append(position)
+    if sum(tensors[position].nbytes for position in found.get("cpu", ())) <= in_band:
+        found.pop("cpu", None)
+    return dict(found)
+
+
+def _in_message(body: Encoded, devices: Mapping[Device, Device]) -> Payload:
+    return Payload(outbound(body, devices))
+
+
+def _unshared(body: Encoded, frozen: bool) -> Encoded:
+    # A lane that reads CUDA tensors later cannot be told when they may change again: those are copied even if frozen.
+    return body if frozen and not any(tensor.is_cuda for tensor in body.tensors) else snapshot(body)
+
+
+def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple[Any, Any]]) -> bool:
+    """Whether each CUDA tensor that stays on a GPU arrives on the same physical GPU."""
+    stay = (tensor for tensor in body.tensors if tensor.is_cuda and not goes_to_cpu(tensor, devices))
+    indices = {tensor.device.index for tensor in stay}
+    return bool(same) and all((index, devices.get(index)) in same for index in indices)
 
 
 class PendingTensors:
@@ -193,7 +325,7 @@ class PendingTensors:
     def __del__(self) -> None:
         # A reply that arrives after its caller's deadline may be dropped in many places, but is finalized in one.
         if self._manifest is not None and not fork.forked():  # then it is the parent's
-            with contextlib.suppress(Exception):
+            with suppress(Exception):
                 self._leave(self._lane.discard, self._peer, self._manifest[3])
 
 
@@ -231,15 +363,17 @@ def scatter_into(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]
 
 def kinds(body: Encoded, pending: Sequence[PendingTensors]) -> list[Shape]:
     """The dtypes and shapes of all tensors of a body, before any is fetched."""
-    fetched: dict[int, Shape] = {}
-    for fetching in pending:
-        positions, shapes = fetching.contents
-        if positions is None:
-            return shapes
-        fetched.update(zip(positions, shapes, strict=True))
-    stayed = iter([(tensor.dtype, tuple(tensor.shape)) for tensor in body.tensors])
-    total = len(fetched) + len(body.tensors)
-    return [fetched[place] if place in fetched else next(stayed) for place in range(total)]
+    stayed = [(tensor.dtype, tuple(tensor.shape)) for tensor in body.tensors]
+    return _in_places((fetching.contents for fetching in pending), stayed)
+
+
+def joined(
+    body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None] | None = None
+) -> Encoded:
+    """The body with all its tensors in their places. Blocks while they are fetched. ``into``: see PendingTensors."""
+    if not pending:
+        return body
+    return body._replace(tensors=_in_places((fetching.unpack(into) for fetching in pending), body.tensors))
 
 
 def filled(body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None]) -> Encoded:
@@ -248,201 +382,26 @@ def filled(body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torc
     return body._replace(tensors=copy_into(into, body.tensors))  # those that stayed in the message
 
 
-def joined(
-    body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None] | None = None
-) -> Encoded:
-    """The body with all its tensors in their places. Blocks while they are fetched."""
-    if not pending:
-        return body
-    fetched: dict[int, torch.Tensor] = {}
-    for fetching in pending:
-        positions, tensors = fetching.unpack(into)
+def _in_places(fetched: Iterable[tuple[Sequence[int] | None, list[T]]], stayed: Sequence[T]) -> list[T]:
+    """What was fetched (positions, None for all, and things) and what stayed, in the order of the body."""
+    placed: dict[int, T] = {}
+    for positions, things in fetched:
         if positions is None:
-            return body._replace(tensors=tensors)
-        fetched.update(zip(positions, tensors, strict=True))
-    stayed = iter(body.tensors)
-    total = len(fetched) + len(body.tensors)
-    return body._replace(tensors=[fetched[place] if place in fetched else next(stayed) for place in range(total)])
-
-
-#: From this many tensors on it pays to check whether they are all alike, in loops that run in C.
-_MANY = 8
-_is_cpu, _is_cuda, _dtype, _shape = (attrgetter(name) for name in ("is_cpu", "is_cuda", "dtype", "shape"))
-
-
-def _by_kind(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> dict[str, Sequence[int]]:
-    """Positions of tensors by the type of the device that they arrive on."""
-    crossing = CPU in devices.values()
-    if len(tensors) >= _MANY:
-        for kind, is_one in (("cpu", _is_cpu), ("cuda", _is_cuda)):
-            if not (crossing and kind == "cuda") and all(map(is_one, tensors)):
-                return {kind: range(len(tensors))}
-    kinds: dict[str, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
-        if crossing and goes_to_cpu(tensor, devices):
-            kind = "cpu"
-        kinds.setdefault(kind, []).append(position)
-    return dict(kinds)
+            return things
+        placed.update(zip(positions, things, strict=True))
+    rest = iter(stayed)
+    return [placed[place] if place in placed else next(rest) for place in range(len(placed) + len(stayed))]
 
 
 def shapes_of(runs: Runs) -> list[Shape]:
     """The reverse of ``runs_of``."""
-    shapes: list[Shape] = []
-    for name, shape, count in runs:
-        shapes += [(DTYPES[name], shape)] * count
-    return shapes
+    return [shape for name, extents, count in runs for shape in [(DTYPES[name], extents)] * count]
 
 
 def runs_of(tensors: Sequence[torch.Tensor]) -> Runs:
     """The dtypes and shapes of tensors; short if they are alike."""
-    if len(tensors) >= _MANY and len(set(map(_dtype, tensors))) == 1:
-        shapes = list(map(_shape, tensors))
-        if shapes.count(shapes[0]) == len(shapes):
-            return ((DTYPE_NAMES[tensors[0].dtype], tuple(shapes[0]), len(shapes)),)
-    if not tensors:
-        return ()
-    runs: list[tuple[str, tuple[int, ...], int]] = []
-    dtype, shape, count = tensors[0].dtype, tensors[0].shape, 0
-    for its, extents in zip(map(_dtype, tensors), map(_shape, tensors), strict=True):
-        if its is dtype and extents == shape:
-            count += 1
-        else:
-            runs.append((DTYPE_NAMES[dtype], tuple(shape), count))
-            dtype, shape, count = its, extents, 1
-    return (*runs, (DTYPE_NAMES[dtype], tuple(shape), count))
+    kinds = groupby(map(_dtype_and_shape, tensors))
+    return tuple((DTYPE_NAMES[dtype], tuple(shape), len(list(run))) for (dtype, shape), run in kinds)
 
 
-class PayloadStep:
-    """The payload step of one member: packs what it sends, unpacks what it receives. Thread-safe."""
-
-    def __init__(self, rank: int, splitter: PayloadSplitter, cleanup: DeferredCleanup) -> None:
-        """``rank``: of this member. ``cleanup``: discards what nobody takes."""
-        self._rank, self._splitter, self.cleanup = rank, splitter, cleanup
-
-    def pack_request(self, route: PeerRoute, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Payload]:
-        """The lane for a request, and its payload. Raises LaneUnavailable. Blocks while tensors are copied.
-
-        ``share``: CUDA tensors may be shared with a peer on the same GPU instead of copied.
-        """
-        # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
-        if body.rrefs or torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
-            return route.fabric, _in_message(body, route.devices)
-        if not body.tensors:
-            return route.tensors if method in route.heavy_results else route.calls, Payload(body)
-        lane = route.calls
-        if lane.capabilities.carries(body.tensors):
-            return lane, _in_message(body, route.devices)
-        self._check_mapped(route, body.tensors, route.devices)
-        share = share and _on_one_gpu(body, route.devices, route.same_gpus)
-        payload = self._split(route, lane, body, route.devices, share)
-        return (route.tensors, _in_message(body, route.devices)) if payload is None else (lane, payload)
-
-    def pack_reply(
-        self, route: PeerRoute, lane: MessageLane, body: Encoded, share: bool, frozen: bool
-    ) -> tuple[bool, Payload]:
-        """Whether ``lane``, which brought the request, can carry the result, and the payload. If it cannot, the caller
-        has to fetch the payload over another lane. Raises LaneUnavailable. Blocks while tensors are copied.
-
-        ``share``: as for ``pack_request``. ``frozen``: this process does not change the tensors any more. All others
-        are copied if a lane reads them later and the actor may still hold them.
-        """
-        can, devices = lane.capabilities, route.devices_back
-        if not body.tensors:
-            return can.rrefs or not body.rrefs, Payload(body)
-        self.check_reply(route, body.tensors)
-        if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
-            body = host_device_copy.outbound(body, devices)
-            as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
-            return True, Payload(body if as_is else _unshared(body, frozen))
-        if not body.rrefs:
-            share = share and _on_one_gpu(body, devices, route.same_gpus)
-            # A lane copies what stays on GPUs later, from where it is.
-            later = any(tensor.is_cuda and not host_device_copy.goes_to_cpu(tensor, devices) for tensor in body.tensors)
-            split = snapshot(body) if later and not share and not frozen else body
-            payload = self._split(route, lane, split, devices, share)
-            if payload is not None:
-                return True, payload
-        return False, Payload(_unshared(host_device_copy.outbound(body, devices), frozen))
-
-    def check_reply(self, route: PeerRoute, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise LaneUnavailable for a result on a GPU that has no mapping to that caller."""
-        self._check_mapped(route, tensors, route.devices_back)
-
-    def receive(self, route: PeerRoute, message: Message) -> list[PendingTensors]:
-        """Take charge of a message's out-of-band tensors; to be called for every message that has any.
-
-        Raises LaneUnavailable after this process has left the group.
-        """
-        return self._splitter.receive(route.member.name, message.manifests)
-
-    def discard_reply(self, route: PeerRoute, pending: Pending, close_stream: Callable[[int], None]) -> None:
-        """Discard the out-of-band tensors of a reply that nobody takes, once it arrives, and close the stream that it
-        opens. For finalizers: no lock. ``close_stream(number)``: likewise.
-        """
-        self.cleanup.leave(_discard_when_done, self._splitter, route.member.name, pending, close_stream)
-
-    def unpack(
-        self, message: Message, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
-    ) -> Encoded:
-        """The body of a message with all its tensors, on the thread that will use them. Blocks while they are fetched.
-
-        Args:
-            pending: what ``receive`` returned.
-            arrives_on: the GPU to copy CPU tensors to; None or "cpu" leaves them.
-            keep: copy each tensor into memory of its own.
-        """
-        body = message.body
-        if pending:
-            body = joined(body, pending)
-        if arrives_on is not None and arrives_on != CPU and body.tensors:
-            body = host_device_copy.inbound(body, arrives_on)
-        return owned(body) if keep else body
-
-    def _check_mapped(self, route: PeerRoute, tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> None:
-        if route.member.rank != self._rank:
-            check_mapped(tensors, route.member.name, devices, "torchrpc")
-
-    def _split(
-        self, route: PeerRoute, lane: MessageLane, body: Encoded, devices: Mapping[Device, Device], share: bool
-    ) -> Payload | None:
-        """Export what the message cannot hold; None if no tensor lane takes it."""
-        if not route.beside and CPU not in devices.values():
-            return None
-        in_band = lane.capabilities.in_band_bytes or 0
-        return self._splitter.split(body, route.member.name, route.beside, devices, in_band, share)
-
-
-def _discard_when_done(
-    splitter: PayloadSplitter, peer: str, pending: Pending, close_stream: Callable[[int], None]
-) -> None:
-    pending.add_done_callback(lambda: _discard(splitter, peer, pending, close_stream))
-
-
-def _discard(splitter: PayloadSplitter, peer: str, pending: Pending, close_stream: Callable[[int], None]) -> None:
-    try:
-        message = pending.take()
-    except RayTorchRpcError as error:  # the call failed: nothing came
-        error.__traceback__ = None  # nothing else has seen it; its frames lead to the call, which leads to it
-        return
-    header = ReplyHeader(*message.header)
-    if header.kind == STREAM:
-        close_stream(header.number)
-    with suppress(RayTorchRpcError):
-        splitter.receive(peer, message.manifests).clear()
-
-
-def _in_message(body: Encoded, devices: Mapping[Device, Device]) -> Payload:
-    return Payload(host_device_copy.outbound(body, devices))
-
-
-def _unshared(body: Encoded, frozen: bool) -> Encoded:
-    # A lane that reads CUDA tensors later cannot be told when they may change again: those are copied even if frozen.
-    return body if frozen and not any(tensor.is_cuda for tensor in body.tensors) else snapshot(body)
-
-
-def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple[Any, Any]]) -> bool:
-    """Whether each CUDA tensor that stays on a GPU arrives on the same physical GPU."""
-    stay = (tensor for tensor in body.tensors if tensor.is_cuda and not host_device_copy.goes_to_cpu(tensor, devices))
-    indices = {tensor.device.index for tensor in stay}
-    return bool(same) and all((index, devices.get(index)) in same for index in indices)
+_dtype_and_shape = attrgetter("dtype", "shape")

@@ -60,13 +60,13 @@ class Tracer:
         self.forget_limit: Callable[[], None] = lambda: None
         """Cancels the stop at the time limit, and holds it until then."""
 
-    def call(self, label: str, caller_waits: bool) -> CallSpan:
+    def call(self, label: str, caller_waits: bool) -> Span:
         """A call begins on this thread. ``caller_waits``: the thread waits for it at once."""
-        return CallSpan(self, label, self._base + next(self._marks), caller_waits)
+        return Span(self, "call", label, self._base + next(self._marks), self.here() if caller_waits else 0)
 
-    def served(self, label: str, mark: int | None) -> ServedSpan:
+    def served(self, label: str, mark: int | None) -> Span:
         """A request has arrived."""
-        return ServedSpan(self, label, mark)
+        return Span(self, "serve", label, mark, 0)
 
     def here(self) -> int:
         """The ident of this thread, whose name is noted."""
@@ -91,73 +91,40 @@ class Tracer:
         return events, max(0, self._last - len(events)), dict(self._threads)
 
 
-class CallSpan:
-    """One call, at its caller."""
+class Span:
+    """One call, at its caller or at its callee."""
 
-    __slots__ = ("_about", "_began", "_lap", "_name", "_thread", "_tracer", "mark")
+    __slots__ = ("_began", "_ended", "_kind", "_lap", "_name", "_thread", "_tracer", "about", "mark")
 
-    def __init__(self, tracer: Tracer, name: str, mark: int, caller_waits: bool) -> None:
-        self._tracer, self._name, self.mark = tracer, name, mark
-        self._thread = tracer.here() if caller_waits else 0
-        self._about: dict[str, Any] = {}
+    def __init__(self, tracer: Tracer, kind: str, name: str, mark: int | None, thread: int) -> None:
+        self._tracer, self._kind, self._name, self.mark, self._thread = tracer, kind, name, mark, thread
+        self.about: dict[str, Any] = {}
+        self._ended = False
         self._began = self._lap = time.monotonic()
+
+    def begin(self) -> None:
+        """The method starts, on this thread."""
+        self._thread = 0 if on_loop() else self._tracer.here()
+        now = time.monotonic()
+        self.about["waited_us"] = round((now - self._began) * 1e6, 1)
+        self._began = self._lap = now
 
     def lap(self) -> None:
         """Out-of-band tensors are about to be exported or fetched."""
         self._lap = time.monotonic()
 
-    def sent(self, lane: str, beside: str | None, size: int, when: float) -> None:
-        """The message was sent over ``lane``, its out-of-band tensors over ``beside``."""
-        self._about.update(lane=lane, bytes_out=size)
-        if beside is not None:
-            self._beside("ship", beside, when)
+    def beside(self, kind: str, lane: str, end: float | None = None) -> None:
+        """Out-of-band tensors were exported or fetched over ``lane`` since ``lap``."""
+        self.about[kind] = lane
+        end = time.monotonic() if end is None else end
+        about = {"call": self._name}
+        self._tracer.add(Event(kind, f"{kind} by {lane}", self._lap, end, self._tracer.here(), None, about))
 
-    def fetched(self, lane: str) -> None:
-        """The result's out-of-band tensors were fetched since ``lap``."""
-        self._beside("fetch", lane, time.monotonic())
-
-    def _beside(self, kind: str, lane: str, end: float) -> None:
-        self._about[kind] = lane
-        event = Event(kind, f"{kind} by {lane}", self._lap, end, self._tracer.here(), None, {"call": self._name})
-        self._tracer.add(event)
-
-    def end(self, size: int, error: BaseException | None) -> None:
-        """The outcome was taken, or the call could not be sent."""
-        self._about["bytes_in"] = size
-        if error is not None:
-            self._about["error"] = type(error).__name__
-        self._tracer.add(Event("call", self._name, self._began, time.monotonic(), self._thread, self.mark, self._about))
-
-
-class ServedSpan:
-    """One call, at its callee."""
-
-    __slots__ = ("_arrived", "_began", "_ended", "_lap", "_mark", "_name", "_thread", "_tracer")
-
-    def __init__(self, tracer: Tracer, name: str, mark: int | None) -> None:
-        self._tracer, self._name, self._mark = tracer, name, mark
-        self._thread, self._ended = 0, False
-        self._arrived = self._began = self._lap = time.monotonic()
-
-    def begin(self) -> None:
-        """The method starts, on this thread."""
-        self._thread = 0 if on_loop() else self._tracer.here()
-        self._began = self._lap = time.monotonic()
-
-    def lap(self) -> None:
-        """The result's tensors are about to be exported."""
-        self._lap = time.monotonic()
-
-    def beside(self, kind: str, lane: str) -> None:
-        """Out-of-band tensors were fetched or exported since ``begin`` or ``lap``."""
-        here, about = self._tracer.here(), {"call": self._name}
-        self._tracer.add(Event(kind, f"{kind} by {lane}", self._lap, time.monotonic(), here, None, about))
-
-    def end(self) -> None:
-        """The reply is about to be sent; its receiver is to find the span."""
-        if self._ended:  # a reply that no lane took is followed by another
-            return
-        self._ended = True
-        about = {"waited_us": round((self._began - self._arrived) * 1e6, 1)}
-        event = Event("serve", self._name, self._began, time.monotonic(), self._thread, self._mark, about)
-        self._tracer.add(event)
+    def end(self, **about: Any) -> None:
+        """The outcome was taken, the call could not be sent, or the reply is about to be sent. Idempotent: a reply that
+        no lane took is followed by another.
+        """
+        if not self._ended:
+            self._ended = True
+            now, about = time.monotonic(), {**self.about, **about}
+            self._tracer.add(Event(self._kind, self._name, self._began, now, self._thread, self.mark, about))

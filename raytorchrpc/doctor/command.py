@@ -1,24 +1,24 @@
 """``raytorchrpc doctor``: checks the options, collects evidence, prints the report.
 
-Needs no typer, and uses rich only on a terminal where it is installed.
+Needs neither typer nor rich.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
 from raytorchrpc import __version__
 from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.doctor.report import LEVELS, Evidence, Finding, NodeReport, Report
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.text import terminal_columns
 
 DEFAULT_TIMEOUT_S = 60.0
-_COLOURS = {"ok": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 
 
 def run(
@@ -79,19 +79,14 @@ def _collect(
 
 def _show(report: Report) -> None:
     """Print the findings, worst first, then the advised NCCL settings, then a summary line."""
-    draw = _draw_rich if find_spec("rich") is not None and sys.stdout.isatty() else _draw_plain
     for node in report.nodes:
         hostname = node.evidence.endpoint.hostname
         where = ", ".join(filter(None, (hostname if hostname != node.name else "", node.evidence.endpoint.node_ip)))
-        draw(node.name + (f" ({where})" if where else ""), _worst_first(node.findings))
+        _show_findings(node.name + (f" ({where})" if where else ""), node.findings)
         _show_nccl(node)
     if report.together:
-        draw("together", _worst_first(report.together))
+        _show_findings("together", report.together)
     print(f"\n{_summary(report)}")
-
-
-def _worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    return sorted(findings, key=lambda finding: -LEVELS.index(finding.level))
 
 
 def _summary(report: Report) -> str:
@@ -109,39 +104,22 @@ def _show_nccl(node: NodeReport) -> None:
         advised = "unset" if value.advised is None else value.advised
         chosen = f"; set here: {value.chosen}" if value.chosen is not None else ""
         job = "; set it for the whole job, in runtime_env" if value.whole_job and value.advised is not None else ""
-        print(f"  {name}: {advised}  ({value.reason}{job}{chosen})")
+        _print(f"  {name}: {advised}  ({value.reason}{job}{chosen})")
 
 
-def _draw_plain(title: str, findings: Sequence[Finding]) -> None:
+def _show_findings(title: str, findings: Sequence[Finding]) -> None:
     print(f"\n{title}")
-    for finding in findings:
+    for finding in sorted(findings, key=lambda finding: -LEVELS.index(finding.level)):
         lanes = f" [{', '.join(finding.lanes)}]" if finding.lanes and finding.level != "ok" else ""
-        print(f"  {finding.level:<8} {finding.id}: {finding.seen}{lanes}")
+        _print(f"  {finding.level:<8} {finding.id}: {finding.seen}{lanes}")
         if finding.meaning:
-            print(f"           means: {finding.meaning}")
+            _print(f"           means: {finding.meaning}")
         if finding.remedy:
-            print(f"           do: {finding.remedy}")
+            _print(f"           do: {finding.remedy}")
 
 
-def _draw_rich(title: str, findings: Sequence[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    heads = (
-        Column(""),
-        Column("finding, lanes", max_width=26, overflow="fold"),
-        Column("what it is, what it means, what to do", overflow="fold"),
-    )
-    table = Table(*heads, title=title, title_justify="left")
-    for finding in findings:
-        text = Text(finding.seen)
-        if finding.meaning:
-            text.append(f"\n{finding.meaning}", style="dim")
-        if finding.remedy:
-            text.append(f"\n-> {finding.remedy}")
-        name = Text(finding.id)
-        if finding.lanes:
-            name.append(f"\n{', '.join(finding.lanes)}", style="dim")
-        table.add_row(Text(finding.level, style=_COLOURS[finding.level]), name, text)
-    Console().print("", table, sep="\n")
+def _print(line: str) -> None:
+    """Print a line, which a terminal shows as several if it is too narrow."""
+    if sys.stdout.isatty():
+        line = textwrap.fill(line, terminal_columns(), subsequent_indent=" " * 15, break_on_hyphens=False)
+    print(line)

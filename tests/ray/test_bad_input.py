@@ -73,11 +73,11 @@ def test_a_removal_that_cannot_be_done_changes_nothing(
     trio.wait_ready(10)
 
 
-def test_the_last_members_cannot_be_removed(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        with pytest.raises(rtr.ConfigurationError, match=r"no member would be left.*shutdown\(\)"):
-            group.remove(["a", "b"])
-        assert len(group) == 2 and ray.get(peers[0].call.remote("b", "double", 4)) == 8
+def test_the_last_members_cannot_be_removed(pair: tuple[Any, Any]) -> None:
+    group = rtr.get_group()
+    with pytest.raises(rtr.ConfigurationError, match=r"no member would be left.*shutdown\(\)"):
+        group.remove(["a", "b"])
+    assert len(group) == 2
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,13 @@ def test_a_process_group_that_cannot_be_made_changes_nothing(trio: rtr.Group, na
         (lambda a: {"": a}, "'' cannot name a member"),
         (lambda a: {"7": a}, "'7' cannot name a member.*not digits alone"),
         (lambda a: {7: a}, "7 cannot name a member"),
+        (lambda a: {"driver": a}, "'driver' is the driver's own"),
     ],
 )
 def test_a_request_that_cannot_work_is_refused(peers: list[Any], make: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(rtr.ConfigurationError, match=said):
-        rtr.init_group(make(peers[0]))
+        rtr.init_group(make(peers[0]), include_driver=True)
+    assert_work(peers[:1])
 
 
 @pytest.mark.parametrize(
@@ -138,8 +140,10 @@ def test_a_request_that_cannot_work_is_refused(peers: list[Any], make: Callable[
     [
         ({"timeout": 0}, "timeout must be above 0"),
         ({"timeout": -1}, "timeout must be above 0"),
+        *(({"timeout": wrong}, "timeout must be above 0") for wrong in (None, "5", float("inf"))),
         ({"name": ""}, "group's name is a non-empty string"),
         ({"name": 7}, "group's name is a non-empty string"),
+        ({"config": {"rpc_timeout_s": 5}}, "config is a GroupConfig"),
         ({"config": rtr.GroupConfig(transports=["carrier_pigeon"])}, "carrier_pigeon"),
         ({"config": rtr.GroupConfig(interface="no_such0")}, "no_such0"),
         ({"config": rtr.GroupConfig(lanes=["socket"])}, "no lane for CPU tensors"),
@@ -148,21 +152,6 @@ def test_a_request_that_cannot_work_is_refused(peers: list[Any], make: Callable[
 def test_an_option_that_cannot_work_is_refused(peers: list[Any], options: dict[str, Any], said: str) -> None:
     with pytest.raises(rtr.ConfigurationError, match=said):
         rtr.init_group(peers[:2], **options)
-    assert_work(peers[:2])
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"config": {"rpc_timeout_s": 5}}, {"timeout": None}, {"timeout": "5"}, {"timeout": float("inf")}],
-)
-def test_an_option_of_the_wrong_type_is_refused(peers: list[Any], options: dict[str, Any]) -> None:
-    with pytest.raises(rtr.ConfigurationError):
-        rtr.init_group(peers[:1], **options)
-
-
-def test_the_drivers_own_name_is_taken_when_it_joins(peers: list[Any]) -> None:
-    with pytest.raises(rtr.ConfigurationError, match="'driver' is the driver's own"):
-        rtr.init_group({"driver": peers[0]}, include_driver=True)
 
 
 def test_a_misspelt_setting_in_the_environment_is_refused(peers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,27 +219,36 @@ def test_a_cuda_tensor_for_a_member_without_a_gpu_is_refused(spawn: Spawn, peers
 # --- members that cannot join ---------------------------------------------------------------------------------
 
 
-def test_a_dead_actor_is_named(spawn: Spawn, peers: list[Any]) -> None:
-    dead = spawn(Peer)
-    ray.kill(dead)
-    with pytest.raises(rtr.BootstrapError, match=r"'b'.*died") as raised:
-        rtr.init_group({"a": peers[0], "b": dead, "c": peers[1]})
-    assert raised.value.members == ("b",)
-    assert_work(peers[:2])
+def dead(spawn: Spawn) -> Any:
+    actor = spawn(Peer)
+    ray.kill(actor)
+    return actor
 
 
-def test_an_actor_whose_init_fails_is_named_with_its_error(spawn: Spawn, peers: list[Any]) -> None:
-    broken = spawn(FailsToStart)
-    with pytest.raises(rtr.BootstrapError, match=r"'fails_to_start_1'.*the checkpoint is missing") as raised:
-        rtr.init_group([peers[0], broken])
-    assert raised.value.members == ("fails_to_start_1",)
-    assert_work(peers[:2])
+def full(spawn: Spawn) -> Any:
+    actor = spawn(Peer, max_pending_calls=1)
+    actor.run.remote(time.sleep, 60)
+    return actor
 
 
-def test_an_actor_that_finds_no_resources_is_named(spawn: Spawn, peers: list[Any]) -> None:
-    unplaced = spawn(Peer, num_gpus=5)
-    with pytest.raises(rtr.BootstrapError, match=r"'b': no answer within 2 s: pending resources .*GPU") as raised:
-        rtr.init_group({"a": peers[0], "b": unplaced}, timeout=2)
+NOWHERE = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (dead, "'b'.*died"),
+        (lambda spawn: spawn(FailsToStart), "'b'.*the checkpoint is missing"),
+        (lambda spawn: spawn(Peer, num_gpus=5), "'b': no answer within 2 s: pending resources .*GPU"),
+        (lambda spawn: spawn(Peer, scheduling_strategy=NOWHERE), "'b'.*not schedulable"),
+        (full, "'b'"),
+    ],
+)
+def test_an_actor_that_cannot_join_is_named_with_the_cause(
+    spawn: Spawn, peers: list[Any], make: Callable[[Spawn], Any], said: str
+) -> None:
+    with pytest.raises(rtr.BootstrapError, match=said) as raised:
+        rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
 
@@ -275,8 +273,9 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
         r"group 'default', after 2 s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
     )
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 0.1)
     with pytest.raises(rtr.BootstrapError):
-        rtr.init_group(members, timeout=2.5)
+        rtr.init_group(members, timeout=0.5)
     line = capsys.readouterr().err
     assert line.startswith("\r\x1b[Kgroup 'default', after") and line.endswith("\r\x1b[K") and "\n" not in line
     gate.release(held)
@@ -391,12 +390,6 @@ def test_a_process_with_its_own_torch_rpc_is_named_with_the_remedy(spawn: Spawn,
     with pytest.raises(rtr.BootstrapError, match=r"'b': .*already runs torch.distributed.rpc.*shutdown") as raised:
         rtr.init_group({"a": peers[0], "b": own, "c": peers[1]})
     assert raised.value.members == ("b",)
-    assert_work(peers[:2])
-
-
-def test_a_process_that_ended_its_own_torch_rpc_can_join(spawn: Spawn, peers: list[Any]) -> None:
-    own = spawn(RunsItsOwnRpc)
-    ray.get(own.begin.remote())
     ray.get(own.end.remote())
     assert_work([peers[0], own, peers[1]])
 
@@ -582,12 +575,6 @@ def test_a_driver_outside_its_group_cannot_call_in(pair: tuple[Any, Any]) -> Non
         rtr.current_member()
 
 
-def test_a_call_after_shutdown_is_refused(peers: list[Any]) -> None:
-    with rtr.init_group(peers[:2]):
-        pass
-    assert isinstance(cause_of(peers[0].call.remote(peers[1], "double", 1)), rtr.NotAMember)
-
-
 def test_a_call_under_way_fails_when_the_group_ends(peers: list[Any], latch: MakeLatch) -> None:
     a, b = peers[:2]
     gate = latch()
@@ -598,6 +585,7 @@ def test_a_call_under_way_fails_when_the_group_ends(peers: list[Any], latch: Mak
     error = ray.get(a.run.remote(error_of_the_call), timeout=60)
     gate.release(held)
     assert isinstance(error, rtr.PeerLost)
+    assert isinstance(cause_of(a.call.remote(b, "double", 1)), rtr.NotAMember)
     assert_work([a, b])
 
 
@@ -613,20 +601,18 @@ def error_of_the_call() -> BaseException | None:
     ("target", "said"),
     [
         ("nobody", "'nobody' is not in group 'default'; its members: a .0., b .1."),
+        ("a stranger", r"its members: a \(0\), b \(1\)"),
         (7, "7 is not in group"),
         (-1, "-1 is not in group"),
         (None, "None does not name a member: pass an actor handle"),
         (1.5, "1.5 does not name a member"),
     ],
 )
-def test_an_unknown_target_is_told_who_there_is(pair: tuple[Any, Any], target: Any, said: str) -> None:
+def test_an_unknown_target_is_told_who_there_is(
+    pair: tuple[Any, Any], peers: list[Any], target: Any, said: str
+) -> None:
     with pytest.raises(rtr.NotAMember, match=said):
-        raise cause_of(pair[0].call.remote(target, "double", 1))
-
-
-def test_an_actor_that_is_no_member_is_an_unknown_target(pair: tuple[Any, Any], peers: list[Any]) -> None:
-    with pytest.raises(rtr.NotAMember, match=r"its members: a \(0\), b \(1\)"):
-        raise cause_of(pair[0].call.remote(peers[2], "double", 1))
+        raise cause_of(pair[0].call.remote(peers[2] if target == "a stranger" else target, "double", 1))
 
 
 @pytest.mark.parametrize(
@@ -700,14 +686,6 @@ def test_an_unpicklable_argument_is_named_and_sends_nothing(pair: tuple[Any, Any
     assert ray.get(a.call.remote(b, "keep", None)) == before + 1
 
 
-def test_an_unpicklable_result_names_the_method(pair: tuple[Any, Any]) -> None:
-    a, b = pair
-    for function in (call_sync, call_async):
-        error = ray.get(a.run.remote(function, b, "give", threading.Lock))
-        assert isinstance(error, rtr.SerializationError)
-        assert "the result of b.give (_thread.lock) cannot be pickled" in str(error)
-
-
 class NeedsArguments(Exception):
     """Pickle would call it with its one message, and fail."""
 
@@ -749,88 +727,47 @@ def ask_to_exit() -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize("function", [call_sync, call_async])
-def test_a_remote_exception_keeps_its_type_whatever_its_constructor_needs(
-    pair: tuple[Any, Any], function: Callable[..., Any]
-) -> None:
-    def call(target: Any) -> tuple[bool, str, int, str]:  # Ray itself could not bring such an exception here
-        error: Any = function(target, "give", raise_needs_arguments)
-        return type(error) is NeedsArguments, str(error), error.code, error.hint
-
-    assert ray.get(pair[0].run.remote(call, pair[1])) == (True, "code 7", 7, "try again")
+PHI = "C:\\users\\new \N{GREEK SMALL LETTER PHI}\nsecond line"
 
 
-def test_a_remote_exception_shows_the_remote_traceback(pair: tuple[Any, Any]) -> None:
-    def call(target: Any) -> BaseException | None:
-        error = _error_of(lambda: rtr.rpc_sync(target).give(raise_needs_arguments))
-        return error.__cause__ if error else None
-
-    cause = ray.get(pair[0].run.remote(call, pair[1]))
-    assert isinstance(cause, rtr.RemoteError)
-    assert "on b.give" in str(cause) and "in raise_needs_arguments" in cause.traceback_text
-    assert cause.type_name.endswith("NeedsArguments")
+def fail_with_phi() -> None:
+    raise ValueError(PHI)
 
 
-def test_a_remote_exception_of_a_class_that_only_the_peer_has(pair: tuple[Any, Any]) -> None:
-    def call(target: Any) -> tuple[str, bool, str]:
-        error = _error_of(lambda: rtr.rpc_sync(target).give(raise_of_a_local_class))
-        return type(error).__name__, isinstance(error, NeedsArguments), str(error)
-
-    assert ray.get(pair[0].run.remote(call, pair[1])) == ("Local", True, "code 7")
-
-
-def test_a_remote_exception_that_cannot_be_pickled_becomes_a_remote_error(pair: tuple[Any, Any]) -> None:
-    error = ray.get(pair[0].run.remote(call_sync, pair[1], "give", raise_unpicklable))
-    assert isinstance(error, rtr.RemoteError)
-    assert error.type_name.endswith("Unpicklable") and "in raise_unpicklable" in str(error)
-
-
-def test_built_in_exceptions_keep_what_they_know(pair: tuple[Any, Any]) -> None:
-    a, b = pair
-
-    def call(target: Any) -> tuple[str, str]:
-        missing = _error_of(lambda: rtr.rpc_sync(target).give(open_what_is_not_there))
-        garbage = _error_of(lambda: rtr.rpc_sync(target).give(decode_garbage))
-        assert isinstance(missing, FileNotFoundError) and isinstance(garbage, UnicodeDecodeError)
-        return missing.filename, str(garbage)
-
-    filename, text = ray.get(a.run.remote(call, b))
-    assert filename == "/no/such/file"
-    assert "can't decode byte 0xff in position 0" in text
-
-
-def test_a_method_that_asks_its_process_to_exit_does_not_end_the_caller(pair: tuple[Any, Any]) -> None:
-    for function in (call_sync, call_async, call_remote):
-        error = ray.get(pair[0].run.remote(function, pair[1], "give", ask_to_exit), timeout=60)
-        assert isinstance(error, rtr.RemoteError), function
-        assert "SystemExit" in str(error)
+def described(call: Callable[..., Any], target: Any, raises: Callable[[], Any]) -> tuple[list[str], str, Any, str]:
+    """Class names, text, attributes and remote traceback: Ray itself could not bring all of these exceptions here."""
+    error = call(target, "give", raises)
+    attributes = {name: value for name, value in vars(error).items() if isinstance(value, (str, int))}
+    attributes |= {"filename": error.filename} if isinstance(error, OSError) else {}
+    return [cls.__name__ for cls in type(error).__mro__], str(error), attributes, str(error.__cause__)
 
 
 @pytest.mark.parametrize(
-    ("raises", "kind", "said"),
+    ("raises", "kind", "said", "attributes", "of_rref"),
     [
-        (raise_needs_arguments, rtr.RemoteError, "code 7"),
-        (raise_unpicklable, rtr.RemoteError, "raise_unpicklable"),
-        (open_what_is_not_there, FileNotFoundError, "No such file"),
+        (raise_needs_arguments, "NeedsArguments", "code 7", {"code": 7, "hint": "try again"}, "RemoteError"),
+        (raise_of_a_local_class, "Local NeedsArguments", "code 7", {"code": 7, "hint": "try again"}, "RemoteError"),
+        (raise_unpicklable, "RemoteError", "in raise_unpicklable", {}, "RemoteError"),
+        (open_what_is_not_there, "FileNotFoundError", "No such file", {"filename": "/no/such/file"}, None),
+        (decode_garbage, "UnicodeDecodeError", "can't decode byte 0xff in position 0", {}, None),
+        (fail_with_phi, "ValueError", PHI, {}, "ValueError"),
+        (ask_to_exit, "RemoteError", "SystemExit", {}, "RemoteError"),
+        (threading.Lock, "SerializationError", "the result of b.give (_thread.lock) cannot be pickled", {}, None),
     ],
 )
-def test_what_a_remote_method_raised_comes_out_of_its_rref(
-    pair: tuple[Any, Any], raises: Callable[[], None], kind: type[Exception], said: str
+def test_a_remote_exception_comes_as_it_was(
+    pair: tuple[Any, Any], raises: Callable[[], Any], kind: str, said: str, attributes: dict[str, Any], of_rref: str
 ) -> None:
-    error = ray.get(pair[0].run.remote(call_remote, pair[1], "give", raises), timeout=60)
-    assert isinstance(error, kind)
-    assert said in str(error)
-
-
-def test_a_message_with_backslashes_and_umlauts_comes_out_of_an_rref_as_it_was(pair: tuple[Any, Any]) -> None:
-    text = "C:\\users\\new \N{GREEK SMALL LETTER PHI}\nsecond line"
-
-    def fail() -> None:
-        raise ValueError(text)
-
-    error = ray.get(pair[0].run.remote(call_remote, pair[1], "give", fail), timeout=60)
-    assert isinstance(error, ValueError)
-    assert str(error) == text
+    a, b = pair
+    for function in (call_sync, call_async):
+        names, text, found, cause = ray.get(a.run.remote(described, function, b, raises), timeout=60)
+        assert names[: len(kind.split())] == kind.split() and said in text
+        assert found.items() >= attributes.items()
+        if kind.startswith("NeedsArguments"):
+            assert "on b.give" in cause and "in raise_needs_arguments" in cause, "the remote traceback"
+    if of_rref is not None:
+        names, text, _, _ = ray.get(a.run.remote(described, call_remote, b, raises), timeout=60)
+        assert names[0] == of_rref and said.removeprefix("in ") in text
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------
@@ -846,7 +783,10 @@ def wait_in_every_way(target: Any, gate: Latch) -> list[tuple[float, BaseExcepti
     def future() -> Any:
         return rtr.rpc_async(target, timeout=0.2).hold(gate)
 
-    return [
+    watched, called = future(), threading.Event()
+    watched.add_done_callback(lambda _: called.set())
+    assert not watched.done()
+    waits = [
         elapsed_and_error(lambda: rtr.rpc_sync(target, timeout=0.2).hold(gate)),
         elapsed_and_error(lambda: future().wait()),
         elapsed_and_error(lambda: future().result()),
@@ -854,6 +794,8 @@ def wait_in_every_way(target: Any, gate: Latch) -> list[tuple[float, BaseExcepti
         elapsed_and_error(lambda: _raise(future().exception())),
         elapsed_and_error(lambda: _raise(future().exception(timeout=60))),
     ]
+    assert called.wait(30) and watched.done()
+    return waits
 
 
 def _raise(error: BaseException | None) -> None:
@@ -874,20 +816,6 @@ def test_a_deadline_that_passes_ends_every_kind_of_wait(pair: tuple[Any, Any], l
         assert "b.hold did not answer by its deadline" in str(error) or "b.hold was running" in str(error)
         assert 0.15 < elapsed < 20
     assert ray.get(a.run.remote(error_of_the_call)) is None
-
-
-def test_a_future_past_its_deadline_is_done(pair: tuple[Any, Any], latch: MakeLatch) -> None:
-    def call(target: Any, gate: Latch) -> tuple[bool, bool, BaseException | None]:
-        future = rtr.rpc_async(target, timeout=0.2).hold(gate)
-        before = future.done()
-        error = _error_of(future.wait)
-        return before, future.done(), error
-
-    gate = latch()
-    before, after, error = ray.get(pair[0].run.remote(call, pair[1], gate), timeout=60)
-    assert (before, after) == (False, True)
-    assert isinstance(error, rtr.RpcTimeout)
-    gate.open_for_all()
 
 
 def test_a_result_with_a_short_patience_can_be_asked_again(pair: tuple[Any, Any], latch: MakeLatch) -> None:
@@ -915,29 +843,20 @@ def test_an_awaited_call_to_a_stuck_member_ends_at_its_deadline(
         assert ray.get(asker.call.remote("stuck", "double", 1)) == 2
 
 
-def called_back_at_the_deadline(target: Any, gate: Latch) -> bool:
-    called = threading.Event()
-    rtr.rpc_async(target, timeout=0.2).hold(gate).add_done_callback(lambda _: called.set())
-    return called.wait(30)
-
-
-def test_a_callback_is_called_when_the_deadline_passes(pair: tuple[Any, Any], latch: MakeLatch) -> None:
-    gate = latch()
-    try:
-        assert ray.get(pair[0].run.remote(called_back_at_the_deadline, pair[1], gate), timeout=60)
-    finally:
-        gate.open_for_all()
-
-
-@pytest.mark.parametrize("timeout", [0, -1, 0.0])
-def test_a_call_without_time_is_not_sent(pair: tuple[Any, Any], timeout: float) -> None:
-    with pytest.raises(rtr.RpcTimeout, match=r"no time left to call b.double"):
-        raise cause_of(pair[0].call.remote("b", "double", 1, timeout=timeout))
-
-
-@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 1e12, "5"])
-def test_a_timeout_that_is_no_number_of_seconds_is_refused(pair: tuple[Any, Any], timeout: Any) -> None:
-    with pytest.raises(rtr.ConfigurationError, match="timeout is a number of seconds up to"):
+@pytest.mark.parametrize(
+    ("timeout", "error", "said"),
+    [
+        *((none, rtr.RpcTimeout, r"no time left to call b.double") for none in (0, -1, 0.0)),
+        *(
+            (wrong, rtr.ConfigurationError, "timeout is a number of seconds up to")
+            for wrong in (float("inf"), float("nan"), 1e12, "5")
+        ),
+    ],
+)
+def test_a_call_without_time_is_not_sent(
+    pair: tuple[Any, Any], timeout: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
         raise cause_of(pair[0].call.remote("b", "double", 1, timeout=timeout))
 
 

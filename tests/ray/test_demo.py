@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc.cli import main
 from tests.ray.commands import ROOT, Command
 
 
@@ -90,20 +89,3 @@ def test_ctrl_c_leaves_no_process_behind(demo: Command, moment: str) -> None:
     assert err == ""
     assert time.monotonic() - start < 40
     assert demo.gone_within(40)
-
-
-def test_an_address_where_nothing_answers(demo: Command) -> None:
-    code, _, err = demo.run("--address", "127.0.0.1:1")
-    assert code == 1
-    assert err.startswith("raytorchrpc demo: no Ray cluster answers at 127.0.0.1:1"), err
-
-
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_cli_extra_one_line_names_the_command(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("raytorchrpc.cli.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    # Python prints it on stderr, and the exit code is 1.
-    assert ended.value.code == f"raytorchrpc: the command line needs {missing}: pip install '.[cli]' in a checkout"

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +58,7 @@ def kinds(spawn_for_module: Spawn, special: dict[str, Any]) -> Iterator[Kinds]:
         "plain_async": spawn(PlainAsync),
         "local": spawn(Local),
         "inherits": spawn(Inherits),
+        "long_name": spawn(type("Größenordnung" + "X" * 80, (Peer,), {})),
     }
     remove_placement_group(space)
 
@@ -72,7 +74,7 @@ def reach(caller: Any, target: Any) -> Any:
 
 
 def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
-    """Thirteen members, most of which were still starting when the group was asked for."""
+    """Fourteen members, most of which were still starting when the group was asked for."""
     with rtr.init_group(kinds) as group:
         assert [member.name for member in group.members] == list(kinds)
         answers = {
@@ -83,6 +85,7 @@ def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
         }
         for pair, answer in answers.items():
             assert ray.get(answer, timeout=60) == 42, pair
+        assert repr(group).endswith("... 8 more>") and len(repr(group)) < 200
 
 
 def test_an_actor_has_loaded_what_it_needs_to_join_when_its_process_starts(spawn: Spawn, peers: list[Any]) -> None:
@@ -113,48 +116,23 @@ def test_methods_of_rays_concurrency_groups_run_with_the_decorators_in_either_or
             assert isinstance(ray.get(getattr(grouped, name).remote()), str), "through Ray as before"
 
 
-def test_a_detached_actor_can_be_joined_by_the_handle_that_ray_looks_up(kinds: Kinds, peers: list[Any]) -> None:
-    looked_up = ray.get_actor("lasting")
-    with rtr.init_group([looked_up, peers[0]]):
-        assert ray.get(peers[0].call.remote(kinds["detached"], "double", 21)) == 42
-
-
 def test_every_copy_of_a_handle_means_the_same_member(kinds: Kinds, peers: list[Any]) -> None:
-    with rtr.init_group([kinds["named"], peers[0]]) as group:
-        assert ray.get(peers[0].call.remote(ray.get_actor("somebody"), "double", 21)) == 42
-        assert group.explain(ray.get_actor("somebody"), peers[0]).startswith("peer_0 <-> peer_1")
-
-
-def test_an_actor_that_was_restarted_can_join_again(kinds: Kinds, peers: list[Any]) -> None:
-    restartable = kinds["restartable"]
-    with rtr.init_group({"r": restartable, "peer": peers[0]}) as first:
-        pid = first.members[0].pid
-    ray.kill(restartable, no_restart=False)
-    await_restart(restartable, pid)
-    with rtr.init_group({"r": restartable, "peer": peers[0]}) as second:
-        assert second.members[0].pid != pid
-        assert ray.get(peers[0].call.remote("r", "who")) == ("r", second.members[0].pid)
-
-
-def await_restart(handle: Any, old_pid: int) -> None:
-    while True:
-        try:
-            if ray.get(handle.run.remote(os.getpid)) != old_pid:
-                return
-        except ray.exceptions.RayActorError:
-            continue
+    looked_up = ray.get_actor("lasting")
+    with rtr.init_group([looked_up, peers[0]]) as group:
+        for copy in (looked_up, kinds["detached"]):
+            assert ray.get(peers[0].call.remote(copy, "double", 21)) == 42
+            assert group.explain(copy, peers[0]).startswith("peer_0 <-> peer_1")
 
 
 def test_an_actor_that_is_restarting_is_waited_for(kinds: Kinds, peers: list[Any]) -> None:
     restarting = kinds["restartable"]
-    pid = ray.get(restarting.run.remote(os.getpid))
+    with rtr.init_group({"r": restarting, "peer": peers[0]}) as first:
+        pid = first.members[0].pid
     ray.kill(restarting, no_restart=False)
     wait_until(lambda: has_ended(pid), 30)  # Ray kills it a moment later
-    try:
-        with rtr.init_group({"r": restarting, "peer": peers[0]}) as group:
-            assert group.members[0].pid != pid
-    finally:
-        await_restart(restarting, pid)
+    with rtr.init_group({"r": restarting, "peer": peers[0]}) as second:
+        assert second.members[0].pid != pid
+        assert ray.get(peers[0].call.remote("r", "who")) == ("r", second.members[0].pid)
 
 
 def test_an_actor_can_form_a_group_of_others(kinds: Kinds, peers: list[Any]) -> None:
@@ -171,8 +149,11 @@ def test_an_actor_can_form_a_group_of_others(kinds: Kinds, peers: list[Any]) -> 
 
 
 def test_a_list_names_members_by_class_and_rank(kinds: Kinds, peers: list[Any]) -> None:
-    with rtr.init_group([peers[0], kinds["asynchronous"], kinds["grouped"]]) as group:
-        assert [(m.rank, m.name) for m in group.members] == [(0, "peer_0"), (1, "async_peer_1"), (2, "grouped_peer_2")]
+    long_name = kinds["long_name"]
+    with rtr.init_group([peers[0], kinds["asynchronous"], kinds["grouped"], long_name]) as group:
+        names = ["peer_0", "async_peer_1", "grouped_peer_2"]
+        assert [(m.rank, m.name) for m in group.members[:3]] == list(enumerate(names))
+        assert group.members[3].name, "a class may have any name"
 
 
 def test_a_dict_names_members_and_every_form_of_target_reaches_them(peers: list[Any]) -> None:
@@ -194,49 +175,31 @@ def test_members_know_who_they_are(peers: list[Any]) -> None:
     def describe() -> rtr.Member:
         return rtr.current_member()
 
-    with rtr.init_group(peers) as group:
+    with rtr.init_group(peers, name="trio") as group:
         assert tuple(ray.get([peer.run.remote(describe) for peer in peers])) == group.members
         assert len({member.rpc_name for member in group.members}) == 3
         assert len({member.worker_id for member in group.members}) == 3
         assert {member.node_id for member in group.members} == {ray.get_runtime_context().get_node_id()}
+        assert repr(group) == "<raytorchrpc.Group 'trio': 3 members on 1 node: peer_0, peer_1, peer_2>"
+        assert "Member(rank=1, name='peer_1'" in repr(group.members[1])
 
 
 # --- showing it -------------------------------------------------------------------------------------------
 
 
-def test_repr_says_name_size_place_and_members(peers: list[Any]) -> None:
-    with rtr.init_group(peers, name="trio") as group:
-        assert repr(group) == "<raytorchrpc.Group 'trio': 3 members on 1 node: peer_0, peer_1, peer_2>"
-        assert "Member(rank=1, name='peer_1'" in repr(group.members[1])
-
-
-def test_repr_of_a_big_group_stays_short(kinds: Kinds) -> None:
-    with rtr.init_group(kinds) as group:
-        assert repr(group).endswith("... 7 more>")
-        assert len(repr(group)) < 200
-
-
-def test_routes_print_as_a_table_with_the_reason_for_each_choice(peers: list[Any]) -> None:
+def test_it_shows_what_was_decided_and_why(peers: list[Any]) -> None:
     with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
         head, _, row, _, *reasons = str(group.routes()).splitlines()
         assert head.split() == ["from", "to", "calls", "CPU", "tensors", "CUDA", "tensors"]
         assert row.split() == ["a", "b", "socket", "[1]", "shm", "[2]", "-"]
         assert reasons[0] == "[1] socket (unix socket): same host and network namespace"
-
-
-def test_explain_takes_every_form_of_member_and_names_what_was_rejected(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
         text = group.explain("a", "b")
         assert text == group.explain(0, peers[1]) == group.explain(group.members[0], group.members[1])
         assert "calls: socket (unix socket)" in text
         assert "ibv: not used" in text
         with pytest.raises(rtr.NotAMember, match=r"'c' is not in group 'default'; its members: a \(0\), b \(1\)"):
             group.explain("a", "c")
-
-
-def test_members_without_gpus_have_no_device_map(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        assert group.device_map("a", "b") == group.device_map(1, 0) == {}
+        assert group.device_map("a", "b") == group.device_map(1, 0) == {}, "they have no GPUs"
         with pytest.raises(rtr.NotAMember):
             group.device_map("a", 7)
 
@@ -316,21 +279,9 @@ def test_a_group_does_not_keep_its_actors_alive_from_inside(spawn: Spawn, peers:
     group = rtr.init_group({"short": short_lived, "peer": peers[0]})
     ray.get(peers[0].run.remote(rtr.get_group))
     group.shutdown()
-    fd = os.pidfd_open(pid)
     del short_lived, group
     gc.collect()
-    try:
-        assert _ends_within(fd, 20)
-    finally:
-        os.close(fd)
-
-
-def _ends_within(pidfd: int, seconds: float) -> bool:
-    import select
-
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    assert wait_until(lambda: has_ended(pid), 20)
 
 
 def test_get_group_in_the_driver_is_the_group_itself(peers: list[Any]) -> None:
@@ -342,25 +293,20 @@ def test_get_group_in_the_driver_is_the_group_itself(peers: list[Any]) -> None:
         rtr.get_group("mine")
 
 
-def test_the_driver_can_be_a_member(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}, include_driver=True) as group:
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_the_driver_can_be_a_member_and_again(peers: list[Any], name: str) -> None:
+    with rtr.init_group({"a": peers[0], "b": peers[1]}, name=name, include_driver=True) as group:
         me = rtr.current_member()
         assert (me.rank, me.name, me.actor_id, me.pid) == (2, "driver", None, os.getpid())
         assert group.members[2] == me
         assert rtr.rpc_sync("a").double(21) == 42
         assert rtr.rpc_async(peers[1]).double(21).result(timeout=60) == 42
+        assert asyncio.run(_await_double("a")) == 42
         assert rtr.remote("a").double(21).to_here() == 42
         with pytest.raises(rtr.NoSuchMethod, match="'driver' is a driver: it exposes no methods"):
             ray.get(peers[0].call.remote("driver", "double", 1))
     with pytest.raises(rtr.NotAMember):
         rtr.rpc_sync("a").double(21)
-
-
-def test_the_driver_can_be_a_member_again(peers: list[Any]) -> None:
-    for name in ("first", "second"):
-        with rtr.init_group(peers[:1], name=name, include_driver=True):
-            assert rtr.rpc_sync("peer_0").double(21) == 42
-            assert asyncio.run(_await_double("peer_0")) == 42
 
 
 async def _await_double(target: str) -> Any:
@@ -370,27 +316,18 @@ async def _await_double(target: str) -> Any:
 # --- ending it, and the next one -----------------------------------------------------------------------------
 
 
-def test_the_actors_live_on_after_the_group(peers: list[Any]) -> None:
-    before = ray.get([peer.run.remote(os.getpid) for peer in peers])
-    rtr.init_group(peers).shutdown()
-    assert ray.get([peer.run.remote(os.getpid) for peer in peers]) == before
-
-
 def test_the_group_ends_with_its_block_even_by_an_exception(peers: list[Any]) -> None:
-    with pytest.raises(KeyError), rtr.init_group(peers[:2]):
+    with pytest.raises(KeyError), rtr.init_group(peers[:2]) as group:
+        pids = [member.pid for member in group.members]
         raise KeyError("of the user")
     with pytest.raises(rtr.NotAMember):
         ray.get(peers[0].call.remote(peers[1], "double", 1))
-
-
-def test_shutdown_can_be_repeated_and_the_view_stays(peers: list[Any]) -> None:
-    group = rtr.init_group(peers[:2])
-    group.shutdown()
+    assert ray.get([peer.run.remote(os.getpid) for peer in peers[:2]]) == pids, "the actors live on"
     with rtr.init_group(peers[:2]) as second:
         group.shutdown()  # an old one must not end the new one of the same name
         assert rtr.get_group() is second
         assert ray.get(peers[0].call.remote(peers[1], "double", 21)) == 42
-    assert "peer_0" in repr(group) and "socket" in str(group.routes())
+    assert "peer_0" in repr(group) and "socket" in str(group.routes()), "the view stays"
 
 
 def test_shutdown_with_a_dead_member_frees_the_others(spawn: Spawn, peers: list[Any]) -> None:
@@ -416,72 +353,46 @@ def test_shutdown_does_not_wait_for_a_busy_member_which_leaves_later(
         assert ray.get(peers[0].call.remote("b", "double", 21)) == 42
 
 
-def test_nothing_of_an_ended_group_runs_on_in_its_members(peers: list[Any]) -> None:
-    def ours() -> list[str]:
-        import threading
-
+def test_nothing_of_ended_groups_is_left_in_their_members(peers: list[Any]) -> None:
+    def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if "raytorchrpc" in thread.name]
 
-    def sockets() -> int:
-        return sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:") for fd in _open_fds())
+    def threads_at_rest() -> list[str]:
+        wait_until(lambda: not threads(), 20)  # they end a moment after they were told to
+        return threads()
 
-    with rtr.init_group(peers[:2]):  # the agent stays from here on
-        ray.get(peers[0].call.remote(peers[1], "double", 1))
-    before = ray.get(peers[0].run.remote(sockets))
-    for _ in range(3):
+    def files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def cycle() -> None:
         with rtr.init_group(peers[:2]):
             ray.get(peers[0].call.remote(peers[1], "double", 1))
-            assert ray.get(peers[0].run.remote(ours))
-    assert ray.get(peers[0].run.remote(wait_until_empty, ours)) == []
-    assert ray.get(peers[0].run.remote(sockets)) <= before + 2
+            ray.get(peers[1].call.remote(peers[0], "double", 1))
+            assert ray.get(peers[0].run.remote(threads))
+
+    cycle()  # the agent stays from here on
+    before = ray.get(peers[0].run.remote(files))
+    for _ in range(10):
+        cycle()
+    assert ray.get(peers[0].run.remote(threads_at_rest)) == []
+    assert ray.get(peers[0].run.remote(files)) <= before + 3
 
 
-def _open_fds() -> list[str]:
-    fds = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:
-            continue  # the one that lists
-        fds.append(fd)
-    return fds
-
-
-def wait_until_empty(look: Callable[[], list[str]]) -> list[str]:
-    """Threads end a moment after they were told to."""
-    import threading
-    import time
-
-    deadline = time.monotonic() + 20
-    while look() and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    return look()
-
-
-def test_a_second_group_of_the_same_actors_works_with_rrefs(peers: list[Any]) -> None:
-    for generation in range(3):
-        with rtr.init_group(peers, name=f"generation {generation}"):
+def test_later_groups_of_the_same_actors_and_of_other_partners_work_with_rrefs(spawn: Spawn, peers: list[Any]) -> None:
+    for _ in range(2):
+        with rtr.init_group(peers):
             answers = [caller.run.remote(through_rref, target) for caller in peers for target in (0, 1, 2)]
             assert ray.get(answers) == [42] * 9
-
-
-def through_rref(target: Any) -> Any:
-    return rtr.remote(target).double(21).to_here()
-
-
-def test_a_second_group_of_other_partners_works_with_rrefs(peers: list[Any]) -> None:
-    a, b, c = peers
-    for pair in ((a, b), (b, c), (c, a), (b, a)):
+    (a, b, c), alone = peers, spawn(Peer)
+    rtr.init_group([alone]).shutdown()
+    for pair in ((a, b), (b, c), (c, a), (b, a), (alone, a)):
         with rtr.init_group(list(pair)):
             assert ray.get(pair[0].run.remote(through_rref, pair[1])) == 42
             assert ray.get(pair[1].run.remote(through_rref, pair[0])) == 42
 
 
-def test_a_group_of_one_does_not_cost_the_next_its_rrefs(spawn: Spawn, peers: list[Any]) -> None:
-    alone = spawn(Peer)
-    rtr.init_group([alone]).shutdown()
-    with rtr.init_group([alone, peers[0]]):
-        assert ray.get(alone.run.remote(through_rref, peers[0])) == 42
+def through_rref(target: Any) -> Any:
+    return rtr.remote(target).double(21).to_here()
 
 
 def test_two_groups_side_by_side_do_not_see_each_other(kinds: Kinds, peers: list[Any]) -> None:
@@ -498,25 +409,3 @@ def test_two_groups_side_by_side_do_not_see_each_other(kinds: Kinds, peers: list
             ray.get(peers[0].call.remote(kinds["sync"], "double", 1))
         other.shutdown()
         assert ray.get(peers[0].call.remote("y", "double", 21)) == 42
-
-
-def test_many_generations_leave_no_file_open(peers: list[Any]) -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    def cycle() -> None:
-        with rtr.init_group(peers[:2]):
-            ray.get(peers[0].call.remote(peers[1], "double", 1))
-            ray.get(peers[1].call.remote(peers[0], "double", 1))
-
-    cycle()
-    before = ray.get(peers[0].run.remote(count))
-    for _ in range(10):
-        cycle()
-    assert ray.get(peers[0].run.remote(count)) < before + 10
-
-
-def test_a_class_may_have_any_name(spawn: Spawn) -> None:
-    long_name = spawn(type("Größenordnung" + "X" * 80, (Peer,), {}))
-    with rtr.init_group([long_name]) as group:
-        assert group.members[0].name

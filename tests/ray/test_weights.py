@@ -75,36 +75,6 @@ def test_everybody_gets_the_newest_in_place(actors: dict[str, Any], request: Any
     assert in_actor(actors["learner"], used) == 0, "nothing of the arena was used"
 
 
-def test_a_module_with_its_optimizer(actors: dict[str, Any], request: Any) -> None:
-    store = store_in_learner(request)
-
-    def make() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
-
-    def train() -> dict[str, torch.Tensor]:
-        model = make()
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(4, 300)).square().sum().backward()
-            optimizer.step()
-            store.publish(model)
-        model.zero_grad(set_to_none=True)
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-    def follow() -> dict[str, torch.Tensor]:
-        model = make()
-        parameters = [parameter.data_ptr() for parameter in model.parameters()]
-        assert store.pull(model) == 3
-        assert [parameter.data_ptr() for parameter in model.parameters()] == parameters
-        assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
-        return dict(model.state_dict())
-
-    trained, followed = in_actor(actors["learner"], train), in_actor(actors["a"], follow)
-    assert all(torch.equal(trained[name], followed[name]) for name in trained)
-
-
 @pytest.mark.parametrize("sizes", [(SMALL, 7), (SMALL, LARGE, 3)], ids=["in the message", "where it was published"])
 def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: tuple[int, ...]) -> None:
     store = rtr.WeightStore(f"torn {len(sizes)}", home="learner")
@@ -132,85 +102,6 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
         return wait_until(lambda: weights.pool.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
-
-
-def test_only_what_has_changed(actors: dict[str, Any], request: Any) -> None:
-    store = store_in_learner(request, track=True)
-
-    def change(name: str | None, value: float) -> int:
-        model = member.__dict__.setdefault("tracked", filled(1.0))
-        if name is not None:
-            model[name].data.numpy()[:] = value
-        return store.publish(model)
-
-    def follow(since: int | None) -> tuple[int, list[float]]:
-        model = filled(-1.0)
-        version = store.pull(model, since=since)
-        return version, [float(tensor.max()) for tensor in model.values()]
-
-    in_actor(actors["learner"], change, None, 0.0)
-    assert in_actor(actors["a"], follow, None) == (1, [1.0, 1.0, 1.0, 1.0])
-    assert in_actor(actors["a"], follow, 1) == (1, [-1.0, -1.0, -1.0, -1.0]), "nothing was moved"
-    in_actor(actors["learner"], change, "layer1", 7.0)
-    in_actor(actors["learner"], change, "layer2", 8.0)
-    everything = (3, [1.0, 7.0, 8.0, 1.0])
-    assert in_actor(actors["a"], follow, 2) == everything, "it never pulled that one"
-    assert in_actor(actors["a"], follow, 1) == (3, [-1.0, 7.0, 8.0, -1.0])
-    in_actor(actors["learner"], change, "layer0", 9.0)
-    for name in ("a", "learner"):
-        assert in_actor(actors[name], follow, None) == (4, [9.0, 7.0, 8.0, 1.0])
-    in_actor(actors["learner"], change, "layer1", 2.0)
-    for name in ("a", "learner"):
-        assert in_actor(actors[name], follow, 4) == (5, [-1.0, 2.0, -1.0, -1.0])
-    assert in_actor(actors["a"], follow, 3) == (5, [9.0, 2.0, -1.0, -1.0])
-
-
-def test_conversion(actors: dict[str, Any], request: Any) -> None:
-    store = store_in_learner(request)
-    in_actor(actors["learner"], publish, store, 3)
-
-    def follow() -> None:
-        half = {name: tensor.bfloat16() for name, tensor in filled(-1.0).items() if name != "steps"}
-        half["steps"] = torch.tensor(0)
-        with pytest.raises(rtr.ConfigurationError, match=r"'layer0' is float32 as published, and bfloat16 .*convert"):
-            store.pull(half)
-        assert holds({name: tensor for name, tensor in half.items() if name != "steps"}, -1.0)
-        assert store.pull(half, convert=True) == 3
-        assert holds(half, 3.0) and half["layer1"].dtype is torch.bfloat16
-        with pytest.raises(rtr.ConfigurationError, match="'steps' is int64 as published, and float32 in the model"):
-            store.pull({**half, "steps": torch.tensor(0.0)}, convert=True)
-
-    in_actor(actors["a"], follow)
-
-
-def test_what_does_not_fit_is_named(actors: dict[str, Any], request: Any) -> None:
-    store = store_in_learner(request)
-    in_actor(actors["learner"], publish, store, 3)
-
-    def follow() -> None:
-        model = filled(-1.0)
-        wrong: dict[str, Any] = {**model, "head": torch.zeros(3), "layer2": torch.zeros(2, 2)}
-        del wrong["layer0"]
-        with pytest.raises(rtr.ConfigurationError) as error:
-            store.pull(wrong)
-        for said in (
-            "the model has no 'layer0', which was published",
-            "'layer2' is (3,) as published, and (2, 2) in the model",
-            "'head' of the model was not published",
-        ):
-            assert said in str(error.value)
-        assert holds({"layer1": wrong["layer1"]}, -1.0), "nothing was written"
-        del wrong["layer2"]
-        assert store.pull(wrong, strict=False) == 3
-        assert holds({"layer1": wrong["layer1"], "steps": wrong["steps"]}, 3.0) and not wrong["head"].any()
-        with pytest.raises(rtr.ConfigurationError, match=r"'text' of the weights .* is a str, not a tensor"):
-            store.pull({**model, "text": "x"})
-        with pytest.raises(rtr.NotFound, match="version 2 of the weights is not there"):
-            store.pull(model, version=2)
-        with pytest.raises(rtr.ConfigurationError, match="lives in member 'learner': publish there"):
-            store.publish(model)
-
-    in_actor(actors["a"], follow)
 
 
 def test_tensors_that_differ_do_not_go_into_one(actors: dict[str, Any], request: Any) -> None:
@@ -241,19 +132,6 @@ def test_tensors_that_differ_do_not_go_into_one(actors: dict[str, Any], request:
     assert in_actor(actors["a"], pull_into_one) == in_actor(actors["learner"], pull_into_one) == [1.0, 2.0]
     assert in_actor(actors["learner"], publish_both, 3.0, True) == 2
     assert in_actor(actors["a"], pull_one) == in_actor(actors["learner"], pull_one) == 3.0
-    assert in_actor(actors["learner"], no_readers, store)
-
-
-def test_what_does_not_fit_is_not_kept_for_the_reader(actors: dict[str, Any], request: Any) -> None:
-    store = store_in_learner(request)
-    in_actor(actors["learner"], publish, store, 1)
-
-    def follow() -> None:
-        for model in (filled(0.0, (SMALL,)), {"text": "x"}, 3):
-            with pytest.raises(rtr.ConfigurationError):
-                store.pull(model)
-
-    in_actor(actors["a"], follow)
     assert in_actor(actors["learner"], no_readers, store)
 
 

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, in_actor
@@ -89,76 +87,6 @@ def test_a_model_trains_while_the_next_version_arrives(actors: dict[str, Any], r
 
     in_actor(actors["learner"], publish, store, 1, 2, 3)
     in_actor(actors["a"], train)
-    assert in_actor(actors["learner"], no_readers, store)
-
-
-@pytest.mark.parametrize("reader", ["a", "learner"])
-def test_only_what_the_buffers_lack(actors: dict[str, Any], request: Any, reader: str) -> None:
-    store = rtr.WeightStore(request.node.name, home="learner", track=True)
-
-    def change(bias: float) -> int:
-        model = Net(1)
-        with torch.no_grad():
-            model.layers[0].bias.fill_(bias)
-        return store.publish(model)
-
-    def start() -> None:
-        model = Net(0)
-        assert store.prefetch(model).swap() == 1
-        assert store.prefetch(model, since=1).swap() == 1, "there is no other"
-        member.__dict__["kept"] = store, model, []
-
-    def follow(version: int, brings_weight: bool) -> None:
-        """The test writes to the weight in the buffers: whether it is brought shows in the model."""
-        its, model, old = member.__dict__["kept"]
-        for tensor in old:
-            tensor.fill_(-1.0)
-        old[:] = [model.layers[0].weight.data]
-        assert its.prefetch(model, since=version - 1).swap() == version
-        assert bool((model.layers[0].bias == version).all())
-        assert bool((model.layers[0].weight == -1.0).any()) is not brings_weight
-
-    in_actor(actors["learner"], change, 1.0)
-    in_actor(actors[reader], start)
-    for version, brings_weight in ((2, True), (3, False)):
-        in_actor(actors["learner"], change, float(version))
-        in_actor(actors[reader], follow, version, brings_weight)
-
-
-def test_a_coroutine_and_a_mapping(actors: dict[str, Any], request: Any) -> None:
-    store = rtr.WeightStore(request.node.name, home="learner")
-
-    async def follow() -> None:
-        model = Net(0)
-        handle = store.prefetch(dict(model.state_dict()))  # before anything is published
-        assert await handle == 1 and is_net(model, 0)
-        with pytest.raises(rtr.ConfigurationError, match="in_place=True"):
-            handle.swap()
-        assert handle.swap(in_place=True) == 1 and is_net(model, 1)
-
-    follows = actors["asynchronous"].arun.remote(follow)
-    in_actor(actors["learner"], publish, store, 1)
-    ray.get(follows, timeout=60)
-
-
-def test_a_cancelled_prefetch_and_errors(actors: dict[str, Any], request: Any) -> None:
-    store = rtr.WeightStore(request.node.name, home="learner")
-    in_actor(actors["learner"], publish, store, 1)
-
-    def follow() -> None:
-        model = Net(0)
-        cancelled = store.prefetch(model)
-        cancelled.cancel()
-        with pytest.raises(rtr.ConfigurationError, match="was cancelled"):
-            cancelled.swap()
-        with pytest.raises(rtr.NotFound, match="version 7"):
-            store.prefetch(model, version=7).swap()
-        with pytest.raises(rtr.ConfigurationError, match="in the model"):
-            store.prefetch(model.double()).swap()
-        assert is_net(model.float(), 0)
-        assert store.prefetch(model).swap() == 1 and is_net(model, 1)
-
-    in_actor(actors["a"], follow)
     assert in_actor(actors["learner"], no_readers, store)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from raytorchrpc.calls.payload import PayloadSplitter, PayloadStep
+from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
@@ -13,7 +13,7 @@ from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.lanes.base import TensorLane
-from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors.codec import Codec
 
 TOKEN = "1"
@@ -32,7 +32,7 @@ def make_callee(
     peers, codec, unused = PeerTable("group", Services()), Codec(), cast("Any", None)
     for rank in range(callers):
         peers.add_peer(PeerRoute(Member(rank, f"caller {rank}", None, "node", 0, "", rank + 1), unused, unused, unused))
-    payloads = PayloadStep(99, PayloadSplitter(tensor_lanes or {}), cast("DeferredCleanup", None))
+    payloads = Payloads(99, tensor_lanes or {})
     workers = Workers("test")
     callee = Callee("callee", None, local, codec, payloads, workers, deadlines, StreamTable())
     return IncomingCalls(TOKEN, methods or {}, {}, callee, peers)

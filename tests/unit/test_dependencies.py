@@ -27,14 +27,16 @@ NEEDS = {
     "raytorchrpc/cli": "cli",
     "raytorchrpc/cli/bench.py": "bench",
     "raytorchrpc/cli/demo.py": "demo",
-    "raytorchrpc/lanes/common/tls.py": "tls",
     "raytorchrpc/manifest.py": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",
     "examples/rl_post_training.py": "llm",
 }
 #: Imports that a file does without, having looked for the package first.
-DONE_WITHOUT = {("raytorchrpc/doctor/command.py", "rich"), ("raytorchrpc/doctor/collector.py", "pynvml")}
+DONE_WITHOUT = {
+    ("raytorchrpc/doctor/collector.py", "pynvml"),
+    ("raytorchrpc/lanes/common/protection.py", "cryptography"),
+}
 #: Extras whose packages are found by name, or that only widen what another package brings.
 FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
 

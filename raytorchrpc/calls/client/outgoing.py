@@ -22,12 +22,12 @@ from raytorchrpc.calls.client.stream import Stream
 from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, CallOptions, checked_timeout
-from raytorchrpc.calls.payload import Payload, PayloadStep
+from raytorchrpc.calls.payload import Payload, Payloads
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
 from raytorchrpc.calls.receive_into import receiver
 from raytorchrpc.calls.scope import current_scope, on_loop
-from raytorchrpc.calls.spans import CallSpan, Tracer
+from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
     ConfigurationError,
@@ -41,7 +41,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import Completion
-from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
+from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.exceptions import decode_exception
@@ -74,7 +74,7 @@ _DECIDED = (Phase.ARRIVED, Phase.FAILED, Phase.TAKEN)
 class OutgoingCall(Call):
     """One call, from its first request to its outcome."""
 
-    span: CallSpan | None = None
+    span: Span | None = None
     """If it is traced."""
     counted = ""
     """The name under which it is counted."""
@@ -276,7 +276,7 @@ class OutgoingCall(Call):
             came_by, span = message.manifests[0][0], self.span
         if span is not None:
             span.lap()
-        pending = calls.payloads.receive(route, message) if message.manifests else []
+        pending = calls.payloads.receive(route.member.name, message.manifests) if message.manifests else []
         value: Any = None
         if header.kind == protocol.OK and self._options.into is not None:
             into = receiver(self._options.into)
@@ -286,7 +286,7 @@ class OutgoingCall(Call):
             body = calls.payloads.unpack(message, pending, keep=self._options.keep)
             size = body_bytes(body)
         if span is not None:
-            span.fetched(came_by)
+            span.beside("fetch", came_by)
         if header.kind == protocol.RAISED:
             return None, decode_exception(calls.codec, body, self.label), size, came_by
         if self._lane is not route.calls and not message.body.tensors:
@@ -356,7 +356,7 @@ class OutgoingCall(Call):
     def _discard(self) -> None:
         calls, route = self._calls, self._route
         close = partial(calls.notify, route, route.calls, protocol.CLOSE, later=True)
-        calls.payloads.discard_reply(route, self._pending, close)
+        calls.payloads.discard_reply(route.member.name, self._pending, close)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return self._calls.deadlines.at(self._deadline, callback)
@@ -369,7 +369,8 @@ class OutgoingCall(Call):
         peer, lane = self._route.member.name, self.sent_by
         self._calls.counters.finished(peer, lane, self.counted, came_by, size, elapsed, error)
         if self.span is not None:
-            self.span.end(size, error)
+            failed = {} if error is None else {"error": type(error).__name__}
+            self.span.end(bytes_in=size, **failed)
 
 
 class OutgoingCalls:
@@ -383,7 +384,7 @@ class OutgoingCalls:
         rank: int,
         timeout_s: float,
         peers: PeerTable,
-        payloads: PayloadStep,
+        payloads: Payloads,
         codec: Codec,
         credit: CreditWindows,
         counters: CallCounters,
@@ -394,7 +395,7 @@ class OutgoingCalls:
         self._rank, self._timeout_s = rank, timeout_s
         self.peers, self.payloads, self.codec, self._credit = peers, payloads, codec, credit
         self.counters, self.workers, self.deadlines = counters, workers, deadlines
-        self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.cleanup)
+        self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.leave)
         self._numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
     def call(
@@ -466,13 +467,15 @@ class OutgoingCalls:
             if payload is not None:
                 payload.cancel()
             if span is not None:
-                span.end(0, error)
+                span.end(bytes_in=0, error=type(error).__name__)
             raise
         call.begin(lane, pending, payload, started, header.seconds, number)
         call.counted = counted
         self.counters.sent(peer, call.sent_by, counted, size)
         if span is not None:
-            span.sent(lane.name, payload.lane, size, started)
+            span.about.update(lane=lane.name, bytes_out=size)
+            if payload.lane is not None:
+                span.beside("ship", payload.lane, started)
             call.span = span
 
     def remote(
@@ -500,7 +503,7 @@ class OutgoingCalls:
         ``later``: for finalizers, which may take no lock.
         """
         if later:
-            self.payloads.cleanup.leave(self._notify, route, lane, kind, number)
+            self.payloads.leave(self._notify, route, lane, kind, number)
         elif on_loop():
             self.workers.submit(self._notify, route, lane, kind, number)
         else:
@@ -562,21 +565,21 @@ class UnretrievedFailures:
     """Logs the failures of calls whose futures were dropped before anybody asked for the outcome. Thread-safe."""
 
     def __init__(
-        self, peers: PeerTable, codec: Codec, workers: Workers, deadlines: Deadlines, cleanup: DeferredCleanup
+        self, peers: PeerTable, codec: Codec, workers: Workers, deadlines: Deadlines, leave: Callable[..., object]
     ) -> None:
         self._peers, self._codec = peers, codec
-        self._workers, self._deadlines, self._cleanup = workers, deadlines, cleanup
+        self._workers, self._deadlines, self._leave = workers, deadlines, leave
         self._lock = threading.Lock()
         self._logged: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}
         """By call and kind of failure: when it was logged last, and how many were not since."""
 
     def watch(self, pending: Pending, label: str, deadline: float) -> None:
         """Log the failure of a call when it fails, or did. For finalizers: takes no lock."""
-        self._cleanup.leave(self._watch, pending, label, deadline)
+        self._leave(self._watch, pending, label, deadline)
 
     def report(self, label: str, error: BaseException) -> None:
         """Log a failure. For finalizers: takes no lock."""
-        self._cleanup.leave(self._log, label, error)
+        self._leave(self._log, label, error)
 
     def _watch(self, pending: Pending, label: str, deadline: float) -> None:
         if pending.wait(0):

@@ -98,7 +98,7 @@ class IncomingCalls:
 
     def _pending(self, caller: int, message: Message) -> list[PendingTensors]:
         try:
-            return self.callee.payloads.receive(self._peers.route_back(caller), message)
+            return self.callee.payloads.receive(self._peers.route_back(caller).member.name, message.manifests)
         except LaneUnavailable as error:
             raise PeerLost(self.callee.name, "it has left the group", may_have_run=False) from error
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.payload import PayloadStep, PendingTensors
+from raytorchrpc.calls.payload import Payloads, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
@@ -24,7 +24,7 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission, Gate, Work
 from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.calls.spans import ServedSpan, Tracer
+from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
     LaneUnavailable,
@@ -177,7 +177,7 @@ class Callee:
         instance: Any,
         local: Any,
         codec: Codec,
-        payloads: PayloadStep,
+        payloads: Payloads,
         workers: Workers,
         deadlines: Deadlines,
         streams: Any,
@@ -210,7 +210,7 @@ class ServedCall:
     caller cancels it, its reply is dropped, because the caller gets another one at once.
     """
 
-    span: ServedSpan | None = None
+    span: Span | None = None
     """If it is traced."""
     admission: Admission | None = None
     _task: asyncio.Task[Any] | None = None

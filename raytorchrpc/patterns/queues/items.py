@@ -32,9 +32,8 @@ _RUN_ATOMS = _ATOMS - {complex}
 #: Most items and bytes of one run. A consumer that takes fewer makes the home split it.
 _RUN, _RUN_BYTES = 64, 64 * 1024
 
-#: Items as one message carries them: (payloads, number of tensors and buffers of each item (None: no item has any),
-#: tensors, length of each item (None: no item is a run)).
-PackedItems = tuple[list[bytes], list[tuple[int, int]] | None, list[torch.Tensor], list[int] | None]
+#: Items as one message carries them: (payload, number of tensors, number of buffers, length) of each, and all tensors.
+PackedItems = tuple[list[tuple[bytes, int, int, int]], list[torch.Tensor]]
 
 
 class SharedMemoryBudget:
@@ -106,10 +105,7 @@ def encode_items(codec: Codec, values: Sequence[Any], limit: int) -> list[Item]:
     for begin in range(0, len(values), step):
         part = list(values[begin : begin + step])
         run = _encode_run(part)
-        if run is None:
-            items += [encode_item(codec, value) for value in part]
-        else:
-            items.append(run)
+        items += [encode_item(codec, value) for value in part] if run is None else [run]
     return items
 
 
@@ -123,10 +119,7 @@ def encode_item(codec: Codec, value: Any) -> Item:
     payload, tensors, rrefs, buffers = codec.encode(value)
     if rrefs:
         raise SerializationError("an item holds an RRef, which cannot wait in a queue: send it in a call")
-    size = len(payload)
-    if tensors:
-        size += sum(tensor.nbytes for tensor in tensors)
-    return Item(payload, tensors, buffers, size)
+    return Item(payload, tensors, buffers, len(payload) + sum(tensor.nbytes for tensor in tensors))
 
 
 def _is_simple(value: Any) -> bool:
@@ -222,33 +215,28 @@ def messages(items: Sequence[Item], limit: int) -> Iterator[Sequence[Item]]:
 
 def pack(items: Sequence[Item]) -> PackedItems:
     """Pack items into a message, on the thread that sends it."""
-    payloads = [item.payload for item in items]
-    lengths = [item.length for item in items]
-    runs = None if max(lengths, default=1) == 1 else lengths
     tensors: list[torch.Tensor] = []
     for item in items:
         if item.tensors:
             item.make_current()
             tensors += item.tensors
-    if not tensors:
-        return payloads, None, tensors, runs
-    return payloads, [(len(item.tensors), item.buffers) for item in items], tensors, runs
+    return [(item.payload, len(item.tensors), item.buffers, item.length) for item in items], tensors
 
 
 def unpack(packed: PackedItems, rank: int | None = None, budget: SharedMemoryBudget | None = None) -> list[Item]:
     """Return the items of a message. ``rank`` and ``budget``: the sender, for items that are going to wait here."""
-    payloads, counts, tensors, runs = packed
-    lengths = [1] * len(payloads) if runs is None else runs
-    if counts is None:
-        return [Item(payload, (), 0, len(payload), length=n) for payload, n in zip(payloads, lengths, strict=True)]
-    shared = rank is not None and sum(tensor.nbytes for tensor in tensors if tensor.is_cpu) > _IN_MESSAGE
+    entries, tensors = packed
+    shared = budget is not None and sum(tensor.nbytes for tensor in tensors if tensor.is_cpu) > _IN_MESSAGE
     items, begin = [], 0
-    for payload, (held, buffers), length in zip(payloads, counts, lengths, strict=True):
+    for payload, held, buffers, length in entries:
+        if not held:
+            items.append(Item(payload, (), 0, len(payload), length=length))
+            continue
         mine = tensors[begin : begin + held]
         begin += held
         size = len(payload) + sum(tensor.nbytes for tensor in mine)
         item = Item(payload, mine, buffers, size, handoff_streams(mine) if rank is not None else nothing, length=length)
-        if shared and mine and rank is not None and budget is not None:
+        if shared and rank is not None and budget is not None:
             reservation = budget.reserve(rank, size)
             item = private_copy(item) if reservation is None else item._replace(reservation=reservation)
         items.append(item)

@@ -257,7 +257,7 @@ def test_replies_to_cancelled_calls_are_read_to_free_what_comes_with_them(member
     lane.delays = lambda kind: True
     discarded: list[Any] = []
     payloads: Any = members.members["a"].payloads
-    payloads.discard_reply = lambda route, pending, close_stream: discarded.append(pending)
+    payloads.discard_reply = lambda peer, pending, close_stream: discarded.append(pending)
     answered = rtr.rpc_async("home").note(1)
     assert wait_until(lambda: len(lane.answers) == 1, LONG), "its reply is on its way"
     assert answered.cancel()

@@ -18,15 +18,14 @@ from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.client.outgoing import OutgoingCall
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.payload import Payload, PayloadSplitter, PayloadStep
+from raytorchrpc.calls.payload import Payload, Payloads
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.process.workers import DeferredCleanup
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import encode_exception
 
 CODEC = Codec()
-PAYLOADS = PayloadStep(0, PayloadSplitter({}), DeferredCleanup("test"))
+PAYLOADS = Payloads(0, {})
 
 
 class Held(SimpleNamespace):

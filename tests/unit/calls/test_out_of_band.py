@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raytorchrpc.calls.payload import PayloadSplitter, PendingTensors, joined, owned
+from raytorchrpc.calls.payload import Payloads, PendingTensors, joined, owned
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes import base
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
@@ -84,23 +84,23 @@ CPU = {"cpu": "depot"}
 GPU = {"cpu": "depot", "meta": "gpu depot"}  # a device that every machine has stands for the GPU
 
 
-def ship(splitter: PayloadSplitter, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
+def ship(splitter: Payloads, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
     return splitter.split(body, "b", routes, {}, in_band)
 
 
 def test_small_tensors_stay_in_the_message() -> None:
     depot = Depot()
     body = body_of(torch.ones(4), torch.ones(12))
-    shipped = ship(PayloadSplitter({"depot": depot}), body, in_band=64)  # just so
+    shipped = ship(Payloads(0, {"depot": depot}), body, in_band=64)  # just so
     assert shipped == (body, (), ())
     assert shipped.lane is None
     assert depot.exported == 0
-    assert ship(PayloadSplitter({"depot": depot}), body_of(), in_band=0).manifests == ()
+    assert ship(Payloads(0, {"depot": depot}), body_of(), in_band=0).manifests == ()
 
 
 def test_one_byte_more_goes_beside_in_one_export() -> None:
     depot = Depot()
-    shipped = ship(PayloadSplitter({"depot": depot}), body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
+    shipped = ship(Payloads(0, {"depot": depot}), body_of(torch.ones(4), torch.ones(12), torch.ones(1)), in_band=64)
     assert shipped.body == Encoded(b"payload", [], (), 0)
     assert shipped.lane == "depot"
     ((lane, positions, runs, descriptor),) = shipped.manifests
@@ -113,7 +113,7 @@ def test_one_byte_more_goes_beside_in_one_export() -> None:
 
 def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
     depot = Depot()
-    splitter = PayloadSplitter({"depot": depot})
+    splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
     target = torch.zeros(3, dtype=torch.int16)
     (parcel,) = splitter.receive("a", shipped.manifests)
@@ -126,7 +126,7 @@ def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
 
 def test_a_lane_that_brings_no_parts_brings_strided_ones_out_of_the_whole() -> None:
     depot = Depot()
-    splitter = PayloadSplitter({"depot": depot})
+    splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8)))
     wide = torch.zeros(2, 5, dtype=torch.uint8)
     (parcel,) = splitter.receive("a", shipped.manifests)
@@ -143,7 +143,7 @@ def test_every_dtype_has_a_name_that_leads_back() -> None:
 @pytest.mark.parametrize("in_band", [0, 1000])
 def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
-    splitter = PayloadSplitter(lanes)
+    splitter = Payloads(0, lanes)
     made = [torch.empty(number + 1, device="cpu" if kind == "c" else "meta") for number, kind in enumerate(kinds)]
     shipped = ship(splitter, body_of(*made), GPU, in_band)
     assert len(shipped.body.tensors) == (kinds.count("c") if in_band else 0)
@@ -159,7 +159,7 @@ def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
 def test_an_object_with_arrays_and_shared_tensors_comes_back() -> None:
     import numpy
 
-    codec, splitter = Codec(), PayloadSplitter({"depot": Depot()})
+    codec, splitter = Codec(), Payloads(0, {"depot": Depot()})
     tensor = torch.arange(1000)
     obj = {
         "x": [tensor, tensor],
@@ -178,14 +178,14 @@ def test_an_object_with_arrays_and_shared_tensors_comes_back() -> None:
 
 def test_what_travels_neither_way_is_left_to_torchrpc() -> None:
     depot = Depot()
-    splitter = PayloadSplitter({"depot": depot})
+    splitter = Payloads(0, {"depot": depot})
     assert ship(splitter, body_of(torch.ones(4), torch.empty(3, device="meta"))) is None
     assert depot.cancelled == [(1, "box")]  # the other device's tensors had been exported already
     assert ship(splitter, body_of(torch.ones(4)), {}) is None
 
 
 def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    splitter = PayloadSplitter({"depot": Depot("no room: 7 MiB are out")})
+    splitter = Payloads(0, {"depot": Depot("no room: 7 MiB are out")})
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for _ in range(3):
             assert ship(splitter, body_of(torch.ones(4))) is None
@@ -201,7 +201,7 @@ def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_second_export_that_fails_takes_back_the_first() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot("no handle")}
-    assert ship(PayloadSplitter(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
+    assert ship(Payloads(0, lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
     assert lanes["depot"].cancelled == [(1, "box")]
 
 
@@ -217,7 +217,7 @@ class Broken(Depot):
 def test_a_second_export_that_breaks_off_takes_back_the_first() -> None:
     depot = Depot()
     body = Encoded(b"", [torch.ones(9), torch.ones(9, device="meta")], (), 0)
-    splitter = PayloadSplitter({"depot": depot, "broken": Broken()})
+    splitter = Payloads(0, {"depot": depot, "broken": Broken()})
     with pytest.raises(KeyboardInterrupt):
         splitter.split(body, "b", {"cpu": "depot", "meta": "broken"}, {}, 0)
     assert len(depot.cancelled) == depot.exported == 1
@@ -238,14 +238,14 @@ def test_what_is_kept_gets_memory_of_its_own_and_is_copied_only_for_that() -> No
 
 def test_cancelling_takes_back_every_export() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
-    shipped = ship(PayloadSplitter(lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
+    shipped = ship(Payloads(0, lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
     shipped.cancel()
     assert lanes["depot"].cancelled == lanes["gpu depot"].cancelled == [(1, "box")]
 
 
 def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
     depot = Depot()
-    splitter = PayloadSplitter({"depot": depot})
+    splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.ones(4)))
     parcels = splitter.receive("a", shipped.manifests)
     assert not depot.discarded
@@ -256,7 +256,7 @@ def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
 
 def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
     depot = Depot()
-    splitter = PayloadSplitter({"depot": depot})
+    splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.ones(4)))
     (parcel,) = splitter.receive("a", shipped.manifests)
     parcel.unpack()
@@ -269,7 +269,7 @@ def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
 
 def test_when_one_parcel_fails_the_others_are_given_up() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
-    splitter = PayloadSplitter(lanes)
+    splitter = Payloads(0, lanes)
     shipped = ship(splitter, body_of(torch.empty(2, device="meta"), torch.ones(4)), GPU)
     lanes["gpu depot"].refuses = "cannot map it"
     with pytest.raises(LaneUnavailable):
@@ -304,7 +304,7 @@ def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
     routes = {"cpu": "depot", "cuda": "gpu depot"}
-    shipped = PayloadSplitter(lanes).split(body, "b", routes, {0: 0}, 0, share)
+    shipped = Payloads(0, lanes).split(body, "b", routes, {0: 0}, 0, share)
     assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
         ("gpu depot", (0, 2)), ("depot", (1,)),
     ]  # fmt: skip
@@ -316,7 +316,7 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     routes = {"cpu": "depot", "cuda": "gpu depot"}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
-    shipped = PayloadSplitter(lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
+    shipped = Payloads(0, lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
     assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
         ("depot", (0, 1, 3)), ("gpu depot", (2,)),
     ]  # fmt: skip
@@ -326,7 +326,7 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
 
 def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
     depot = Depot()
-    splitter = PayloadSplitter({"depot": depot})
+    splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.ones(4)))
     (parcel,) = splitter.receive("a", shipped.manifests)
     parcel.unpack()

@@ -219,7 +219,7 @@ class Caller(SimpleNamespace):
     def why_unreachable(self, route: Any) -> str | None:
         return "its actor died" if self.gone else None
 
-    def receive(self, route: Any, message: Message) -> Any:
+    def receive(self, peer: str, manifests: Any) -> Any:
         raise self.failure
 
     def unpack(self, message: Message, pending: Any, *, keep: bool) -> Any:

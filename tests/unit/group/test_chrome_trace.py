@@ -80,7 +80,7 @@ def test_an_empty_trace_is_a_trace() -> None:
 def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
     tracer = Tracer(0, 3)
     for number in range(5):
-        tracer.call(f"b.f{number}", caller_waits=True).end(0, None)
+        tracer.call(f"b.f{number}", caller_waits=True).end()
     events, dropped, threads = tracer.taken()
     assert [one.name for one in events] == ["b.f2", "b.f3", "b.f4"] and dropped == 2
     assert list(threads) == [events[0].thread]

@@ -100,6 +100,18 @@ def test_publishers_that_disagree_are_named() -> None:
         plan(request(Box((0,), (4,)), (4,), 2), known, [0, 0], 0)
 
 
+def test_a_share_of_a_fused_tensor_that_is_no_whole_number_of_rows_is_named() -> None:
+    known = KnownLayout(1, [("q", "float32", (8,), None), ("k", "float32", (4,), None)])
+
+    def planned(rows: int) -> list[list[Transfer]]:
+        targets = {"qk": Shard(torch.zeros(rows), (12,), (12 - rows,))}
+        return plan(Request("store", targets, Options.of({"qk": ["q", "k"]}), ["trainer"]), [known], [0], 0)
+
+    assert [one.nbytes for its in planned(3) for one in its] == [8, 4]
+    with pytest.raises(ConfigurationError, match=r"'qk' has 2 rows from 10 on of 12, .* number of rows of 'q'"):
+        planned(2)
+
+
 @pytest.mark.parametrize(
     ("shard", "message"),
     [

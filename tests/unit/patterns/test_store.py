@@ -54,14 +54,6 @@ def queue(deadlines: Deadlines, maxsize: int = 3, policy: Policy = "block", clos
     return store
 
 
-def test_what_is_put_is_taken_in_order_and_in_bulk(deadlines: Deadlines) -> None:
-    store = queue(deadlines)
-    assert store.put(items(1, 2, 3), soon()) is True
-    assert values(store.take("", 1, 0)) == [1]
-    assert values(store.take("", 9, 0)) == [2, 3]
-    assert store.take("", 1, 0) is None
-
-
 def test_without_room_it_waits_first_come_first_served_and_in_time(deadlines: Deadlines) -> None:
     store = queue(deadlines)
     store.put(items(1, 2, 3), 0)
@@ -188,19 +180,6 @@ def test_a_subscriber_that_was_away_and_lives_misses_nothing(deadlines: Deadline
     assert store.take("sub", 9, 0) is False
 
 
-def test_a_subscriber_that_is_away_holds_nobody_up_and_is_told_what_it_missed(deadlines: Deadlines) -> None:
-    store = subscribed(deadlines, maxsize=2)
-    store.add_buffer("other", Buffer(9, 1000, "block", rank=2))
-    assert store.put(items(3), 0) is True and values(store.take("other", 9, 0)) == [3]
-    assert store.stats()["items"] == 0, "nothing is kept for a buffer that has holes"
-    store.keep_only(1, "old")
-    store.end()
-    for _ in range(2):
-        with pytest.raises(NotFound, match="it has missed items; subscribe again"):
-            store.take("sub", 9, 0)
-    store.remove_buffer("sub")
-
-
 def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(deadlines: Deadlines) -> None:
     store = Store(deadlines)
     store.add_buffer("sub", Buffer(1, 1000, "block", 1, "old"))
@@ -211,17 +190,6 @@ def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(deadlines: Deadl
     store.keep_only(1, "old")
     with pytest.raises(NotFound, match="missed items"):
         store.take("sub", 1, 0)
-
-
-@pytest.mark.parametrize("process", ["new", None])
-def test_nothing_is_kept_for_a_process_that_has_ended(deadlines: Deadlines, process: str | None) -> None:
-    store, full = subscribed(deadlines, maxsize=9), subscribed(deadlines, maxsize=2)
-    full.put(items(3), 0)
-    for one in (store, full):
-        one.keep_only(1, process)
-        assert one.stats()["buffers"] == one.stats()["items"] == 0
-        with pytest.raises(NotFound, match="no such subscription any more; subscribe again"):
-            one.take("sub", 1, 0)
 
 
 def test_a_policy_that_drops_goes_on_while_its_subscriber_is_away(deadlines: Deadlines) -> None:

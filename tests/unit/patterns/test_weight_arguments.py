@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from tests.conformance.peers import wait_until
 from tests.unit.members import Members
 
 X, Y = torch.ones(3, 4), torch.arange(5)
@@ -33,12 +34,13 @@ def published(members: Members) -> Members:
 
 
 def error_of(members: Members, reader: str, tensors: dict[str, Any], **options: Any) -> str:
-    """What a pull raises. It writes nothing, and the same handle pulls the next model."""
+    """What a pull raises. It writes nothing, keeps no lease, and the same handle pulls the next model."""
+    pool = members.members["home"].services.find("weight store", "w", None, "home").pool
     with members.acting(reader):
         store = rtr.WeightStore.find("w")
         with pytest.raises(rtr.ConfigurationError) as error:
             store.pull(tensors, **options)
-        assert written(tensors) == []
+        assert written(tensors) == [] and wait_until(lambda: pool.readers == 0, 20)
         store.pull(fits := model())
         assert holds(fits)
     return str(error.value)

@@ -44,6 +44,25 @@ def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
 
 
 @pytest.mark.parametrize("reader", ["home", "a"])
+def test_a_module_is_filled_in_place(members: Members, reader: str) -> None:
+    modules = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]
+    with members.acting("home"):
+        rtr.WeightStore("w").publish(modules[0])
+    parameters = [(parameter, parameter.data_ptr()) for parameter in modules[1].parameters()]
+    with members.acting(reader):
+        assert rtr.WeightStore.find("w").pull(modules[1]) == 1
+    assert [(parameter, parameter.data_ptr()) for parameter in modules[1].parameters()] == parameters
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter, _ in parameters)
+    published, pulled = (module.state_dict() for module in modules)
+    assert all(torch.equal(published[name], pulled[name]) for name in published)
+
+
+def test_only_the_home_publishes(members: Members) -> None:
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="lives in member 'home': publish there"):
+        rtr.WeightStore("w", home="home").publish(model(1.0))
+
+
+@pytest.mark.parametrize("reader", ["home", "a"])
 def test_what_is_published_may_be_changed_at_once(members: Members, reader: str) -> None:
     with members.acting("home"):
         given = model(1.0)

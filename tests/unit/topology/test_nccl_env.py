@@ -29,10 +29,6 @@ def node(hcas: tuple[Hca, ...], **changes: Any) -> Endpoint:
     return member(hcas=hcas, **fields)
 
 
-def values(endpoint: Endpoint, **own: str) -> dict[str, str | None]:
-    return {name: advice.value for name, advice in advise(endpoint, own=own).items()}
-
-
 def roce_with(*gids: tuple[int, str, str, str | None]) -> tuple[Hca, ...]:
     """One RoCE adapter: (index, IPv4 address, kind, interface)."""
     made = tuple(
@@ -47,42 +43,61 @@ def _hex(ipv4: str) -> str:
     return f"{a:02x}{b:02x}:{c:02x}{d:02x}"
 
 
-def test_the_public_node_of_nine_adapters() -> None:
-    hcas = with_port(roce_hcas(), "mlx5_0", rate_gbps=25.0)  # for management, behind the Ray node's address
-    assert values(node(hcas)) == {
-        IFNAME: "=eth0",
-        HCA: "=" + ",".join(f"mlx5_{number}:1" for number in range(1, 9)),
-        GID: "3",
-        TIMEOUT: "20",
-        QPS: "4",
-    }
-    assert "mlx5_0:1 (25 of 200 Gb/s)" in advise(node(hcas))[HCA].reason
+EVERY = "=" + ",".join(f"mlx5_{number}:1" for number in range(9))
+MANAGED = with_port(roce_hcas(), "mlx5_0", rate_gbps=25.0)  # for management, behind the Ray node's address
+BROKEN = with_port(infiniband_hcas()[:3], "mlx5_0", state="DOWN")
+BROKEN = (*BROKEN[:2], BROKEN[2].changed({"verbs_device": False}))
+SLOW_ROCE = with_port(roce_hcas()[:1], "mlx5_0", rate_gbps=100.0)
+ALIKE = (*roce_hcas()[:1], *infiniband_hcas()[1:2])
+OTHER_INDEX = (*roce_hcas()[:1], roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].changed({"name": "mlx5_9"}))
+NONE = {HCA: None, GID: None, TIMEOUT: None, QPS: None}
 
 
-def test_infiniband_needs_no_gid_index_and_one_queue_pair() -> None:
-    found = values(node(infiniband_hcas()))
-    assert (found[GID], found[QPS]) == (None, None)
-    assert found[HCA] == "=" + ",".join(f"mlx5_{number}:1" for number in range(9))
+@pytest.mark.parametrize(
+    ("hcas", "own", "expected"),
+    [
+        (MANAGED, {}, {IFNAME: "=eth0", HCA: EVERY.replace("mlx5_0:1,", ""), GID: "3", TIMEOUT: "20", QPS: "4"}),
+        (infiniband_hcas(), {}, {HCA: EVERY, GID: None, QPS: None}),
+        (BROKEN, {}, {HCA: "=mlx5_1:1"}),
+        # One link layer, by its rate; InfiniBand if both are alike.
+        ((*SLOW_ROCE, *infiniband_hcas()[1:3]), {}, {HCA: "=mlx5_1:1,mlx5_2:1"}),
+        (ALIKE, {}, {HCA: "=mlx5_1:1"}),
+        (ALIKE[::-1], {}, {HCA: "=mlx5_1:1"}),
+        # No adapter that NCCL can use.
+        ((), {}, {IFNAME: "=eth0", **NONE}),
+        (efa_hcas(), {}, {IFNAME: "=eth0", **NONE}),
+        (with_port(roce_hcas()[:1], "mlx5_0", state="DOWN"), {}, {IFNAME: "=eth0", **NONE}),
+        # Adapters that need different indices are left to NCCL, unless somebody chose among them.
+        (OTHER_INDEX, {}, {GID: None}),
+        (OTHER_INDEX, {"NCCL_IB_HCA": "=mlx5_9"}, {GID: "5"}),
+        (OTHER_INDEX, {"NCCL_IB_HCA": "^mlx5_9"}, {GID: "3"}),
+        # Somebody chooses GIDs by address, or another network.
+        (roce_hcas(), {"NCCL_IB_ADDR_RANGE": "10.0.0.0/8"}, {GID: None}),
+        (roce_hcas(), {"NCCL_IB_ROCE_VERSION_NUM": "1"}, {GID: None}),
+        (roce_hcas(), {"NCCL_IB_DISABLE": "1"}, NONE),
+        (roce_hcas(), {"NCCL_NET": "Socket"}, NONE),
+        (roce_hcas(), {"NCCL_IB_DISABLE": "0", "NCCL_NET": "IB"}, {GID: "3"}),
+    ],
+)
+def test_what_is_advised_for_the_adapters(
+    hcas: tuple[Hca, ...], own: dict[str, str], expected: dict[str, str | None]
+) -> None:
+    advice = advise(node(hcas), own=own)
+    assert sorted(advice) == sorted(nccl_env.VARIABLES)
+    assert all(each.reason for each in advice.values())
+    assert {name: advice[name].value for name in expected} == expected
 
 
-def test_ports_that_cannot_be_used_are_left_out() -> None:
-    hcas = with_port(infiniband_hcas()[:3], "mlx5_0", state="DOWN")
-    hcas = (*hcas[:2], hcas[2].changed({"verbs_device": False}))
-    advice = advise(node(hcas))[HCA]
-    assert advice.value == "=mlx5_1:1"
-    assert "mlx5_0:1 (cannot be used), mlx5_2:1 (cannot be used)" in advice.reason
-
-
-def test_one_link_layer_is_chosen_by_its_rate() -> None:
-    mixed = (*with_port(roce_hcas()[:1], "mlx5_0", rate_gbps=100.0), *infiniband_hcas()[1:3])
-    assert values(node(mixed))[HCA] == "=mlx5_1:1,mlx5_2:1"
-    alike = (*roce_hcas()[:1], *infiniband_hcas()[1:2])
-    assert values(node(alike))[HCA] == values(node(tuple(reversed(alike))))[HCA] == "=mlx5_1:1"
-
-
-@pytest.mark.parametrize("hcas", [(), efa_hcas(), with_port(roce_hcas()[:1], "mlx5_0", state="DOWN")])
-def test_without_an_adapter_for_nccl_only_the_interface_is_named(hcas: tuple[Hca, ...]) -> None:
-    assert values(node(hcas)) == {IFNAME: "=eth0", HCA: None, GID: None, TIMEOUT: None, QPS: None}
+@pytest.mark.parametrize(
+    ("hcas", "name", "words"),
+    [
+        (MANAGED, HCA, "mlx5_0:1 (25 of 200 Gb/s)"),
+        (BROKEN, HCA, "mlx5_0:1 (cannot be used), mlx5_2:1 (cannot be used)"),
+        (OTHER_INDEX, GID, "mlx5_0:1 3, mlx5_9:1 5"),
+    ],
+)
+def test_a_reason_names_what_is_left_out(hcas: tuple[Hca, ...], name: str, words: str) -> None:
+    assert words in advise(node(hcas))[name].reason
 
 
 @pytest.mark.parametrize(
@@ -101,32 +116,7 @@ def test_without_an_adapter_for_nccl_only_the_interface_is_named(hcas: tuple[Hca
 def test_the_gid_index_is_that_of_a_routed_address_held_here(
     gids: list[tuple[int, str, str, str | None]], index: str
 ) -> None:
-    assert values(node(roce_with(*gids)))[GID] == index
-
-
-def test_adapters_that_need_different_indices_are_left_to_nccl() -> None:
-    other = roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].changed({"name": "mlx5_9"})
-    advice = advise(node((*roce_hcas()[:1], other)))[GID]
-    assert advice.value is None
-    assert "mlx5_0:1 3, mlx5_9:1 5" in advice.reason
-
-
-def test_the_gid_index_follows_the_adapters_that_somebody_chose() -> None:
-    other = roce_with((5, "25.11.128.2", "RoCE v2", "eth1"))[0].changed({"name": "mlx5_9"})
-    hcas = (*roce_hcas()[:1], other)
-    assert values(node(hcas), NCCL_IB_HCA="=mlx5_9")[GID] == "5"
-    assert values(node(hcas), NCCL_IB_HCA="^mlx5_9")[GID] == "3"
-
-
-@pytest.mark.parametrize(("name", "text"), [("NCCL_IB_ADDR_RANGE", "10.0.0.0/8"), ("NCCL_IB_ROCE_VERSION_NUM", "1")])
-def test_whoever_chooses_gids_by_address_is_left_alone(name: str, text: str) -> None:
-    assert values(node(roce_hcas()), **{name: text})[GID] is None
-
-
-def test_where_nccl_is_sent_elsewhere_nothing_is_said_of_adapters() -> None:
-    assert values(node(roce_hcas()), NCCL_IB_DISABLE="1")[HCA] is None
-    assert values(node(roce_hcas()), NCCL_NET="Socket")[GID] is None
-    assert values(node(roce_hcas()), NCCL_IB_DISABLE="0", NCCL_NET="IB")[GID] == "3"
+    assert advise(node(roce_with(*gids)))[GID].value == index
 
 
 @pytest.mark.parametrize(
@@ -189,13 +179,6 @@ def test_a_value_in_ncclss_own_file_stays(tmp_path: Path) -> None:
     (tmp_path / ".nccl.conf").write_text("NCCL_IB_HCA=mlx5_1\n")
     assert chosen_values({"HOME": str(tmp_path), "NCCL_IB_HCA": "mlx5_2"})[HCA] == "mlx5_2"
     assert chosen_values({"HOME": str(tmp_path)})[HCA] == "mlx5_1"
-
-
-def test_advice_is_given_for_every_variable_with_its_reason() -> None:
-    for hcas in ((), roce_hcas(), infiniband_hcas(), efa_hcas()):
-        advice = advise(node(hcas))
-        assert tuple(sorted(advice)) == tuple(sorted(nccl_env.VARIABLES))
-        assert all(each.reason for each in advice.values())
 
 
 def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,44 +15,20 @@ from raytorchrpc.topology import probe as topology
 from raytorchrpc.topology.endpoint import Interface
 from raytorchrpc.topology.probe import probe
 from tests.unit.clusters import gid_table, member
-from tests.unit.trees import link, write
+from tests.unit.trees import public_node, write
 
 
-@pytest.fixture
-def nine_hca_node(tmp_path: Path) -> Path:
-    """/proc, /sys and /dev of the public node, as far as the probe looks, with 256 GID slots as mlx5 has."""
-    write(tmp_path / "proc/sys/kernel/random/boot_id", "0b00710d-aaaa-bbbb-cccc-dddddddddddd")
-    for kind in ("pid", "net", "ipc", "mnt", "user"):
-        link(tmp_path / "proc/self/ns" / kind, f"{kind}:[40265318{len(kind)}]")
-    for number, (name, gids) in enumerate(gid_table().items()):
-        home = tmp_path / "sys/class/infiniband" / name
-        link(home / "device/driver", "../../../../bus/pci/drivers/mlx5_core")
-        write(home / f"device/infiniband_verbs/uverbs{number}/dev", "231:0")
-        port = home / "ports/1"
-        write(port / "state", "1: DOWN" if name == "mlx5_3" else "4: ACTIVE")
-        write(port / "rate", "200 Gb/sec (4X HDR)" if name != "mlx5_0" else "2.5 Gb/sec (1X SDR)")
-        write(port / "link_layer", "Ethernet")
-        for slot in range(256):
-            write(port / "gids" / str(slot), "0000:0000:0000:0000:0000:0000:0000:0000")
-        for gid in gids:
-            write(port / "gids" / str(gid.index), gid.value)
-            write(port / "gid_attrs/types" / str(gid.index), gid.kind)
-            write(port / "gid_attrs/ndevs" / str(gid.index), str(gid.interface))
-    for number in range(8):  # the ninth was not given to this container
-        write(tmp_path / f"dev/infiniband/uverbs{number}", "")
-    write(tmp_path / "sys/kernel/mm/memory_peers/nvidia-peermem/version", "1.3")
-    return tmp_path
-
-
-def test_probe_reads_nine_adapters_as_show_gids_prints_them(nine_hca_node: Path) -> None:
-    endpoint = probe(node_ip="10.0.60.3", root=nine_hca_node)
+def test_probe_reads_nine_adapters_as_show_gids_prints_them(tmp_path: Path) -> None:
+    tree = public_node(tmp_path)
+    tree.port(tree.place("mlx5_3"), state="1: DOWN")
+    (tmp_path / "dev/infiniband/uverbs8").unlink()  # not given to this container
+    endpoint = probe(node_ip="10.0.60.3", root=tmp_path)
     assert [hca.name for hca in endpoint.hcas] == [f"mlx5_{n}" for n in range(9)]
     assert {hca.name: list(hca.ports[0].gids) for hca in endpoint.hcas} == gid_table()
-    first = endpoint.hcas[0].ports[0]
+    first, third = endpoint.hcas[0].ports[0], endpoint.hcas[3].ports[0]
     assert [gid.link_local for gid in first.gids] == [True, True, False, False]
-    assert (first.state, first.link_layer, first.rate_gbps) == ("ACTIVE", "Ethernet", 2.5)
-    assert endpoint.hcas[3].ports[0].state == "DOWN"
-    assert endpoint.hcas[3].ports[0].rate_gbps == 200
+    assert (first.state, first.link_layer, first.rate_gbps) == ("ACTIVE", "Ethernet", 25)
+    assert (third.state, third.rate_gbps) == ("DOWN", 200)
     assert {hca.driver for hca in endpoint.hcas} == {"mlx5_core"}
     assert [hca.verbs_device for hca in endpoint.hcas] == [True] * 8 + [False]
     assert endpoint.peer_memory
@@ -125,20 +101,21 @@ print(probe(node_ip="127.0.0.1", wants_gpu=False).huge_pages)
 """
 
 
-@pytest.mark.parametrize(("when", "value", "seen"), [("first", "1", "used"), ("late", "0", "unused")])
-def test_huge_pages_are_tried_and_not_read_off_the_variable(when: str, value: str, seen: str) -> None:
+def test_huge_pages_are_tried_and_not_read_off_the_variable() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[madvise]" not in enabled.read_text():
         pytest.skip(f"{enabled} is not madvise here: the variable makes no difference")
-    ran = subprocess.run(
-        [sys.executable, "-c", TRY_HUGE_PAGES, when],
-        env={**os.environ, "THP_MEM_ALLOC_ENABLE": value},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ran.stdout.strip() == seen, ran.stderr
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRY_HUGE_PAGES, when],
+            env={**os.environ, "THP_MEM_ALLOC_ENABLE": value},
+            cwd=Path(__file__).parents[3],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for when, value in (("first", "1"), ("late", "0"))
+    ]
+    assert [program.communicate(timeout=60)[0].strip() for program in programs] == ["used", "unused"]
 
 
 def test_probe_takes_little_time() -> None:
@@ -164,62 +141,56 @@ def test_cuda_is_not_touched_for_an_actor_without_gpus(monkeypatch: pytest.Monke
 
 
 class Properties:
-    name = "NVIDIA A100-SXM4-80GB"
-    uuid = "0000-1111"
-    total_memory = 81251 << 20
-    pci_domain_id = 0
-    pci_bus_id = 0x53
-    pci_device_id = 0
+    name, uuid, total_memory = "NVIDIA A100-SXM4-80GB", "0000-1111", 81251 << 20
+    pci_domain_id, pci_bus_id, pci_device_id = 0, 0x53, 0
 
 
-def test_gpu_takes_its_window_from_sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+REGISTERS = "0x00000000c4000000 0x00000000c4ffffff 0x0000000000040200\n"
+WINDOW = "0x0000021000000000 0x0000022fffffffff 0x000000000014220c\n"
+UNUSED = "0x0000000000000000 0x0000000000000000 0x0000000000000000\n"
+
+
+@pytest.mark.parametrize(
+    ("resource", "resource1", "bar1", "present"),
+    [
+        (None, False, None, None),  # not in sysfs: unknown
+        (REGISTERS, False, None, False),
+        (REGISTERS + WINDOW, True, 128 << 30, True),
+        # A GPU whose first BAR is 64-bit: the window is resource2, and there is no resource1.
+        (REGISTERS + UNUSED + WINDOW, False, 128 << 30, False),
+    ],
+)
+def test_gpu_takes_its_window_from_sysfs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resource: Any, resource1: bool, bar1: Any, present: Any
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     device = tmp_path / "sys/bus/pci/devices/0000:53:00.0"
-
+    for name, text in (("resource", resource), ("resource1", "" if resource1 else None)):
+        if text is not None:
+            write(device / name, text)
     (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
-    assert (gpu.bar1_bytes, gpu.resource1_present) == (None, None), "not in sysfs: unknown"
-
-    write(device / "resource", "0x00000000c4000000 0x00000000c4ffffff 0x0000000000040200")
-    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
-    assert (gpu.bar1_bytes, gpu.resource1_present) == (None, False)
-
-    bar1 = "0x0000021000000000 0x0000022fffffffff 0x000000000014220c"
-    write(device / "resource", "0x00000000c4000000 0x00000000c4ffffff 0x0000000000040200\n" + bar1)
-    write(device / "resource1", "")
-    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
-    assert (gpu.bar1_bytes, gpu.resource1_present) == (128 << 30, True)
-
-    # A GPU whose first BAR is 64-bit: the window is resource2, and there is no resource1.
-    empty = "0x0000000000000000 0x0000000000000000 0x0000000000000000\n"
-    write(device / "resource", "0x00000000c4000000 0x00000000c4ffffff 0x000000000014220c\n" + empty + bar1)
-    (device / "resource1").unlink()
-    (gpu,) = probe(node_ip="10.0.0.1", root=tmp_path).gpus
-    assert (gpu.bar1_bytes, gpu.resource1_present) == (128 << 30, False)
+    assert (gpu.bar1_bytes, gpu.resource1_present) == (bar1, present)
     assert (gpu.pci_bus_id, gpu.memory_bytes) == ("0000:53:00.0", 81251 << 20)
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "uid_map", "limit"),
+    ("soft", "capabilities", "uid_map", "limit"),
     [
-        ("000001ffffffffff", "0 0 4294967295", None),  # root of the machine: the kernel applies no limit
-        ("000001ffffffffff", "0 1000 65536", 8 << 20),  # root of a user namespace of its own
-        ("0000000000000000", "0 0 4294967295", 8 << 20),
+        (8 << 20, "000001ffffffffff", "0 0 4294967295", None),  # root of the machine: the kernel applies no limit
+        (8 << 20, "000001ffffffffff", "0 1000 65536", 8 << 20),  # root of a user namespace of its own
+        (8 << 20, "0000000000000000", "0 0 4294967295", 8 << 20),
+        (-1, "0000000000000000", "0 1000 65536", None),
     ],
 )
 def test_memlock_is_the_limit_that_rdma_meets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: str, uid_map: str, limit: int | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soft: int, capabilities: str, uid_map: str, limit: int | None
 ) -> None:
     write(tmp_path / "proc/self/status", f"Name:\tpython\nCapEff:\t{capabilities}\nCapBnd:\t0")
     write(tmp_path / "proc/self/uid_map", uid_map)
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (8 << 20, 16 << 20))
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (soft, max(soft, 16 << 20)))
     assert probe(node_ip="10.0.0.1", root=tmp_path).memlock_bytes == limit
-
-
-def test_memlock_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
-    assert probe(node_ip="10.0.0.1", root=tmp_path).memlock_bytes is None
 
 
 def test_ipv6_addresses_come_from_proc(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,63 +23,58 @@ def evidence(cluster: Cluster, **fields: Any) -> list[Evidence]:
     return [Evidence(endpoint=endpoint, **{"hosts": len(cluster), **fields}) for endpoint in cluster.values()]
 
 
-def ids(cluster: Cluster, **fields: Any) -> dict[str, str]:
-    return {each.id: each.level for each in examination.together(evidence(cluster, **fields))}
-
-
-def one(findings: list[Finding], name: str) -> Finding:
+def one(findings: Iterable[Finding], name: str) -> Finding:
     (found,) = (each for each in findings if each.id == name)
     return found
 
 
-def test_nodes_that_fit_show_their_routes_alone() -> None:
-    assert ids(public_nodes()) == {"together-routes": "ok"}
-    routes = one(examination.together(evidence(public_nodes())), "together-routes").seen
-    assert routes.startswith("worker_0 - worker_1: calls: socket (tcp socket); cpu: torchrpc (torchrpc over ibv")
+def moved_gids(host: int) -> Any:
+    """One RoCE adapter, with the routed address at index 3 on one host and at 5 on the other."""
+    adapter = roce_hcas()[:1]
+    gids = tuple(gid.changed({"index": gid.index + 2 * host}) for gid in adapter[0].ports[0].gids)
+    return with_port(adapter, "mlx5_0", gids=gids)
 
 
-def test_different_torch_releases_form_no_group() -> None:
+def two_fabrics(other: Any) -> Cluster:
+    return public_nodes(lambda host: (infiniband_hcas(), other)[host])
+
+
+def two_releases() -> Cluster:
     cluster = public_nodes()
-    cluster["worker_1"] = cluster["worker_1"].changed({"torch_version": "2.11.0"})
-    assert ids(cluster)["together-no-group"] == "problem"
-    assert not make_report(evidence(cluster), "1").healthy()
+    return cluster | {"worker_1": cluster["worker_1"].changed({"torch_version": "2.11.0"})}
 
 
-def test_containers_of_one_host_with_different_gpus() -> None:
-    found = examination.together(evidence(clusters.two_pods_one_host()))
-    apart = one(found, "together-containers-apart")
-    assert apart.level == "warning" and "worker_0 and worker_1" in apart.seen and "abort" in apart.meaning
-    assert "together-containers-apart" not in ids(clusters.one_host_two_gpus())
-    assert "together-containers-apart" not in ids(clusters.two_pods_one_host(gpus=False))
+@pytest.mark.parametrize(
+    ("cluster", "name", "level", "words"),
+    [
+        (public_nodes(), None, "", ""),
+        (clusters.one_host_two_gpus(), None, "", ""),
+        (clusters.two_pods_one_host(gpus=False), None, "", ""),
+        (two_releases(), "together-no-group", "problem", "worker_1 has 2.11.0"),
+        (clusters.two_pods_one_host(), "together-containers-apart", "warning", "worker_0 and worker_1"),
+        (two_fabrics(()), "together-rdma-uneven", "warning", "none on worker_1"),
+        (two_fabrics(roce_hcas()), "together-no-common-fabric", "warning", "worker_0 and worker_1"),
+        (two_fabrics(infiniband_hcas("fec0:0000:0000:0001")), "together-no-common-fabric", "warning", "one InfiniBand"),
+        (public_nodes(moved_gids), "together-gid-index-differs", "note", "3 on worker_0; 5 on worker_1"),
+    ],
+)
+def test_what_does_not_fit_together(cluster: Cluster, name: str | None, level: str, words: str) -> None:
+    report = make_report(evidence(cluster), "1")
+    levels = {each.id: each.level for each in report.together if each.id != "together-routes"}
+    assert levels == ({} if name is None else {name: level})
+    assert name is None or words in one(report.together, name).seen
+    assert report.healthy() or level == "problem"
 
 
-def test_rdma_on_some_nodes_only() -> None:
-    cluster = public_nodes(lambda host: (infiniband_hcas(), ())[host])
-    assert ids(cluster)["together-rdma-uneven"] == "warning"
-    assert "worker_1" in one(examination.together(evidence(cluster)), "together-rdma-uneven").seen
-
-
-def test_fabrics_that_do_not_meet() -> None:
-    for other in (roce_hcas(), infiniband_hcas("fec0:0000:0000:0001")):
-        mixed = public_nodes(lambda host, other=other: (infiniband_hcas(), other)[host])  # type: ignore[misc]
-        assert ids(mixed)["together-no-common-fabric"] == "warning"
-
-
-def test_a_gid_index_that_differs_from_host_to_host() -> None:
-    def hcas(host: int) -> Any:
-        ports = roce_hcas()[:1]
-        gids = ports[0].ports[0].gids
-        return with_port(ports, "mlx5_0", gids=tuple(g.changed({"index": g.index + 2 * host}) for g in gids))
-
-    found = one(examination.together(evidence(public_nodes(hcas))), "together-gid-index-differs")
-    assert found.level == "note" and "3 on worker_0; 5 on worker_1" in found.seen
+def test_nodes_that_fit_show_their_routes() -> None:
+    routes = one(examination.together(evidence(public_nodes())), "together-routes")
+    assert routes.level == "ok"
+    assert routes.seen.startswith("worker_0 - worker_1: calls: socket (tcp socket); cpu: torchrpc (torchrpc over ibv")
 
 
 def test_token_authentication_on_some_nodes_only() -> None:
-    on, off = evidence(public_nodes())
-    found = examination.together(
-        [on.model_copy(update={"ray_token": "on"}), off.model_copy(update={"ray_token": "off"})]
-    )
+    both = zip(evidence(public_nodes()), ("on", "off"), strict=True)
+    found = examination.together([each.model_copy(update={"ray_token": token}) for each, token in both])
     assert "off on worker_1" in one(found, "together-token-uneven").seen
 
 
@@ -113,7 +109,7 @@ def test_why_no_gpu_is_seen(fields: dict[str, Any], gpu: bool, expected: str) ->
 )
 def test_how_gpus_reach_each_other(links: list[GpuLink], name: str, words: str) -> None:
     endpoint = member(cuda=True, gpus=a100s(2))
-    assert words in one(list(examine_evidence(Evidence(endpoint=endpoint, links=tuple(links)))), name).seen
+    assert words in one(examine_evidence(Evidence(endpoint=endpoint, links=tuple(links))), name).seen
 
 
 def test_gpus_that_were_not_asked_for_are_no_fault() -> None:
