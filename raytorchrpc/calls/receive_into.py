@@ -14,7 +14,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scatter_into
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.base import Part, Parts
-from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders, placed
+from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders
 from raytorchrpc.tensors.dtypes import Shape, unrecorded
 
 _NO_MEMORY = "has no memory: its storage was freed"
@@ -50,7 +50,7 @@ class Spread(Receiver):
         """See Receiver."""
         try:
             places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
-            value = codec.decode(*body._replace(tensors=places), load=placed)
+            value = codec.decode(*body._replace(tensors=places), as_given=True)
             parts = self._plan(value)
             if parts is None:
                 for tensors in pending:
@@ -120,7 +120,7 @@ class Buffers(Receiver):
         if keep:
             arrays = owned(body._replace(tensors=arrays)).tensors
         body = body._replace(tensors=[*self._given, *arrays])
-        return body_bytes(body), codec.decode(*body, load=placed)
+        return body_bytes(body), codec.decode(*body, as_given=True)
 
     def _filled(
         self, body: Encoded, pending: Sequence[PendingTensors], targets: Sequence[torch.Tensor | None]

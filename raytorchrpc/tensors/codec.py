@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import io
+import marshal
 import pickle
 import reprlib
+import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
@@ -61,6 +63,8 @@ class _Table(threading.local):
 
     tensors: Sequence[torch.Tensor] = ()
     rrefs: Sequence[Any] = ()
+    as_given = False
+    """Whether they become part of the object as they are, without the order, class or attributes of those encoded."""
 
 
 _table = _Table()
@@ -68,6 +72,8 @@ _table = _Table()
 
 def _take_tensor(index: int, requires_grad: bool, order: tuple[int, ...] | None = None) -> torch.Tensor:
     tensor = _table.tensors[index]
+    if _table.as_given:
+        return tensor
     if order is not None:
         tensor = tensor.permute(order)
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
@@ -75,6 +81,8 @@ def _take_tensor(index: int, requires_grad: bool, order: tuple[int, ...] | None 
 
 def _take_as(index: int, requires_grad: bool, order: tuple[int, ...] | None, kind: type[torch.Tensor]) -> torch.Tensor:
     tensor = _take_tensor(index, False, order)
+    if _table.as_given:
+        return tensor
     if kind is torch.nn.Parameter:
         return torch.nn.Parameter(tensor, requires_grad=requires_grad)
     tensor = tensor.as_subclass(kind)
@@ -82,7 +90,8 @@ def _take_as(index: int, requires_grad: bool, order: tuple[int, ...] | None, kin
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    vars(tensor).update(attributes)
+    if not _table.as_given:
+        vars(tensor).update(attributes)
 
 
 def _take_bulk(kind: type[Any], keys: tuple[str, ...] | None, state: dict[str, Any], start: int, count: int) -> Any:
@@ -119,8 +128,10 @@ class Codec:
             buffers: list[torch.Tensor] = []
             pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
             pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
+            pickler.orders = {}
             simple = None if keep_graph else gathered(obj)
             pickler.dump(obj if simple is None else simple)
+            _append_orders(file, pickler.orders)
         except RayTorchRpcError:
             raise
         except BaseException as error:
@@ -135,28 +146,29 @@ class Codec:
         tensors: Sequence[torch.Tensor] = (),
         rrefs: Sequence[Any] = (),
         buffers: int = 0,
-        load: Callable[..., Any] = pickle.loads,
+        *,
+        as_given: bool = False,
     ) -> Any:
         """Decode an object, with the given tensors in it, without a copy.
 
-        ``load``: see ``placed``. Raises what the object's own code raises, but SerializationError in place of an
-        exception that would end this process.
+        ``as_given``: the object contains these tensor objects themselves; see ``orders``. Raises what the object's own
+        code raises, but SerializationError in place of an exception that would end this process.
         """
         if not payload:
             return None
         if plain_values.is_plain(payload):
             return plain_values.decoded(payload, tensors)
         split = len(tensors) - buffers
-        outer = _table.tensors, _table.rrefs
-        _table.tensors, _table.rrefs = tensors, rrefs
+        outer = _table.tensors, _table.rrefs, _table.as_given
+        _table.tensors, _table.rrefs, _table.as_given = tensors, rrefs, as_given
         try:
-            return load(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
+            return pickle.loads(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
         except BaseException as error:
             if isinstance(error, Exception) or _is_interrupt(error):
                 raise
             raise SerializationError(f"its own code asked this process to exit: {shown(error)}") from error
         finally:
-            _table.tensors, _table.rrefs = outer
+            _table.tensors, _table.rrefs, _table.as_given = outer
 
     def explain_argument(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
         """The message for arguments of the call ``label`` that ``error`` kept from being pickled."""
@@ -190,6 +202,28 @@ class Codec:
         return True
 
 
+#: Size of what follows a pickle: the orders of its tensors, where pickle ignores it.
+_SIZE = struct.Struct("<I")
+
+
+def _append_orders(file: io.BytesIO, orders: dict[int, tuple[int, ...]]) -> None:
+    blob = marshal.dumps(orders) if orders else b""
+    file.write(blob + _SIZE.pack(len(blob)))
+
+
+def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
+    """Return by index in ``encoded.tensors`` the permutation that restores a tensor's dimensions, for those that need
+    one. Decodes nothing of the object.
+    """
+    payload = encoded.payload
+    if not payload or plain_values.is_plain(payload):
+        return {}
+    end = len(payload) - _SIZE.size
+    (size,) = _SIZE.unpack_from(payload, end)
+    found: dict[int, tuple[int, ...]] = marshal.loads(payload[end - size : end]) if size else {}
+    return found
+
+
 def _is_interrupt(error: BaseException) -> bool:
     """Whether the exception may be a Ctrl-C, which reaches the main thread at any point."""
     return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
@@ -202,6 +236,7 @@ def _lifting(base: type[Any]) -> type[Any]:
     class LiftingPickler(base):  # type: ignore[misc]
         tensors: list[torch.Tensor]
         rrefs: list[Any]
+        orders: dict[int, tuple[int, ...]]
         keep_graph: bool
         own: bool
 
@@ -246,6 +281,8 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
     if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
         raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
     pickler.tensors.append(tensor)
+    if order is not None:
+        pickler.orders[len(pickler.tensors) - 1] = order
     take: Any = _take_tensor
     args: tuple[Any, ...] = (len(pickler.tensors) - 1, requires_grad)
     if kind is not torch.Tensor:
@@ -311,82 +348,6 @@ def _as_tensor(raw: memoryview) -> torch.Tensor:
     window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
     window._keep_alive = array  # type: ignore[attr-defined]
     return torch.frombuffer(window, dtype=torch.uint8)
-
-
-# --- decoding with other tensors ------------------------------------------------------------------
-
-
-class _Anything(type):
-    """Takes the place of every class of an object, so that none of the user's code runs."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls
-
-    def __setitem__(cls, key: Any, value: Any) -> None: ...
-    def __setstate__(cls, state: Any) -> None: ...
-    def append(cls, value: Any) -> None: ...
-    def extend(cls, values: Any) -> None: ...
-    def add(cls, value: Any) -> None: ...
-
-
-class _Thing(metaclass=_Anything):
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls
-
-
-class _Outline(pickle.Unpickler):
-    """Builds no object; records the order into which each tensor's dimensions are to be permuted."""
-
-    def __init__(self, encoded: Encoded) -> None:
-        super().__init__(io.BytesIO(encoded.payload), buffers=[bytearray()] * encoded.buffers)
-        self.orders: dict[int, tuple[int, ...]] = {}
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        return self._note if (module, name) in _TAKING else _Thing
-
-    def _note(self, index: int, requires_grad: bool, order: tuple[int, ...] | None = None, *rest: Any) -> Any:
-        if order is not None:
-            self.orders[index] = order
-        return _Thing
-
-
-_TAKING = {(function.__module__, function.__name__) for function in (_take_tensor, _take_as)}
-
-
-def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
-    """Return by index in ``encoded.tensors`` the permutation that restores a tensor's dimensions, for those that need
-    one. Builds no object, and runs none of its code.
-    """
-    outline = _Outline(encoded)
-    if encoded.payload and not plain_values.is_plain(encoded.payload):
-        outline.load()
-    return outline.orders
-
-
-class _Placing(pickle.Unpickler):
-    """Puts given tensors into an object unchanged, without the permutation or subclass of the lifted ones."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        return _PLACING.get((module, name)) or super().find_class(module, name)
-
-
-def _place(index: int, *rest: Any) -> torch.Tensor:
-    return _table.tensors[index]
-
-
-def _no_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Leave the tensor unchanged."""
-
-
-_PLACING: dict[tuple[str, str], Any] = {
-    **dict.fromkeys(_TAKING, _place),
-    (_set_attributes.__module__, _set_attributes.__name__): _no_attributes,
-}
-
-
-def placed(payload: bytes, *, buffers: Sequence[Any]) -> Any:
-    """Load for ``Codec.decode(load=...)``: the object contains the given tensor objects themselves."""
-    return _Placing(io.BytesIO(payload), buffers=buffers).load()
 
 
 # --- what cannot be pickled -------------------------------------------------------------------------
