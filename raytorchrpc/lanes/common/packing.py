@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
 #: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
 FEW, _SMALL = 4, 1 << 20
@@ -99,6 +100,19 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if shapes.count(shapes[0]) == len(shapes):  # one call instead of one for each tensor
         return torch.stack(list(tensors))
     return torch_internals.flattened(tensors)
+
+
+def write(
+    tensor: torch.Tensor, flat: torch.Tensor, offset: int, move: Callable[[int, int, int], object] = ctypes.memmove
+) -> None:
+    """Copy a CPU tensor to byte ``offset`` of a flat one, by ``move(target, source, bytes)`` if it is contiguous."""
+    if not tensor.nbytes:
+        return
+    if tensor.is_contiguous():
+        move(flat.data_ptr() + offset, tensor.data_ptr(), tensor.nbytes)
+    else:
+        strided = as_copyable(tensor)
+        view_at(flat, offset, (strided.dtype, tuple(strided.shape))).copy_(strided)
 
 
 def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:

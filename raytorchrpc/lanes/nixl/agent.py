@@ -69,14 +69,8 @@ class Registered(NamedTuple):
 Place = tuple[int, bytes, int, int]
 
 
-class Span(NamedTuple):
-    """A range of registered memory here, and one of the same size at a peer."""
-
-    address: int
-    number: int
-    its_address: int
-    its_number: int
-    size: int
+#: A range of registered memory: (address, bytes, its number).
+Span = tuple[int, int, int]
 
 
 def _library(package: str | None) -> Any:
@@ -197,13 +191,14 @@ class Agent:
 
     # --- reads ---------------------------------------------------------------------------------------------
 
-    def read(self, name: str, kind: Kind, its_kind: Kind, spans: Sequence[Span], notice: bytes) -> Read:
-        """Begin to copy spans from an agent's memory. It receives ``notice`` once all are done. Raises Lost."""
+    def read(self, name: str, kind: Kind, here: Sequence[Span], there: Sequence[Span], notice: bytes) -> Read:
+        """Begin to copy spans of another agent's memory to spans here. It receives ``notice`` once all are done.
+
+        Raises Lost, or TypeError for spans that are none.
+        """
         nixl = self._nixl
-        here = [(span.address, index(span.size), span.number) for span in spans]
-        there = [(index(span.its_address), span.size, index(span.its_number)) for span in spans]
         mine = nixl.nixlXferDList(self._types[kind], here)
-        its = nixl.nixlXferDList(self._types[its_kind], there)
+        its = nixl.nixlXferDList(self._types[kind], [(*map(index, span),) for span in there])
         try:
             handle = self._agent.createXferReq(nixl.NIXL_READ, mine, its, name, notice, self._ucx)
         except Exception as error:

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -38,8 +37,8 @@ from raytorchrpc.tensors.dtypes import Shape, view_at, within
 
 #: Pause between two rounds of the janitor (seconds).
 _PAUSE_S = 0.02
-#: Time between two checks whether the receivers of exports live (seconds).
-_CENSUS_S = 1.0
+#: Rounds between two checks whether the receivers of exports live.
+_ROUNDS_PER_CENSUS = 50
 _CLOSE_S = 1.5
 _PROBE = b""  # an empty notice: sending it shows that a peer is lost
 
@@ -91,7 +90,7 @@ class NixlLane(TensorLane):
         """Reads that no thread waits for any more, with the memory that they may still write."""
         self._landing: dict[int, torch.cuda.Stream] = {}
         self._cuda_obstacle: str | None = None
-        self._next_census: float | None = None
+        self._rounds = itertools.count(1)
         self._janitor = Janitor("raytorchrpc-nixl", self._reclaim)
 
     @property
@@ -187,14 +186,9 @@ class NixlLane(TensorLane):
             return None
         self.reap()
         self._drop_abandoned()
-        if self._next_census is not None and time.monotonic() > self._next_census:
+        if next(self._rounds) % _ROUNDS_PER_CENSUS == 0:
             self._drop_lost()
-            self._next_census = None
-        if not self._out and not self._abandoned:
-            self._next_census = None
-            return None
-        self._next_census = self._next_census or time.monotonic() + _CENSUS_S
-        return _PAUSE_S
+        return _PAUSE_S if self._out or self._abandoned else None
 
     def _drop_lost(self) -> None:
         """Release what was exported to peers that are lost."""
@@ -264,11 +258,12 @@ class NixlLane(TensorLane):
             for _, _, _, size in offer.places:
                 if size:
                     blocks.append(self._pool.take(size, beyond=True))
-            spans = [
-                Span(block.memory.address, block.memory.number, place[2], place[0], place[3])
-                for place, block in zip(filter(itemgetter(3), offer.places), blocks, strict=True)
+            there = [(address, size, number) for number, _, address, size in offer.places if size]
+            here = [
+                (block.memory.address, size, block.memory.number)
+                for block, (_, size, _) in zip(blocks, there, strict=True)
             ]
-            self._read(link, "cpu", spans, offer.number, blocks)
+            self._read(link, "cpu", here, there, offer.number, blocks)
         except _Abandoned:
             raise  # the read may still write into the blocks
         except Exception:  # not for an interrupt, which may come before or after the read is abandoned
@@ -284,13 +279,13 @@ class NixlLane(TensorLane):
 
     def _fetch_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         rooms = [self._room([shapes[index] for index in piece], target) for piece in offer.members]
-        spans = []
-        for place, room in zip(offer.places, rooms, strict=True):
-            within(0, place[3], room.nbytes)
-            if place[3]:
-                memory = self._segments.covering(room)
-                spans.append(Span(room.data_ptr(), memory.number, place[2], place[0], place[3]))
-        self._read(link, "cuda", spans, offer.number, rooms)
+        here, there = list[Span](), list[Span]()
+        for (number, _, address, size), room in zip(offer.places, rooms, strict=True):
+            within(0, size, room.nbytes)
+            if size:
+                here.append((room.data_ptr(), size, self._segments.covering(room).number))
+                there.append((address, size, number))
+        self._read(link, "cuda", here, there, offer.number, rooms)
         stream = torch.cuda.current_stream(target)
         for room in rooms:
             room.record_stream(stream)
@@ -300,14 +295,16 @@ class NixlLane(TensorLane):
         with torch.cuda.stream(self._landing[device]):
             return packing.room(shapes, torch.device("cuda", device))
 
-    def _read(self, link: Link, kind: Kind, spans: Sequence[Span], number: int, into: Any) -> None:
+    def _read(
+        self, link: Link, kind: Kind, here: Sequence[Span], there: Sequence[Span], number: int, into: Any
+    ) -> None:
         """Block until all has arrived in ``into``. Raises Lost."""
         notice = b"%d" % number
-        if not spans:
+        if not here:
             link.notify(notice)
             return
         deadline = time.monotonic() + self._timeout_s
-        read = link.agent.read(link.name, kind, kind, spans, notice)
+        read = link.agent.read(link.name, kind, here, there, notice)
         try:
             arrived = read.wait(deadline, lambda: link.lost is None and not self._closed)
         finally:

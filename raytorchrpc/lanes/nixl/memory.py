@@ -6,7 +6,6 @@ whole when a tensor in it is first used.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import threading
@@ -23,7 +22,7 @@ from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.packing import Members
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Place, Registered
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at, within
+from raytorchrpc.tensors.dtypes import Shape, within
 
 _SMALLEST = 1 << 16
 
@@ -33,7 +32,7 @@ NOTHING: Place = (0, b"", 0, 0)
 class Block:
     """A block of registered host memory, which its user gives back once."""
 
-    __slots__ = ("bytes", "memory", "size")
+    __slots__ = ("bytes", "flat", "memory", "size")
 
     def __init__(self, agent: Agent, size: int) -> None:
         """Raises LaneUnavailable."""
@@ -45,11 +44,8 @@ class Block:
             mapped.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults while registering
         self.size = size
         self.bytes = numpy.frombuffer(mapped, dtype=numpy.uint8)
+        self.flat = torch.from_numpy(self.bytes)
         self.memory: Registered = agent.register("cpu", self.bytes.ctypes.data, size)
-
-    def tensor(self, size: int) -> torch.Tensor:
-        """Return its first bytes as a flat tensor."""
-        return torch.from_numpy(self.bytes[:size])
 
 
 class HostPool:
@@ -113,7 +109,7 @@ class HostPool:
         ``copy``: return a copy instead, and give the block back at once.
         """
         if copy:
-            copied = block.tensor(size).clone()
+            copied = block.flat[:size].clone()
             self.give(block)
             return copied
         view = block.bytes[:size]
@@ -187,14 +183,8 @@ def lay_out(
             block = pool.take(size)
             blocks.append(block)
             places.append((block.memory.number, block.memory.blob, block.memory.address, size))
-            flat = block.tensor(size)
             for index, offset in members:
-                tensor = tensors[index]
-                if tensor.is_contiguous():
-                    ctypes.memmove(block.memory.address + offset, tensor.data_ptr(), tensor.nbytes)
-                else:
-                    strided = as_copyable(tensor)
-                    view_at(flat, offset, (strided.dtype, tuple(strided.shape))).copy_(strided)
+                packing.write(tensors[index], block.flat, offset)
     except BaseException:
         for block in blocks:
             pool.give(block)

@@ -182,9 +182,13 @@ class ShmLane(WindowLane):
             for size, _ in groups:  # all before the first copy, which would be wasted if one fails
                 slots.append(self._take(size, peer))
             for number, (_, members) in enumerate(groups):
-                for index, offset in members:
-                    places[index] = (number, offset)
-                    self._copy(tensors[index], slots[number].offset + offset)
+                for index, place in members:
+                    places[index] = (number, place)
+                    tensor, offset = tensors[index], slots[number].offset + place
+                    if not tensor.is_cuda:
+                        packing.write(tensor, self._arena.flat, offset, self.move)
+                    elif tensor.nbytes:
+                        host_device_copy.copy_out(tensor, self._arena.span[0] + offset)
             host_device_copy.wait_for(tensors)
             if not self._arena.filled(slots):
                 raise LaneUnavailable(self.name, f"the process of member {peer!r} is gone")
@@ -232,20 +236,6 @@ class ShmLane(WindowLane):
             if is_gone(address):
                 self._arena.reclaim(address.name)
                 self._former_peers.discard(address)
-
-    def _copy(self, tensor: torch.Tensor, offset: int) -> None:
-        size = tensor.nbytes
-        if not size:
-            return
-        target = self._arena.span[0] + offset
-        if tensor.is_cuda:
-            host_device_copy.copy_out(tensor, target)
-            return
-        if not tensor.is_contiguous():
-            strided = as_copyable(tensor)
-            self._arena.tensor(offset, size).view(strided.dtype).view(strided.shape).copy_(strided)
-            return
-        self.move(target, tensor.data_ptr(), size)
 
     def move(self, target: int, source: int, size: int) -> None:
         try:

@@ -58,6 +58,7 @@ class Arena:
         self._bytes[:SLOTS] = _TAKEN
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
+        self.flat = torch.from_numpy(self._bytes)
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
         self._numbers = list(range(SLOTS - 1, -1, -1))
@@ -142,10 +143,6 @@ class Arena:
                 (offset, size), (following, more) = self._holes[left : left + 2]
                 if offset + size == following:
                     self._holes[left : left + 2] = [(offset, size + more)]
-
-    def tensor(self, offset: int, size: int) -> torch.Tensor:
-        """Return those bytes as a flat tensor."""
-        return torch.from_numpy(self._bytes[offset : offset + size])
 
     def filled(self, slots: Sequence[Slot]) -> bool:
         """The slots have been written. Returns False if their owner is gone; they are reclaimed then."""
