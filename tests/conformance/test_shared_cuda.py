@@ -191,26 +191,26 @@ def test_a_mapping_in_use_is_never_closed(pair: tuple[Process, Process]) -> None
     assert a.run(_all_back)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_strides_are_kept(pair: tuple[Process, Process], index: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.bfloat16, torch.complex64], ids=str)
+def test_dtypes_and_strides_are_kept(pair: tuple[Process, Process], dtype: torch.dtype) -> None:
     a, b = pair
-    sent = a.run(_share, "x", _strided, index)
-    b.run(_borrow, "x", sent)
-    assert b.run(_layout, "x") == a.run(_layout, "x")
-    assert b.run(_equals, "x", _strided, index)
-    b.run(_fill, "x", 9.0)
-    assert a.run(_equals, "x", _strided_filled, index)
-    b.run(_drop, "x")
-    assert a.run(_all_back)
+    for index in range(5):
+        b.run(_borrow, "x", a.run(_share, "x", _strided, dtype, index))
+        assert b.run(_layout, "x") == a.run(_layout, "x")
+        assert b.run(_equals, "x", _strided, dtype, index)
+        b.run(_fill, "x", 1.0)
+        assert a.run(_equals, "x", _strided_filled, dtype, index)
+        b.run(_drop, "x")
+        assert a.run(_all_back)
 
 
-def _strided(index: int) -> torch.Tensor:
-    base = torch.arange(4000.0, device="cuda").view(40, 100)
-    return [base.t(), base[3::4, 10:90:7], base[5], base[2, 3]][index]
+def _strided(dtype: torch.dtype, index: int) -> torch.Tensor:
+    base = torch.arange(4000.0, device="cuda").to(dtype).view(40, 100)
+    return [base.t(), base[3::4, 10:90:7], base[5], base[2, 3], base[:0]][index]
 
 
-def _strided_filled(index: int) -> torch.Tensor:
-    return torch.full_like(_strided(index), 9.0)
+def _strided_filled(dtype: torch.dtype, index: int) -> torch.Tensor:
+    return torch.full_like(_strided(dtype, index), 1.0)
 
 
 def _layout(name: str) -> tuple[Any, ...]:
