@@ -89,7 +89,6 @@ class Tracing:
         self._lock = threading.Lock()
         self._until = 0.0
         """When the current trace ends by itself; 0: there is none."""
-        self._missing: set[str] = set()
 
     def begin(self, roster: Roster, capacity: int) -> None:
         """Start a trace. Raises ConfigurationError if the group is being traced already."""
@@ -98,21 +97,20 @@ class Tracing:
                 raise ConfigurationError(f"group {roster.name!r} is being traced already; end that trace first")
             self._until = time.monotonic() + LIMIT_S
         arguments = dict.fromkeys(roster.records, (capacity,))
-        self._missing = set(self._connections.call_all(begin, arguments, time.monotonic() + BEGIN_S)[1])
+        self._connections.call_all(begin, arguments, time.monotonic() + BEGIN_S)
 
     def end(self, roster: Roster) -> GroupTrace:
-        """The events of all members. One that was lost, or has restarted meanwhile, is listed as missing."""
+        """The events of all members. One that did not begin or answer, or has restarted meanwhile, is missing."""
         try:
             clocks = {name: self._clock(roster, name) for name in roster.records}
             everybody = dict.fromkeys(roster.records, ())
-            found, silent = self._connections.call_all(take, everybody, time.monotonic() + COLLECT_S)
+            found, _ = self._connections.call_all(take, everybody, time.monotonic() + COLLECT_S)
         finally:
             with self._lock:
                 self._until = 0.0
         members = [found[name] for name in roster.records if found.get(name) is not None]
-        there = {member.name for member in members}
-        missing = sorted((self._missing | silent.keys() | roster.records.keys()) - there)
-        return GroupTrace(roster.name, members, clocks, tuple(missing))
+        missing = roster.records.keys() - {member.name for member in members}
+        return GroupTrace(roster.name, members, clocks, tuple(sorted(missing)))
 
     def _clock(self, roster: Roster, name: str) -> Clock:
         if roster.watcher.same_host(roster.records[name].probe.endpoint):
@@ -232,23 +230,21 @@ class _Tracks:
     def __init__(self, member: MemberTrace, pid: int) -> None:
         self._threads, self._pid = member.threads, pid
         self._numbers = itertools.count(pid + 1)
-        self._known: dict[int, int] = {}
-        self._free_at: dict[str, list[tuple[float, int]]] = {kind: [] for kind in _OVERLAPPING}
+        self._of_threads: dict[int, int] = {}
+        self._free_at: dict[str, dict[int, float]] = {kind: {} for kind in _OVERLAPPING}
+        """By kind: when each of its tracks is free."""
         self.names: dict[int, str] = {}
 
     def of(self, event: Event) -> int:
         """The track of an event. Call it in the order in which events begin."""
         if event.thread:
-            if event.thread not in self._known:
-                self._known[event.thread] = self._new(self._threads.get(event.thread, "thread"))
-            return self._known[event.thread]
-        rows = self._free_at[event.kind]
-        for place, (end, tid) in enumerate(rows):
-            if end <= event.begin:
-                rows[place] = (event.end, tid)
-                return tid
-        tid = self._new(f"{_OVERLAPPING[event.kind]} {len(rows) + 1}")
-        rows.append((event.end, tid))
+            if event.thread not in self._of_threads:
+                self._of_threads[event.thread] = self._new(self._threads.get(event.thread, "thread"))
+            return self._of_threads[event.thread]
+        free_at = self._free_at[event.kind]
+        free = next((tid for tid, end in free_at.items() if end <= event.begin), None)
+        tid = self._new(f"{_OVERLAPPING[event.kind]} {len(free_at) + 1}") if free is None else free
+        free_at[tid] = event.end
         return tid
 
     def _new(self, name: str) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class KeyTable:
         with self._lock:
             if self._cause is not None:
                 raise _ended(self._cause)
-            result = _OPERATIONS[operation](self, *args)
+            result = self._apply(operation, *args)
             if operation in _WRITES and self._waits:
                 ready = [(later, self._outcome(*wait)) for later, wait in self._waits.items() if self._has(wait[0])]
                 for later, _ in ready:
@@ -84,40 +84,38 @@ class KeyTable:
         for later in waits:
             later.settle(None, _ended(cause))
 
-    # --- operations, under the lock --------------------------------------------------------------------------------
-
-    def _set(self, pairs: Mapping[str, bytes]) -> None:
-        self._values.update(pairs)
-
-    def _append(self, key: str, value: bytes) -> None:
-        self._values[key] = self._values.get(key, b"") + value
-
-    def _add(self, key: str, amount: int) -> int:
-        number = int(self._values.get(key, b"0")) + amount
-        self._values[key] = b"%d" % number
-        return number
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        current = self._values.get(key)
-        if current is None and expected:
-            return expected
-        if current is not None and current != expected:
-            return current
-        self._values[key] = desired
-        return desired
-
-    def _delete(self, key: str) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def _count(self) -> int:
-        return len(self._values)
-
-    def _wait(self, keys: Sequence[str], read: bool) -> Any:
-        if self._has(keys):
-            return self._outcome(keys, read)
-        later = DeferredReply()
-        self._waits[later] = tuple(keys), read
-        return later
+    def _apply(self, *request: Any) -> Any:
+        """Run an operation, under the lock."""
+        values = self._values
+        match request:
+            case "set", pairs:
+                values.update(pairs)
+            case "append", key, value:
+                values[key] = values.get(key, b"") + value
+            case "add", key, amount:
+                number = int(values.get(key, b"0")) + amount
+                values[key] = b"%d" % number
+                return number
+            case "compare_set", key, expected, desired:
+                if values.get(key, b"") != expected:
+                    return values.get(key, expected)
+                values[key] = desired
+                return desired
+            case "delete", key:
+                return values.pop(key, None) is not None
+            case "check", keys:
+                return self._has(keys)
+            case ("count",):
+                return len(values)
+            case "wait", keys, read:
+                if self._has(keys):
+                    return self._outcome(keys, read)
+                later = DeferredReply()
+                self._waits[later] = tuple(keys), read
+                return later
+            case _:
+                raise ValueError(f"a store has no operation {request[0]!r} of {len(request) - 1} arguments")
+        return None
 
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
@@ -131,16 +129,6 @@ def _ended(cause: str) -> ProcessGroupLost:
 
 
 _WRITES = frozenset({"set", "append", "add", "compare_set"})
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "set": KeyTable._set,
-    "append": KeyTable._append,
-    "add": KeyTable._add,
-    "compare_set": KeyTable._compare_set,
-    "delete": KeyTable._delete,
-    "check": KeyTable._has,
-    "count": KeyTable._count,
-    "wait": KeyTable._wait,
-}
 
 
 class MemberStore(Store):
