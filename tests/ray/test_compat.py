@@ -30,21 +30,6 @@ from tests.ray.plain import Plain
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def asynchronous(special: dict[str, Any]) -> Any:
-    return special["asynchronous"]
-
-
-@pytest.fixture
-def threaded(special: dict[str, Any]) -> Any:
-    return special["threaded"]
-
-
-@pytest.fixture
-def grouped(special: dict[str, Any]) -> Any:
-    return special["grouped"]
-
-
 def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
     """``function(instance)`` in the actor's process."""
     return ray.get(handle.__ray_call__.remote(function), timeout=60)
@@ -96,46 +81,40 @@ def test_whether_token_authentication_is_on_can_be_told(cluster: None) -> None:
     assert ray_internals.ray_token() == ("on" if os.environ["RAY_AUTH_MODE"] == "token" else "off")
 
 
-def test_the_actor_in_this_process_is_found(peers: list[Any], asynchronous: Any) -> None:
+def test_the_actor_in_this_process_is_found(peers: list[Any], special: dict[str, Any]) -> None:
     """ray._private.worker.global_worker, its .actors and .core_worker.get_actor_id: without them a method called
     through Ray does not know its gate, and direct calls run beside it."""
-    for handle in (peers[0], asynchronous):
+    for handle in (peers[0], special["asynchronous"]):
         assert inside(handle, lambda instance: ray_internals.actor_instance() is instance)
     assert ray_internals.actor_instance() is None, "a driver is no actor"
+    assert ray.get(ray.remote(num_cpus=0)(lambda: ray_internals.actor_instance() is None).remote()), "nor is a task"
 
 
-def test_a_task_is_no_actor(cluster: None) -> None:
-    """The same names, in a worker process that runs a task."""
-    assert ray.get(ray.remote(num_cpus=0)(lambda: ray_internals.actor_instance() is None).remote())
-
-
-def test_max_concurrency_is_what_the_user_gave(peers: list[Any], threaded: Any, asynchronous: Any) -> None:
+def test_the_kind_of_an_actor_is_known(peers: list[Any], special: dict[str, Any]) -> None:
     """core_worker.current_actor_max_concurrency: without it a threaded actor serves one direct call at a time, or
-    a sync one several."""
-    assert inside(peers[0], lambda instance: ray_internals.actor_max_concurrency()) == 1
-    assert inside(threaded, lambda instance: ray_internals.actor_max_concurrency()) == 4
-    assert inside(asynchronous, lambda instance: ray_internals.actor_max_concurrency()) == 1000
+    a sync one several. core_worker.current_actor_is_asyncio: without it methods of an async actor run beside its loop.
+    """
+    kinds = {"sync": peers[0], **special}
+    found = {
+        name: inside(kinds[name], lambda _: (ray_internals.actor_max_concurrency(), ray_internals.actor_is_async()))
+        for name in ("sync", "threaded", "asynchronous")
+    }
+    assert found == {"sync": (1, False), "threaded": (4, False), "asynchronous": (1000, True)}
 
 
-def test_an_async_actor_is_told_from_the_others(peers: list[Any], threaded: Any, asynchronous: Any) -> None:
-    """core_worker.current_actor_is_asyncio: without it methods of an async actor run beside its loop."""
-    assert inside(asynchronous, lambda instance: ray_internals.actor_is_async())
-    assert not inside(peers[0], lambda instance: ray_internals.actor_is_async())
-    assert not inside(threaded, lambda instance: ray_internals.actor_is_async())
-
-
-def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(asynchronous: Any) -> None:
+def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(special: dict[str, Any]) -> None:
     """core_worker.get_event_loop and ray._raylet.PythonFunctionDescriptor: without them coroutine methods called
     directly run on a loop of their own, where the actor's locks and futures do not work."""
 
     def same() -> bool:
         return ray_internals.actor_event_loop(None) is asyncio.get_running_loop()
 
-    assert ray.get(asynchronous.run.remote(same))
+    assert ray.get(special["asynchronous"].run.remote(same))
 
 
-def test_the_concurrency_group_of_a_method_is_known(grouped: Any, peers: list[Any]) -> None:
+def test_the_concurrency_group_of_a_method_is_known(special: dict[str, Any], peers: list[Any]) -> None:
     """__ray_concurrency_group__: without it direct calls take no notice of Ray's concurrency groups."""
+    grouped = special["grouped"]
     found = inside(
         grouped,
         lambda instance: [
@@ -162,10 +141,10 @@ def test_the_actor_id_of_a_handle_is_the_one_ray_knows_the_actor_by(peers: list[
     assert ray_internals.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
 
 
-def test_the_class_name_of_a_handle(peers: list[Any], grouped: Any) -> None:
+def test_the_class_name_of_a_handle(peers: list[Any], special: dict[str, Any]) -> None:
     """ActorHandle._ray_actor_creation_function_descriptor.class_name: without it members of a list have no names."""
     assert ray_internals.actor_class_name(peers[0]) == "Peer"
-    assert ray_internals.actor_class_name(grouped) == "GroupedPeer"
+    assert ray_internals.actor_class_name(special["grouped"]) == "GroupedPeer"
 
 
 def test_a_transport_is_known_to_ray_and_to_the_methods_that_return_by_it() -> None:

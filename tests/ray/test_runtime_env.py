@@ -14,22 +14,13 @@ import torch
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
+from tests.unit.test_runtime_env import OURS, nothing_is_set
 
-OURS = {
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "MALLOC_MMAP_THRESHOLD_": "33554432",
-    "MALLOC_TRIM_THRESHOLD_": "67108864",
-    "IBV_FORK_SAFE": "1",
-    "RDMAV_FORK_SAFE": "1",
-}
 TORCHRPC = rtr.GroupConfig(lanes=("socket", "torchrpc"))
 SIZE = 64 << 20
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+__all__ = ["nothing_is_set"]
 
 
 @pytest.fixture

@@ -77,20 +77,14 @@ def restarts(store: Store) -> RestartedActors:
 
 def test_a_process_is_asked_again_if_ray_has_lost_the_request(restarts: RestartedActors) -> None:
     handle = Handle()
+    handle.is_full = True
+    restarts.is_listening(handle, THERE)
+    handle.is_full = False
     for lost in range(3):
         assert not restarts.is_listening(handle, THERE)
         assert not restarts.is_listening(handle, THERE)
         assert len(handle.asked) == lost + 1, "it is asked once as long as Ray has not lost that"
         handle.asked[-1].set_exception(ActorUnavailableError("the actor is restarting", b"0" * 16))
-
-
-def test_a_process_is_asked_again_if_its_queue_was_full(restarts: RestartedActors) -> None:
-    handle = Handle()
-    handle.is_full = True
-    restarts.is_listening(handle, THERE)
-    handle.is_full = False
-    restarts.is_listening(handle, THERE)
-    assert len(handle.asked) == 1
 
 
 @pytest.mark.parametrize("error", [None, RayTaskError("begin", "no such module", ImportError("raytorchrpc"))])
@@ -111,36 +105,27 @@ def test_a_process_that_was_asked_and_does_not_poll_is_asked_again_later(
     assert len(handle.asked) == 2
 
 
-def test_a_process_listens_once_it_answers(restarts: RestartedActors, store: Store) -> None:
+def test_a_process_listens_once_it_answers_before_each_attempt(restarts: RestartedActors, store: Store) -> None:
     handle = Handle()
     store.announce(7)
-    assert not restarts.is_listening(handle, THERE), "it may be suspended by now"
-    assert not restarts.is_listening(handle, THERE)
-    store.answer(7)
-    assert restarts.is_listening(handle, THERE)
-
-
-def test_a_process_that_failed_to_return_has_to_answer_again(restarts: RestartedActors, store: Store) -> None:
-    handle = Handle()
-    store.announce(7)
-    restarts.is_listening(handle, THERE)
-    store.answer(7)
-    assert restarts.is_listening(handle, THERE)
     for _ in range(2):
+        assert not restarts.is_listening(handle, THERE), "it may be suspended by now"
         assert not restarts.is_listening(handle, THERE)
-    store.answer(7)
-    assert restarts.is_listening(handle, THERE)
-
-
-def test_a_mailbox_that_is_closed_and_opened_again_gets_the_request(restarts: RestartedActors, store: Store) -> None:
-    handle = Handle()
-    store.announce(7)
+        store.answer(7)
+        assert restarts.is_listening(handle, THERE)
     restarts.is_listening(handle, THERE)
     Mailbox(Process("abc", 7, "node")).close()
-    store.announce(7)
+    store.announce(7)  # it opens its mailbox again, where the request has to be posted again
     restarts.is_listening(handle, THERE)
     store.answer(7)
     assert restarts.is_listening(handle, THERE)
+    later = ActorState("ALIVE", 8, "node", "")
+    assert not restarts.is_listening(handle, later)
+    store.announce(8)
+    assert not restarts.is_listening(handle, later)
+    store.answer(8)
+    assert restarts.is_listening(handle, later)
+    assert not any("/7@" in key for key in store.values), "what the earlier process posted is removed"
 
 
 def test_a_request_that_is_posted_while_another_is_taken_is_not_lost(
@@ -165,17 +150,3 @@ def test_a_request_that_is_posted_while_another_is_taken_is_not_lost(
     assert first is not None and second is not None
     assert (first.number, second.number) == ("first", "second")
     assert mailbox.take() is None
-
-
-def test_the_next_process_has_to_answer_itself(restarts: RestartedActors, store: Store) -> None:
-    handle = Handle()
-    store.announce(7)
-    restarts.is_listening(handle, THERE)
-    store.answer(7)
-    later = ActorState("ALIVE", 8, "node", "")
-    assert not restarts.is_listening(handle, later)
-    store.announce(8)
-    assert not restarts.is_listening(handle, later)
-    store.answer(8)
-    assert restarts.is_listening(handle, later)
-    assert not any("/7@" in key for key in store.values), "what the earlier process posted is removed"

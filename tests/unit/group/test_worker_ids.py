@@ -31,28 +31,26 @@ def chosen(
     return [ids[name] for name in named], renew
 
 
-def test_new_processes_get_their_ranks() -> None:
-    assert chosen(probe(), probe(), probe()) == ([0, 1, 2], set())
-
-
-def test_those_who_come_later_or_again_get_the_next_free_ones() -> None:
-    assert chosen(probe(), highest=2, taken={0, 1, 2}, first=3) == ([3], set())
-    assert chosen(probe(), highest=3, taken={0, 1, 2, 3}, first=1) == ([4], set()), "rank 1 has been restarted"
-    assert chosen(probe(), highest=4, taken={0, 2, 3, 4}, first=7) == ([7], set()), "ranks 4 to 6 have left"
-
-
-def test_an_agent_keeps_its_id_and_new_ones_get_none_that_it_has_known() -> None:
-    assert chosen(probe(), probe(0, highest=5), probe()) == ([6, 0, 7], set())
-    assert chosen(probe(2, highest=2), probe(0, highest=2), probe(1, highest=2)) == ([2, 0, 1], set())
-
-
-def test_ids_that_distributed_autograd_keeps_are_not_given_to_others() -> None:
-    assert chosen(probe(autograd_id=3), probe()) == ([4, 5], set())
-
-
-def test_of_two_agents_with_one_id_one_starts_anew() -> None:
-    assert chosen(probe(0, highest=1), probe(0, highest=4)) == ([0, 5], {"1"})
-    assert chosen(probe(1), highest=3, taken={0, 1}, first=4) == ([4], {"4"})
+@pytest.mark.parametrize(
+    ("probes", "others", "ids", "renew"),
+    [
+        ([probe(), probe(), probe()], {}, [0, 1, 2], set()),
+        ([probe()], {"highest": 2, "taken": {0, 1, 2}, "first": 3}, [3], set()),
+        ([probe()], {"highest": 3, "taken": {0, 1, 2, 3}, "first": 1}, [4], set()),  # rank 1 has been restarted
+        ([probe()], {"highest": 4, "taken": {0, 2, 3, 4}, "first": 7}, [7], set()),  # ranks 4 to 6 have left
+        # An agent keeps its id, and new ones get none that it has known.
+        ([probe(), probe(0, highest=5), probe()], {}, [6, 0, 7], set()),
+        ([probe(2, highest=2), probe(0, highest=2), probe(1, highest=2)], {}, [2, 0, 1], set()),
+        ([probe(autograd_id=3), probe()], {}, [4, 5], set()),  # distributed autograd keeps an id for life
+        # Of two agents with one id, one starts anew.
+        ([probe(0, highest=1), probe(0, highest=4)], {}, [0, 5], {"1"}),
+        ([probe(1)], {"highest": 3, "taken": {0, 1}, "first": 4}, [4], {"4"}),
+    ],
+)
+def test_members_get_their_ranks_where_nobody_has_had_those_ids(
+    probes: list[Probe], others: dict[str, Any], ids: list[int], renew: set[str]
+) -> None:
+    assert chosen(*probes, **others) == (ids, renew)
 
 
 def test_when_all_ids_were_given_those_that_nobody_has_are_given_again() -> None:
