@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -168,7 +169,7 @@ def answers_strangers(address: tuple[str, int]) -> bool:
     """Whether one of torch's stores listens there: it answers the first message of its protocol with its number."""
     number = struct.pack("<I", 0x12345678)
     with socket.create_connection(address, timeout=5) as sock:
-        sock.settimeout(1)
+        sock.settimeout(0.4)
         sock.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + number)
         with suppress(TimeoutError, ConnectionResetError):
             return sock.recv(4) == number
@@ -257,19 +258,25 @@ def pid_when_these_wait(*ranks: int) -> int:
 # --- the tests ------------------------------------------------------------------------------------------------------
 
 
-def test_collectives_among_all_members(peers: list[Any]) -> None:
-    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
-        assert "call Group.process_group()" in at_all(peers, why_none)[0]
-        info = group.process_group("gloo")
-        assert (info.backend, info.world_size, dict(info.ranks)) == ("gloo", 3, {"a": 0, "b": 1, "c": 2})
-        assert at_all(peers, own_rank) == [0, 1, 2]
-        assert at_all(peers, rtr.process_group_info) == [info] * 3
-        assert at_all(peers, reduced, 2) == [(6.0, 6.0, 2.0)] * 3
-        assert "raytorchrpc.process_group()" in at_all(peers, use_view)[0]
-        again = group.process_group("gloo")
-        assert again.number == 2
-        assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
+@pytest.fixture
+def group(peers: list[Any]) -> Iterator[rtr.Group]:
+    """Of a, b and c. Nothing of a process group is left in them afterwards."""
+    with rtr.init_group(dict(zip("abc", peers, strict=True))) as formed:
+        yield formed
     assert at_all(peers, what_is_left) == [(False, [], [])] * 3
+
+
+def test_collectives_among_all_members(group: rtr.Group, peers: list[Any]) -> None:
+    assert "call Group.process_group()" in at_all(peers, why_none)[0]
+    info = group.process_group("gloo")
+    assert (info.backend, info.world_size, dict(info.ranks)) == ("gloo", 3, {"a": 0, "b": 1, "c": 2})
+    assert at_all(peers, own_rank) == [0, 1, 2]
+    assert at_all(peers, rtr.process_group_info) == [info] * 3
+    assert at_all(peers, reduced, 2) == [(6.0, 6.0, 2.0)] * 3
+    assert "raytorchrpc.process_group()" in at_all(peers, use_view)[0]
+    again = group.process_group("gloo")
+    assert again.number == 2
+    assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
 
 
 def test_the_losses_of_a_data_parallel_model_are_those_of_one_process(peers: list[Any]) -> None:
@@ -281,59 +288,54 @@ def test_the_losses_of_a_data_parallel_model_are_those_of_one_process(peers: lis
     assert first == second == pytest.approx(alone, rel=1e-9)
 
 
-def test_what_torch_builds_on_the_store(peers: list[Any]) -> None:
-    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
-        group.process_group("gloo")
-        for rank, found in enumerate(at_all(peers, what_torch_builds_on_the_store)):
-            assert found == {
-                "objects": [0, 1, 2],
-                "broadcast": ["from 1"],
-                "subgroup": 2.0 if rank else 1.0,
-                "sharded": 4,
-                "keys": [b"0", b"1", b"2"],
-                "count": 0,
-            }
-        at_all(peers, destroy)
-        assert "it was destroyed here" in at_all(peers, why_none)[0]
-        group.process_group("gloo")
-        assert at_all(peers, reduced, 2) == [(6.0, 6.0, 2.0)] * 3
-    assert at_all(peers, what_is_left) == [(False, [], [])] * 3
+def test_what_torch_builds_on_the_store(group: rtr.Group, peers: list[Any]) -> None:
+    group.process_group("gloo")
+    for rank, found in enumerate(at_all(peers, what_torch_builds_on_the_store)):
+        assert found == {
+            "objects": [0, 1, 2],
+            "broadcast": ["from 1"],
+            "subgroup": 2.0 if rank else 1.0,
+            "sharded": 4,
+            "keys": [b"0", b"1", b"2"],
+            "count": 0,
+        }
+    at_all(peers, destroy)
+    assert "it was destroyed here" in at_all(peers, why_none)[0]
+    group.process_group("gloo")
+    assert at_all(peers, reduced, 2) == [(6.0, 6.0, 2.0)] * 3
 
 
-def test_nobody_outside_the_group_finds_a_store(peers: list[Any]) -> None:
-    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
-        before = at_all(peers, listeners)
-        group.process_group("gloo")
-        after = at_all(peers, listeners)
-        opened = [now - then for now, then in zip(after, before, strict=True)]
-        assert not [address for addresses in opened for address in addresses if answers_strangers(address)]
-        assert [len(addresses) for addresses in opened] == [1, 1, 1], "more listens than gloo in each member"
-        assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
+def test_nobody_outside_the_group_finds_a_store(group: rtr.Group, peers: list[Any]) -> None:
+    before = at_all(peers, listeners)
+    group.process_group("gloo")
+    after = at_all(peers, listeners)
+    opened = [now - then for now, then in zip(after, before, strict=True)]
+    assert not [address for addresses in opened for address in addresses if answers_strangers(address)]
+    assert [len(addresses) for addresses in opened] == [1, 1, 1], "more listens than gloo in each member"
+    assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
 
 
-def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(peers: list[Any]) -> None:
-    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
-        at_all(peers[1:2], let_a_stranger_in_first)
-        try:
-            with pytest.raises(BootstrapError, match=r"b: gloo accepted a connection from .*, which no member made"):
-                group.process_group("gloo")
-        finally:
-            at_all(peers[1:2], keep_strangers_out)
-        until = time.monotonic() + 60  # another member's attempt ends once gloo there sees the closed connections
-        while (left := at_all(peers, what_is_left)) != [(False, [], [])] * 3:
-            assert time.monotonic() < until, left
-            time.sleep(0.05)
-        group.process_group("gloo")
-        assert at_all(peers, reduced, 1) == [(6.0, 6.0, 1.0)] * 3
+def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(group: rtr.Group, peers: list[Any]) -> None:
+    at_all(peers[1:2], let_a_stranger_in_first)
+    try:
+        with pytest.raises(BootstrapError, match=r"b: gloo accepted a connection from .*, which no member made"):
+            group.process_group("gloo")
+    finally:
+        at_all(peers[1:2], keep_strangers_out)
+    until = time.monotonic() + 60  # another member's attempt ends once gloo there sees the closed connections
+    while (left := at_all(peers, what_is_left)) != [(False, [], [])] * 3:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+    group.process_group("gloo")
+    assert at_all(peers, reduced, 1) == [(6.0, 6.0, 1.0)] * 3
 
 
-def test_an_earlier_process_groups_store_is_not_the_present_ones(peers: list[Any]) -> None:
-    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
-        group.process_group("gloo")
-        at_all(peers, keep_store)
-        group.process_group("gloo")
-        for error, mixed in at_all(peers, use_kept_store):
-            assert "has ended" in error and not mixed
+def test_an_earlier_process_groups_store_is_not_the_present_ones(group: rtr.Group, peers: list[Any]) -> None:
+    group.process_group("gloo")
+    at_all(peers, keep_store)
+    group.process_group("gloo")
+    for error, mixed in at_all(peers, use_kept_store):
+        assert "has ended" in error and not mixed
 
 
 def test_the_store_waits_for_no_turn_and_for_no_other_call(peers: list[Any], tmp_path: Path) -> None:
