@@ -217,7 +217,7 @@ class World:
 
     def sizes(self, *sizes: int, budget_s: float = 60.0, memory: int = 10**12, **rows: Any) -> dict[Any, Any]:
         """A run of sizes; the rows are those with costs."""
-        chosen = tuple(replace(MEMCPY, name=name, pair="", **rows) for name in self.costs)
+        chosen = tuple(replace(MEMCPY, **{"name": name, "pair": "", **rows}) for name in self.costs)
         options = Options(chosen, ("cpu",), tuple(Case(size=size) for size in sizes), budget_s)
         found = self.run(SizesRunner, options, memory)
         return {(row, size): cell for (row, _, size), cell in found.items()}
