@@ -136,31 +136,41 @@ def test_it_goes_by_the_group(members: dict[str, Any]) -> None:
     assert carried() - before >= 4_000_000
 
 
-def test_several_refs_of_one_task(members: dict[str, Any]) -> None:
-    refs = [members[name].ones.remote(50_000) for name in "acst" for _ in range(3)]
-    assert get(members["b"].total.remote(*refs)) == 600_000
-
-
-def test_several_refs_at_one_get(members: dict[str, Any]) -> None:
-    refs = [ready(members[name].ones.remote(50_000)) for name in "acst" for _ in range(3)]
-    assert get(members["b"].get.remote(total_of, refs)) == 600_000
-
-
 def total_of(tensors: Any) -> float:
     return float(sum(tensor.sum() for tensor in (tensors.values() if isinstance(tensors, dict) else tensors)))
 
 
-def test_refs_inside_containers(members: dict[str, Any]) -> None:
-    refs = {"x": ready(members["a"].ones.remote(5)), "y": ready(members["s"].ones.remote(100_000))}
-    assert get(members["b"].get.remote(total_of, refs)) == 100_005
-    assert get(members["s"].get.remote([refs["x"]])) == 5
+def twelve(members: dict[str, Any]) -> list[Any]:
+    return [members[name].ones.remote(50_000) for name in "acst" for _ in range(3)]
 
 
-def test_a_ref_passed_on_to_a_third_actor(members: dict[str, Any]) -> None:
+def from_two(members: dict[str, Any]) -> dict[str, Any]:
+    return {"x": ready(members["a"].ones.remote(5)), "y": ready(members["s"].ones.remote(100_000))}
+
+
+def large(members: dict[str, Any]) -> list[Any]:
+    return [ready(members["a"].ones.remote(100_000))]
+
+
+#: What a user may write, and the sum it gets.
+WAYS: dict[str, tuple[Callable[[dict[str, Any]], Any], float]] = {
+    "several refs of one task": (lambda m: m["b"].total.remote(*twelve(m)), 600_000),
+    "several refs at one get": (lambda m: m["b"].get.remote(total_of, list(map(ready, twelve(m)))), 600_000),
+    "refs in a dict": (lambda m: m["b"].get.remote(total_of, from_two(m)), 100_005),
+    "a ref in a list, by a coroutine": (lambda m: m["s"].get.remote(large(m)), 100_000),
     # By who borrows it, inside a container: as an argument of its own Ray takes it from its owner only.
-    ref = ready(members["a"].ones.remote(100_000))
-    assert get(members["b"].pass_on.remote([ref], members["s"])) == 100_000
-    assert get(members["c"].total.remote(ref)) == 100_000
+    "a ref that is passed on": (lambda m: m["b"].pass_on.remote(large(m), m["s"]), 100_000),
+    "an actor that uses another": (lambda m: m["b"].use.remote(m["a"], 100_000), 100_000),
+    "an async actor that uses another": (lambda m: m["s"].use.remote(m["a"], 100_000), 100_000),
+    "what a member puts": (lambda m: m["b"].total.remote(*get(m["a"].put.remote(100_000))), 100_000),
+    "a direct call": (lambda m: m["b"].run.remote(lambda: float(rtr.rpc_sync("a").ones(100_000).sum())), 100_000),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whichever_way_it_is_written(members: dict[str, Any], way: str) -> None:
+    act, expected = WAYS[way]
+    assert get(act(members)) == expected
 
 
 def test_one_ref_for_several_actors_and_the_one_that_made_it(members: dict[str, Any]) -> None:
@@ -170,11 +180,6 @@ def test_one_ref_for_several_actors_and_the_one_that_made_it(members: dict[str, 
         results = [members[name].total.remote(ref) for name in "abcstbb"]
         assert get(results) == [100_000] * 7
     assert get(members["a"].get.remote(total_of, [ref])) == 100_000
-
-
-def test_actors_use_it_among_themselves(members: dict[str, Any]) -> None:
-    assert get(members["b"].use.remote(members["a"], 100_000)) == 100_000
-    assert get(members["s"].use.remote(members["a"], 100_000)) == 100_000
 
 
 def test_a_threaded_actor_gets_and_makes_several_at_a_time(members: dict[str, Any]) -> None:
@@ -200,26 +205,14 @@ def test_a_source_that_is_busy_still_serves(
     get(busy)
 
 
-def test_put_in_a_member(members: dict[str, Any], stranger: Any) -> None:
-    (ref,) = get(members["a"].put.remote(100_000))
-    assert get(members["b"].total.remote(ref)) == 100_000
-    assert get(stranger.get.remote([ref])) == 100_000
-    assert ray.get(ref).sum() == 100_000
-
-
-def test_a_direct_call_returns_the_tensors_themselves(members: dict[str, Any]) -> None:
-    direct = members["b"].run.remote(lambda: rtr.rpc_sync("a").ones(100_000).sum().item())
-    assert get(direct) == 100_000
-
-
 # --- everybody else --------------------------------------------------------------------------------------------
 
 
 def test_a_task_and_an_actor_outside(members: dict[str, Any], stranger: Any) -> None:
-    ref = ready(members["a"].ones.remote(1_000_000))
-    assert get(total_in_task.remote([ref])) == 1_000_000
-    assert get(stranger.get.remote([ref, ref])) == 2_000_000
-    assert torch.equal(ray.get(ref), torch.ones(1_000_000))
+    for ref in (ready(members["a"].ones.remote(1_000_000)), *get(members["a"].put.remote(1_000_000))):
+        assert get(total_in_task.remote([ref])) == 1_000_000
+        assert get(stranger.get.remote([ref, ref])) == 2_000_000
+        assert torch.equal(ray.get(ref), torch.ones(1_000_000))
 
 
 def test_a_driver_that_takes_part(actors: dict[str, Any]) -> None:
@@ -325,6 +318,10 @@ def test_the_receivers_own_buffers_are_filled(members: dict[str, Any]) -> None:
     ref = ready(members["a"].make.remote(pair))
     assert get(members["b"].run.remote(into_buffers, [ref])) == (True, 300_005)
     assert into_buffers([ref]) == (True, 300_005)
+    got = ray.get(ref)
+    del ref
+    eventually(lambda: get(members["a"].held.remote()) == 0)
+    assert sum(tensor.sum() for tensor in got) == 300_005, "what a consumer got is its own"
 
 
 def wrong_buffers(refs: list[Any]) -> str:
@@ -354,14 +351,6 @@ def test_a_source_keeps_its_tensors_as_long_as_there_are_refs(members: dict[str,
     del ref, other
     get(members["a"].overwrite_when_freed.remote(2.0, LIMIT_S))
     assert get(members["b"].total.remote(members["a"].state.remote())) == 20_000
-
-
-def test_what_a_consumer_got_is_its_own(members: dict[str, Any]) -> None:
-    ref = members["a"].make.remote(pair)
-    got = ray.get(ref)
-    del ref
-    eventually(lambda: get(members["a"].held.remote()) == 0)
-    assert sum(tensor.sum() for tensor in got) == 300_005
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------
@@ -418,20 +407,3 @@ def test_a_source_that_is_dead(spawn: Spawn, actors: dict[str, Any]) -> None:
             get(actors["b"].get.remote(total_of, [refs[2]]))
         assert time.monotonic() - begun < 10
         assert get(actors["b"].total.remote(actors["c"].ones.remote(100_000))) == 100_000
-
-
-@pytest.mark.slow
-def test_actors_that_are_restarted(spawn: Spawn) -> None:
-    first, second = (spawn(RefPeer, max_restarts=1, max_task_retries=1) for _ in range(2))
-    with rtr.init_group({"first": first, "second": second}):
-        lost = ready(first.ones.remote(100_000))
-        kept = ready(second.ones.remote(100_000))
-        pid = get(first.pid.remote())
-        os.kill(pid, signal.SIGKILL)
-        eventually(lambda: get(first.pid.remote()) != pid)
-        with pytest.raises(rtr.TransferFailed, match="it is gone"):
-            get(second.total.remote(lost))
-    with rtr.init_group({"first": first, "second": second}) as group:
-        assert get(first.total.remote(kept)) == 100_000
-        assert get(second.total.remote(first.ones.remote(100_000))) == 100_000
-        assert pulled(group) >= {("first", "second"), ("second", "first")}
