@@ -174,12 +174,12 @@ _UNREACHABLE = (PeerLost, NotAMember, LaneUnavailable)
 
 _workers = Workers("raytorchrpc-pull")
 _in_flight: weakref.WeakSet[Pull] = weakref.WeakSet()
-_lock = threading.Lock()
+_pulls_lock = threading.Lock()
 
 
 def abort(object_id: str) -> None:
     """End the pulls of this object that are in flight here: waits for them raise TransferFailed."""
-    with _lock:
+    with _pulls_lock:
         pulls = [pull for pull in _in_flight if pull.object_id == object_id]
     for pull in pulls:
         pull.fail("Ray aborted the transfer")
@@ -207,7 +207,7 @@ class Pull:
         self._arrived = DeferredReply()  # has a function that takes the tensors, on the thread that will use them
         self._call: Call | None = None
         """To the source, if it is a member: the waiting thread reads its reply, so no other thread has to wake."""
-        with _lock:
+        with _pulls_lock:
             _in_flight.add(self)
         local = current_local()
         member = None if local is None else _member_at(local, source)

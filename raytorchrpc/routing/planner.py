@@ -13,7 +13,6 @@ machine. Each lane's own rule (``lanes.registry.Lane.rule``) decides whether it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from raytorchrpc.config import GroupConfig
@@ -22,7 +21,6 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.registry import TRAFFIC, TRAFFIC_TEXT, Lane, Traffic
 from raytorchrpc.lanes.rules import Pair, Verdict
 from raytorchrpc.lanes.torchrpc import backends
-from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.routing.routes import LaneChoice, PairRoute, Rejection, RoutePlan
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -54,7 +52,7 @@ def plan(
     as_before = {
         name for name in members if before.get(name) is endpoints[name] and decided.agents.get(name) == agents[name]
     }
-    judge = _Judge(members, agents, config, lanes)
+    shared: dict[_Verdicts, _Verdicts] = {}  # many pairs get the same ones, which keeps a plan small
     sharing = {each.lane.name for each in lanes if each.lane.shares_memory}
     routes: dict[tuple[str, str], PairRoute] = {}
     names = list(members)
@@ -63,7 +61,9 @@ def plan(
             if a in as_before and b in as_before and (route := decided.routes.get((a, b))) is not None:
                 routes[a, b] = route
                 continue
-            verdicts = judge.verdicts(a, b)
+            ends = members[a], members[b], agents[a], agents[b]
+            verdicts = _judge(Pair(*ends, config.lanes or (), config.always_tcp, config.tls), lanes)
+            verdicts = shared.setdefault(verdicts, verdicts)
             first = next((choice.lane for choice in verdicts[0] if choice.traffic == "cuda"), None)
             same = _same_gpus(members[a], members[b]) if first in sharing else ()
             routes[a, b] = PairRoute(a, b, *verdicts, same)
@@ -87,47 +87,6 @@ def _last_resorts(routes: Mapping[tuple[str, str], PairRoute], lanes: Sequence[_
 
 
 _Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
-#: Placeholders for the two members' names in verdicts that many pairs share; no member's name contains them.
-_A, _B = "\ue000", "\ue001"
-#: Fields of an endpoint that no lane's rule reads, with a value that stands for all.
-_OWN = {"name": "", "pid": 0, "shm_free_bytes": 0}
-
-
-class _Judge:
-    """Decides once for all pairs whose members published the same evidence, which also keeps plans small."""
-
-    def __init__(
-        self,
-        members: Mapping[str, Endpoint],
-        agents: Mapping[str, AgentPlan],
-        config: GroupConfig,
-        lanes: Sequence[_Candidate],
-    ) -> None:
-        self._members, self._agents, self._config, self._lanes = members, agents, config, lanes
-        kinds: dict[tuple[str, AgentPlan], int] = {}
-        self._kinds = {
-            name: kinds.setdefault((repr(endpoint.changed(_OWN)), agents[name]), len(kinds))
-            for name, endpoint in members.items()
-        }
-        self._found: dict[tuple[int, int], tuple[_Verdicts, bool]] = {}
-        self._shared: dict[_Verdicts, _Verdicts] = {}
-
-    def verdicts(self, a: str, b: str) -> _Verdicts:
-        key = self._kinds[a], self._kinds[b]
-        if key not in self._found:
-            first = self._members[a].changed({"name": _A})
-            second = self._members[b].changed({"name": _B})
-            named, agents = self._config.lanes or (), (self._agents[a], self._agents[b])
-            pair = Pair(first, second, *agents, named, self._config.always_tcp, self._config.tls)
-            verdicts = _judge(pair, self._lanes)
-            personal = any(sign in no.reason for no in verdicts[1] for sign in (_A, _B))
-            self._found[key] = self._shared.setdefault(verdicts, verdicts), personal
-        verdicts, personal = self._found[key]
-        if not personal:
-            return verdicts
-        choices, rejected = verdicts
-        filled = choices, tuple(replace(no, reason=no.reason.replace(_A, a).replace(_B, b)) for no in rejected)
-        return self._shared.setdefault(filled, filled)
 
 
 def _judge(pair: Pair, lanes: Sequence[_Candidate]) -> _Verdicts:
