@@ -35,21 +35,16 @@ Runs = list[tuple[int, int]]
 class Delta(NamedTuple):
     """The elements of one contiguous tensor that differ from the version before."""
 
-    at: torch.Tensor
-    """Which elements, ascending: int32 if the tensor has no more, else int64."""
-    bits: torch.Tensor
-    """What they are now, as integers."""
-    elements: int
-    """How many the tensor has."""
+    at: torch.Tensor  # which elements, ascending: int32 if the tensor has no more, else int64
+    bits: torch.Tensor  # what they are now, as integers
+    elements: int  # how many the tensor has
 
 
 class Deltas(NamedTuple):
     """The deltas of one version."""
 
-    base: int
-    """The version before, to which they apply."""
-    by_place: Mapping[int, Delta]
-    """By the tensor's place in the layout."""
+    base: int  # the version before, to which they apply
+    by_place: Mapping[int, Delta]  # by the tensor's place in the layout
 
     def counts(self) -> list[tuple[int, int]]:
         """Return the places, and how many elements each has."""
@@ -169,11 +164,9 @@ class Change(NamedTuple):
 
     place: int
     region: Region
-    shape: tuple[int, ...]
-    """Of the published tensor."""
+    shape: tuple[int, ...]  # of the published tensor
     target: torch.Tensor
-    bytes: int
-    """That its elements take at most, or about, if they are evenly spread."""
+    bytes: int  # that its elements take at most, or about, if they are evenly spread
 
     @property
     def is_tiny(self) -> bool:

@@ -39,8 +39,7 @@ class Requests:
     def __init__(self, local: LocalMember, until: float, counter: PullCounter) -> None:
         """``until``: when the pull has to end (``time.monotonic``)."""
         self.local, self.until, self.counter = local, until, counter
-        self._brought: dict[Any, int] = {}
-        """Bytes, by the member that they came from, since the last report to it."""
+        self._brought: dict[Any, int] = {}  # bytes, by the member that they came from, since the last report to it
 
     def left(self, least: float = 0.0) -> float:
         """Seconds until the pull has to end."""
@@ -215,12 +214,9 @@ class Feeds(Readable):
         super().__init__(local)
         self.name, self._homes = name, homes
         self._lock = threading.Lock()
-        self._feeds: dict[str, Feed] = {}
-        """The newest, by ``Selection.signature``."""
-        self._over: dict[str, int] = {}
-        """By signature: the newest version whose pull has ended here and feeds nobody."""
-        self._waits: Waits[tuple[str, int]] = Waits(local, self._lock)
-        """For the feed of a version."""
+        self._feeds: dict[str, Feed] = {}  # the newest, by ``Selection.signature``
+        self._over: dict[str, int] = {}  # by signature: the newest version whose pull has ended here and feeds nobody
+        self._waits: Waits[tuple[str, int]] = Waits(local, self._lock)  # for the feed of a version
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -347,12 +343,9 @@ class Feeds(Readable):
 class Origin(NamedTuple):
     """Where weights are pulled from."""
 
-    home: str
-    """The member that has them."""
-    homes: Sequence[str]
-    """The members without which nobody pulls them."""
-    address: Address
-    """Of the weights at their home."""
+    home: str  # the member that has them
+    homes: Sequence[str]  # the members without which nobody pulls them
+    address: Address  # of the weights at their home
 
 
 def feeds_of(requests: Requests, origin: Origin) -> Feeds:
@@ -374,12 +367,9 @@ SERVICES = object_services({LEASE: Feeds.serve_lease, PIECE: Feeds.serve_piece, 
 class Pace(NamedTuple):
     """In which pieces members feed one another."""
 
-    piece_bytes: int
-    """The least bytes of a piece."""
-    pieces: int
-    """The most pieces."""
-    ahead: int
-    """How many are asked for at once."""
+    piece_bytes: int  # the least bytes of a piece
+    pieces: int  # the most pieces
+    ahead: int  # how many are asked for at once
 
 
 #: Between hosts; and on one host, where members take about a millisecond to ask for a piece and to answer, and GPUs two

@@ -230,22 +230,16 @@ class ModelBuffers:
     """Memory for one more version of a model. Holds no reference to the model."""
 
     def __init__(self) -> None:
-        self.writing = threading.Lock()
-        """Held by the thread that pulls into the buffers, or exchanges them."""
-        self.version: int | None = None
-        """The version that the buffers hold, bit for bit, if that is known."""
-        self.options: Options | None = None
-        """Of the pull that brought it."""
-        self.names: frozenset[str] = frozenset()
-        """Names of the tensors that the version has."""
+        self.writing = threading.Lock()  # held by the thread that pulls into the buffers, or exchanges them
+        self.version: int | None = None  # the version that the buffers hold, bit for bit, if that is known
+        self.options: Options | None = None  # of the pull that brought it
+        self.names: frozenset[str] = frozenset()  # names of the tensors that the version has
         self.specs: dict[str, BufferSpec] = {}
-        self.known: KnownSpecs | None = None
-        """Of the model, as it was at its last prefetch."""
+        self.known: KnownSpecs | None = None  # of the model, as it was at its last prefetch
         self.tensors: dict[str, torch.Tensor] = {}
         self.prefetch: Callable[[], Any] = lambda: None
         """Returns the handle of the last prefetch into them, if it is still in use."""
-        self.reader: Any = None
-        """The handle that pulls into them."""
+        self.reader: Any = None  # the handle that pulls into them
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._wait_for_pull = self._wait_for_readers = nothing
 

@@ -44,8 +44,7 @@ class PulledVersions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: OrderedDict[tuple[int, int, tuple[str, ...], Hashable], None] = OrderedDict()
-        self.failures = 0
-        """How many pulls have failed and may have left a model with tensors of several versions."""
+        self.failures = 0  # how many pulls have failed and may have left a model with tensors of several versions
 
     def add(
         self, instance_id: int, version: int, failures: int, only: tuple[str, ...] = (), form: Hashable = None
@@ -100,8 +99,7 @@ class UsableSources:
         self._lost: dict[Source, NotFound | PeerLost] = {}
         self._version: int | None = None
         self._several = self._waits = self._leaves_out = False
-        self.asked: Source | None = None
-        """The source that raises what is raised now; None: it is not one of them."""
+        self.asked: Source | None = None  # the source that raises what is raised now; None: it is not one of them
 
     def begin(self, version: int | None, sources: Sequence[Handle]) -> tuple[int, ...]:
         """Begin to bring a version; returns the distance of each source."""
@@ -187,10 +185,8 @@ class PullMemory:
     """What the pulls of one handle leave for the next ones."""
 
     def __init__(self) -> None:
-        self.plans: tuple[PullPlan, ...] = ()
-        """The one of the last pull first."""
-        self.silent: set[Source] = set()
-        """Publishers that have not answered."""
+        self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
+        self.silent: set[Source] = set()  # publishers that have not answered
 
     def remember(self, plan: PullPlan) -> None:
         """Note that a plan was used; forgets those of models that are gone."""
@@ -223,8 +219,7 @@ class ModelPull:
         self._memory, self._options, self._carry = memory, options, carry
         self._look, self._wait = lending(look), lending(wait)
         self._model, self._values = model, values_of(model)
-        self.has_begun = False
-        """Whether some tensors may have been written."""
+        self.has_begun = False  # whether some tensors may have been written
         self._usable = UsableSources(self._local, memory.silent)
         self._publishers: list[str] = []
         self._layouts: list[KnownLayout | None] = []

@@ -20,12 +20,9 @@ from raytorchrpc.patterns.weights.shards import Shard
 class ModuleState(NamedTuple):
     """The tensors of a module, at one moment."""
 
-    saved: dict[str, torch.Tensor]
-    """What ``state_dict(keep_vars=True)`` returns."""
-    passing: list[torch.Tensor]
-    """Parameters and buffers that are not saved."""
-    made: frozenset[str]
-    """Names of what is saved, and is neither a parameter nor a buffer."""
+    saved: dict[str, torch.Tensor]  # what ``state_dict(keep_vars=True)`` returns
+    passing: list[torch.Tensor]  # parameters and buffers that are not saved
+    made: frozenset[str]  # names of what is saved, and is neither a parameter nor a buffer
 
     @staticmethod
     def of(module: torch.nn.Module) -> ModuleState:
@@ -106,10 +103,8 @@ def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
 class Targets(NamedTuple):
     """Where a pull writes."""
 
-    tensors: dict[str, torch.Tensor]
-    """By name: a model's tensors, or their local shards."""
-    known: dict[Any, Any]
-    """What pulls into these addresses have worked out; no memory."""
+    tensors: dict[str, torch.Tensor]  # by name: a model's tensors, or their local shards
+    known: dict[Any, Any]  # what pulls into these addresses have worked out; no memory
 
 
 #: A model whose buffers are exchanged has two memories.

@@ -173,14 +173,10 @@ _CPU = torch.device("cpu")
 class Held(NamedTuple):
     """A shard that a publisher has."""
 
-    source: int
-    """Which publisher."""
-    publisher: str
-    """Its name."""
-    place: int
-    """In its layout."""
-    dtype: str
-    """As published, or after ``conversion``."""
+    source: int  # which publisher
+    publisher: str  # its name
+    place: int  # in its layout
+    dtype: str  # as published, or after ``conversion``
     global_shape: tuple[int, ...]
     box: Box
     conversion: str | None = None
@@ -190,12 +186,9 @@ class Held(NamedTuple):
 class Wanted(NamedTuple):
     """A box of a published tensor that goes to a region of one of the model's tensors."""
 
-    target: str
-    """Name of the model's tensor."""
-    shape: tuple[int, ...]
-    """Of the model's tensor."""
-    begin: tuple[int, ...]
-    """Where the region begins in it."""
+    target: str  # name of the model's tensor
+    shape: tuple[int, ...]  # of the model's tensor
+    begin: tuple[int, ...]  # where the region begins in it
     dtype: str
     global_shape: tuple[int, ...]
     box: Box
@@ -205,15 +198,11 @@ class Transfer(NamedTuple):
     """One region of a published tensor that goes to a region of one of the model's."""
 
     place: Place
-    region: Region
-    """Of the published tensor, after its conversion."""
-    offset: int
-    """Where the region begins in the memory of a snapshot (bytes)."""
+    region: Region  # of the published tensor, after its conversion
+    offset: int  # where the region begins in the memory of a snapshot (bytes)
     nbytes: int
-    target: str
-    """Name of the model's tensor."""
-    begin: tuple[int, ...] | None
-    """Where in the model's tensor; None: the region fills all of it."""
+    target: str  # name of the model's tensor
+    begin: tuple[int, ...] | None  # where in the model's tensor; None: the region fills all of it
 
 
 class KnownLayout:
@@ -239,8 +228,7 @@ class Options(NamedTuple):
     mapping: Mapping[str, tuple[str, ...]]
     convert: Convert
     strict: bool
-    only: tuple[str, ...] = ()
-    """Globs; none for all."""
+    only: tuple[str, ...] = ()  # globs; none for all
 
     @staticmethod
     def of(
@@ -262,8 +250,7 @@ class Request(NamedTuple):
     store: str
     targets: Mapping[str, Shard]
     options: Options
-    publishers: Sequence[str]
-    """Their names."""
+    publishers: Sequence[str]  # their names
     elsewhere: frozenset[str] = frozenset()
     """Published names of what goes to tensors of the model that ``options.only`` does not select."""
 

@@ -43,12 +43,10 @@ class Transfer:
         self._options, self._buffers, self._specs = options, buffers, specs
         self._settling = threading.Lock()
         self.wanted = True
-        self.handle: Callable[[], object] = lambda: None
-        """Returns None once no handle refers to this."""
+        self.handle: Callable[[], object] = lambda: None  # returns None once no handle refers to this
         self.outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
         self.outcome.set_running_or_notify_cancel()  # a cancelled coroutine does not cancel it
-        self.brought = False
-        """Whether the buffers have the version; False if the model has it already."""
+        self.brought = False  # whether the buffers have the version; False if the model has it already
 
     def run(self) -> None:
         """Pull, and settle ``outcome``."""

@@ -84,8 +84,7 @@ class Layout(NamedTuple):
     number: int
     names: tuple[str, ...]
     specs: tuple[TensorSpec, ...]
-    places: tuple[PlaceInWhole | None, ...]
-    """Of shards, in their global tensors."""
+    places: tuple[PlaceInWhole | None, ...]  # of shards, in their global tensors
 
     @property
     def rows(self) -> list[Row]:
@@ -319,8 +318,7 @@ class PublishedWeights(Readable, VersionWaits):
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
         self._versions: OrderedDict[int, tuple[Layout, Snapshot]] = OrderedDict()
-        self._last = 0
-        """The highest number that was published, which is there no longer if it was retired."""
+        self._last = 0  # the highest number that was published, which is there no longer if it was retired
 
     # --- publishing ----------------------------------------------------------------------------------------------
 

@@ -49,27 +49,22 @@ class Committed(NamedTuple):
     """A version that all publishers have."""
 
     version: int
-    instances: tuple[int, ...]
-    """Of each publisher's shards: a restarted publisher has lost them."""
+    instances: tuple[int, ...]  # of each publisher's shards: a restarted publisher has lost them
 
 
 class Publisher(NamedTuple):
     """One process that publishes."""
 
-    number: int
-    """In the list of publishers."""
-    process: str
-    """The token of the process."""
-    instance: int
-    """Of its shards."""
+    number: int  # in the list of publishers
+    process: str  # the token of the process
+    instance: int  # of its shards
 
 
 class _Staged(NamedTuple):
     """A version that some publishers have."""
 
     carried: Carried
-    instances: dict[int, int]
-    """By publisher: the instance of its shards."""
+    instances: dict[int, int]  # by publisher: the instance of its shards
 
 
 def shards_name(store: str, instance: int | None) -> str:

@@ -32,12 +32,9 @@ IN_TURN, WORTH_A_TURN = {"cuda"}, 256 << 20
 class Tie(NamedTuple):
     """Two published tensors that go into one tensor of a model, whose elements therefore have to be equal."""
 
-    places: tuple[int, int]
-    """In the publisher's layout."""
-    names: tuple[str, str]
-    """In the model."""
-    parts: Sequence[str]
-    """What the first name is made of, by published names."""
+    places: tuple[int, int]  # in the publisher's layout
+    names: tuple[str, str]  # in the model
+    parts: Sequence[str]  # what the first name is made of, by published names
 
 
 class Selection:
@@ -131,8 +128,7 @@ class SourcePlan:
         """``number``: of the source in the plan. ``ties``: between its tensors."""
         self.number, self.layout, self.transfers, self.ties = number, layout, transfers, ties
         self.nbytes = sum(transfer.nbytes for transfer in transfers)
-        self.pieces: dict[str | None, list[Transfer]] = {}
-        """By conversion; see ``Snapshot.pieces``."""
+        self.pieces: dict[str | None, list[Transfer]] = {}  # by conversion; see ``Snapshot.pieces``
         for transfer in transfers:
             self.pieces.setdefault(transfer.place[1], []).append(transfer)
         self.names = [list(dict.fromkeys(transfer.target for transfer in its)) for its in self.pieces.values()]
@@ -220,14 +216,11 @@ def _writable_device_type(tensors: Sequence[torch.Tensor]) -> str | None:
 class PullPlan(NamedTuple):
     """What pulls of a model bring, as long as its tensors and the layouts stay the same."""
 
-    asked: Any
-    """What the model wants; see ``signature_of``."""
+    asked: Any  # what the model wants; see ``signature_of``
     options: Options
-    near: tuple[int, ...]
-    """How far each source is."""
+    near: tuple[int, ...]  # how far each source is
     sources: list[SourcePlan]
-    model: KnownModel | None = None
-    """The model that pulled last with this plan."""
+    model: KnownModel | None = None  # the model that pulled last with this plan
 
     @property
     def names(self) -> set[str]:

@@ -21,10 +21,8 @@ _REMEMBERED = 256
 class Advice(NamedTuple):
     """What a reader is to do."""
 
-    source: int | None
-    """The rank of the member to pull from; None: the home."""
-    leads: bool
-    """It feeds others."""
+    source: int | None  # the rank of the member to pull from; None: the home
+    leads: bool  # it feeds others
 
 
 class RelayPlan:

@@ -92,8 +92,7 @@ class VersionMemory:
             ]
         self.pieces = list(pieces.values())
         self.nbytes = sum(sizes.values())
-        self.unused_since = 0.0
-        """While it is spare (``time.monotonic``)."""
+        self.unused_since = 0.0  # while it is spare (``time.monotonic``)
         self.changed: list[int | None] = [None] * len(specs)
         """For each tensor, the version in which the content that is here was new."""
         self.own_reads: list[Callable[[], None]] = []
@@ -165,8 +164,7 @@ class Snapshot:
         self._pool = pool
         self._converting = threading.Lock()
         self.converted: dict[str, VersionMemory] = {}
-        self.asked: dict[tuple[int, str | None], None] = {}
-        """What readers had converted."""
+        self.asked: dict[tuple[int, str | None], None] = {}  # what readers had converted
         self._handoffs = [handoff_streams(memory.pieces)]
 
     def make_current(self) -> None:

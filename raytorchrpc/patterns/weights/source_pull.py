@@ -56,10 +56,8 @@ class SourcePull:
         """
         self._store, self._requests, self._local = store, requests, requests.local
         self.layout, self.planned, self._to_prepare = layout, planned, to_prepare
-        self.lease: VersionLease | None = None
-        """As soon as the home has answered. It has to be released."""
-        self.has_arrived = False
-        """Whether the answer to the request for the lease has brought the tensors."""
+        self.lease: VersionLease | None = None  # as soon as the home has answered. It has to be released
+        self.has_arrived = False  # whether the answer to the request for the lease has brought the tensors
         self.home, self._address = store.home, store._address
         self._is_home = store._is_home(self._local)
         self._is_expected = self._had_turn = self._is_abandoned = False
