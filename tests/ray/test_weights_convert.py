@@ -81,7 +81,7 @@ def test_half_the_bytes_cross_and_the_publisher_converts_once(actors: dict[str, 
         return came_from()["learner"] - before
 
     def conversions() -> int:
-        snapshot = next(reversed(store._object(process_member())._versions.values()))[1]
+        snapshot = next(reversed(store._object(process_member())._versions.values()))
         return len(snapshot.converted)
 
     for version in (1, 2):

@@ -24,7 +24,7 @@ from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.published import Readable, Waits, lease_end
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.relays import Advice
-from raytorchrpc.patterns.weights.snapshots import Snapshot, SnapshotPool, TensorSpec, VersionMemory
+from raytorchrpc.patterns.weights.snapshots import Layout, Snapshot, SnapshotPool, TensorSpec, VersionMemory
 from raytorchrpc.tensors.cuda_streams import nothing, own_streams
 
 #: The address of the object that serves tensors: a store's, or that of a member's relayed weights.
@@ -117,7 +117,8 @@ class Feed(Snapshot):
         ``pieces``: in the order in which they will come.
         """
         self.is_lasting = memory is not None
-        super().__init__(version, specs, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
+        layout = Layout(0, (), tuple(specs), ())
+        super().__init__(version, layout, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
         self._local, self._pieces = local, pieces
         self._changing = threading.Lock()
         self._here: list[Callable[[], AbstractContextManager[None]]] = []

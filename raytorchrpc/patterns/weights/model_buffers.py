@@ -25,8 +25,8 @@ from raytorchrpc.patterns.weights.model_tensors import (
     shards_of,
     ties_of,
 )
-from raytorchrpc.patterns.weights.plan import Options, PlaceInWhole
-from raytorchrpc.patterns.weights.shards import Shard
+from raytorchrpc.patterns.weights.plan import Options
+from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams, nothing
 from raytorchrpc.tensors.dtypes import unrecorded

@@ -25,7 +25,7 @@ from raytorchrpc.patterns.weights.conversions import (
     converts_blocks,
     scales_of,
 )
-from raytorchrpc.patterns.weights.shards import Box, Region, Shard, region_of
+from raytorchrpc.patterns.weights.shards import Box, Region, Row, Shard, region_of
 from raytorchrpc.patterns.weights.snapshots import Place, TensorSpec, converted_specs, lay_out
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -161,11 +161,6 @@ def renames(mapping: Renamed | None) -> dict[str, tuple[str, ...]]:
         found[name] = listed
     return found
 
-
-#: Of a shard: (shape of the global tensor, offset in it).
-PlaceInWhole = tuple[tuple[int, ...], tuple[int, ...]]
-#: A tensor in a message: name, dtype's name, shape, and for a shard its place.
-Row = tuple[str, str, tuple[int, ...], PlaceInWhole | None]
 
 _CPU = torch.device("cpu")
 

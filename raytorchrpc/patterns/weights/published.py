@@ -24,9 +24,10 @@ from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.model_tensors import ties_of
-from raytorchrpc.patterns.weights.plan import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.relays import RelayPlan
+from raytorchrpc.patterns.weights.shards import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.snapshots import (
+    Layout,
     Places,
     Snapshot,
     SnapshotPool,
@@ -76,20 +77,6 @@ class VersionLease(NamedTuple):
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
     ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
-
-
-class Layout(NamedTuple):
-    """The tensors that a version has."""
-
-    number: int
-    names: tuple[str, ...]
-    specs: tuple[TensorSpec, ...]
-    places: tuple[PlaceInWhole | None, ...]  # of shards, in their global tensors
-
-    @property
-    def rows(self) -> list[Row]:
-        rows = zip(self.names, self.specs, self.places, strict=True)
-        return [(name, DTYPE_NAMES[spec.dtype], spec.shape, place) for name, spec, place in rows]
 
 
 class Waits(Generic[K]):
@@ -172,7 +159,7 @@ class VersionWaits:
 def complete(
     tensors: Mapping[str, torch.Tensor],
     places: Mapping[str, PlaceInWhole],
-    before: tuple[Layout, Snapshot] | None,
+    before: Snapshot | None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, PlaceInWhole], frozenset[int]]:
     """Add to some tensors those of the version before. Raises ConfigurationError.
 
@@ -180,7 +167,7 @@ def complete(
     """
     if before is None:
         raise ConfigurationError("only= takes the other tensors from the version before: publish all of them first")
-    layout, snapshot = before
+    layout = before.layout
     known = {name: place for place, name in enumerate(layout.names)}
     for name, tensor in tensors.items():
         if name not in known:
@@ -193,7 +180,7 @@ def complete(
                 f"{name!r} is {_shown(*now)}, and {_shown(*then)} in the version before: publish all tensors, without "
                 f"only="
             )
-    held = dict(zip(layout.names, snapshot.memory.tensors, strict=True))
+    held = dict(zip(layout.names, before.memory.tensors, strict=True))
     carried = frozenset(place for place, name in enumerate(layout.names) if name not in tensors)
     shards = {name: place for name, place in zip(layout.names, layout.places, strict=True) if place is not None}
     return {**held, **tensors}, shards, carried
@@ -317,7 +304,7 @@ class PublishedWeights(Readable, VersionWaits):
         self.relays = RelayPlan()
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
-        self._versions: OrderedDict[int, tuple[Layout, Snapshot]] = OrderedDict()
+        self._versions: OrderedDict[int, Snapshot] = OrderedDict()
         self._last = 0  # the highest number that was published, which is there no longer if it was retired
 
     # --- publishing ----------------------------------------------------------------------------------------------
@@ -354,26 +341,27 @@ class PublishedWeights(Readable, VersionWaits):
                 tensors, places, carried = complete(tensors, places or {}, before)
                 self._partial = True
             layout = self._layout_of(tensors, places or {})
-            sources = list(tensors.values())
-            changed = self._changed(layout, sources, version, before, carried)
+            before = before if before is not None and before.layout is layout else None
+            sources, ties = list(tensors.values()), ties_of(dict(enumerate(tensors.values())))
+            changed = self._changed(sources, version, before, carried)
             memory = self.pool.memory(layout.specs)
             self._write(memory, sources, changed)
-            deltas = self._deltas(memory, changed, version, before)
-            if before is not None and (carried or deltas):
-                before[1].note_own_reads()
-            ties = ties_of(dict(enumerate(sources)))
-            ties += [tie for tie in before[1].ties if carried.issuperset(tie)] if before is not None else []
-            snapshot = Snapshot(version, layout.specs, memory, changed, self.pool, deltas, ties)
+            deltas = None if before is None else self._deltas(memory, changed, version, before)
+            if before is not None:
+                ties += [tie for tie in before.ties if carried.issuperset(tie)]
+                if carried or deltas:
+                    before.note_own_reads()
+            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas, ties)
             with self._lock:
                 self._check_open()
-                self._versions[version], self._last = (layout, snapshot), version
+                self._versions[version], self._last = snapshot, version
                 surplus = 0 if staged else len(self._versions) - self._keep
-                old = [self._versions.popitem(last=False)[1][1] for _ in range(surplus)]
+                old = [self._versions.popitem(last=False)[1] for _ in range(surplus)]
                 due = self._waits.take(lambda wanted: wanted <= version)
             for each in old:
                 self.pool.retire(each)
-            if before is not None and before[0] is layout:
-                convert_ahead(snapshot, before[1], self.pool)
+            if before is not None:
+                convert_ahead(snapshot, before, self.pool)
         for reply in due:
             reply.settle(version)
         return version
@@ -400,45 +388,35 @@ class PublishedWeights(Readable, VersionWaits):
         return known
 
     def _changed(
-        self,
-        layout: Layout,
-        sources: Sequence[torch.Tensor],
-        version: int,
-        before: tuple[Layout, Snapshot] | None,
-        carried: frozenset[int],
+        self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None, carried: frozenset[int]
     ) -> list[int]:
-        """Return, for each tensor, the version that its content was new in. ``carried``: are of the version before.
+        """For each tensor, the version that its content was new in. ``carried``: are of the version before.
 
         Compares every bit with the version before: torch counts no writes through ``.data``, numpy or another process.
         """
-        if before is None or before[0] is not layout or not (self._track or carried):
+        if before is None or not (self._track or carried):
             return [version] * len(sources)
-        snapshot = before[1]
-        snapshot.make_current()
+        before.make_current()
         compared = [place for place in range(len(sources)) if place not in carried] if self._track else []
-        held = snapshot.memory.tensors
+        held = before.memory.tensors
         equal = equal_bits([sources[place] for place in compared], [held[place] for place in compared])
         same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
-        return [old if place in same else version for place, old in enumerate(snapshot.changed)]
+        return [old if place in same else version for place, old in enumerate(before.changed)]
 
-    def _deltas(
-        self, memory: VersionMemory, changed: Sequence[int], version: int, before: tuple[Layout, Snapshot] | None
-    ) -> Deltas | None:
+    def _deltas(self, memory: VersionMemory, changed: Sequence[int], version: int, before: Snapshot) -> Deltas | None:
         """Find what has changed within tensors since the version before.
 
         Not if all members read the memory in place: of 256 MB of bfloat16 of which 1 % had changed, a core copied all
         in 23 ms, wrote the changed elements in 11 ms to 20 ms, and took 190 ms to find them. Between two H200, copies
         of 67 MB took 1.8 ms, and deltas 5.6 ms.
         """
-        if before is None or before[0] is not self._layout or before[1].memory is memory or not self._track:
+        if before.memory is memory or not self._track:
             return None
-        held, tensors = before[1].memory.tensors, memory.tensors
+        held, tensors = before.memory.tensors, memory.tensors
         places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
         if not places or (self._is_readable(memory.whole) and not self._has_far_members()):
             return None
-        return find_deltas(
-            before[1].version, places, [tensors[place] for place in places], [held[place] for place in places]
-        )
+        return find_deltas(before.version, places, *([its[place] for place in places] for its in (tensors, held)))
 
     def _is_readable(self, whole: torch.Tensor | None) -> bool:
         """Whether members of this host can copy from this memory; None: it is not one piece."""
@@ -460,7 +438,7 @@ class PublishedWeights(Readable, VersionWaits):
 
     def _newest(self) -> int:
         """The newest version; 0 before the first."""
-        return next(reversed(self._versions)) if self._versions else 0
+        return next(reversed(self._versions), 0)
 
     def lease(
         self, rank: int, version: int | None, since: int | None, layout: int, seconds: float | None
@@ -484,18 +462,18 @@ class PublishedWeights(Readable, VersionWaits):
             if found is None:
                 kept = ", ".join(map(str, self._versions))
                 raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
-            its_layout, snapshot = found
+            its_layout = found.layout
             if chosen == since:
                 return VersionLease(chosen, 0, its_layout.number, None, None)
-            number = self.pool.lease(snapshot, rank, lease_end(seconds))
+            number = self.pool.lease(found, rank, lease_end(seconds))
         changed = deltas = None
         knows_changes = self._track or self._partial
         if knows_changes and since is not None and since < chosen and its_layout is self._layout:
-            changed = [place for place, new in enumerate(snapshot.changed) if new > since]
-            if snapshot.deltas is not None and snapshot.deltas.base == since:
-                deltas = snapshot.deltas.counts()
+            changed = [place for place, new in enumerate(found.changed) if new > since]
+            if found.deltas is not None and found.deltas.base == since:
+                deltas = found.deltas.counts()
         rows = None if its_layout.number == layout else its_layout.rows
-        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas, ties=snapshot.ties)
+        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas, ties=found.ties)
 
     def serve_lease(
         self,

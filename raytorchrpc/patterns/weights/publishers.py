@@ -24,8 +24,8 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
-from raytorchrpc.patterns.weights.plan import PlaceInWhole
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits, Waits
+from raytorchrpc.patterns.weights.shards import PlaceInWhole
 
 #: The shards of one publisher.
 SHARDS = "weight shards"
@@ -418,7 +418,7 @@ class PublishedShards(PublishedWeights):
     def retire(self, versions: Iterable[int]) -> None:
         """Retire these versions, those of them that are here."""
         with self._lock:
-            old = [self._versions.pop(number)[1] for number in versions if number in self._versions]
+            old = [self._versions.pop(number) for number in versions if number in self._versions]
         for snapshot in old:
             self.pool.retire(snapshot)
 

@@ -16,13 +16,12 @@ from raytorchrpc.patterns.weights.plan import (
     KnownLayout,
     Options,
     Request,
-    Row,
     Transfer,
     check_fits,
     plan,
     tied_mismatch,
 )
-from raytorchrpc.patterns.weights.shards import Region
+from raytorchrpc.patterns.weights.shards import Region, Row
 from raytorchrpc.patterns.weights.snapshots import Place
 
 #: Devices between which readers of one host feed one another, and the least bytes of a pull for which they do.

@@ -11,6 +11,11 @@ import torch
 
 from raytorchrpc.tensors.dtypes import OutOfBounds, within
 
+#: Of a shard: (shape of the global tensor, offset in it).
+PlaceInWhole = tuple[tuple[int, ...], tuple[int, ...]]
+#: A tensor in a message: name, dtype's name, shape, and for a shard its place.
+Row = tuple[str, str, tuple[int, ...], PlaceInWhole | None]
+
 
 class Box(NamedTuple):
     """Indices of a global tensor: ``shape`` elements from ``offset`` on, in each dimension."""

@@ -21,11 +21,11 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
-from raytorchrpc.patterns.weights.shards import Region, cut
+from raytorchrpc.patterns.weights.shards import PlaceInWhole, Region, Row, cut
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
-from raytorchrpc.tensors.dtypes import DTYPES, as_copyable, unrecorded, view_at
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, unrecorded, view_at
 
 _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
@@ -51,6 +51,20 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: torch.device
+
+
+class Layout(NamedTuple):
+    """The tensors that a version has."""
+
+    number: int
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    places: tuple[PlaceInWhole | None, ...]
+
+    @property
+    def rows(self) -> list[Row]:
+        rows = zip(self.names, self.specs, self.places, strict=True)
+        return [(name, DTYPE_NAMES[spec.dtype], spec.shape, place) for name, spec, place in rows]
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> tuple[list[int], dict[torch.device, int]]:
@@ -143,7 +157,7 @@ class Snapshot:
     def __init__(
         self,
         version: int,
-        specs: Sequence[TensorSpec],
+        layout: Layout,
         memory: VersionMemory,
         changed: Sequence[int],
         pool: SnapshotPool,
@@ -156,7 +170,7 @@ class Snapshot:
             changed: for each tensor, the version that it was new in.
             ties: places of tensors that were one when they were published; see ``ties_of``.
         """
-        self.version, self.specs, self.memory, self.changed = version, specs, memory, changed
+        self.version, self.layout, self.memory, self.changed = version, layout, memory, changed
         self.deltas, self.ties = deltas, ties
         self._equal: dict[tuple[int, int], bool] = {}
         self.readers = 0
@@ -270,7 +284,7 @@ class Snapshot:
     def _converted(self, name: str) -> VersionMemory:
         memory = self.converted.get(name)
         if memory is None:
-            memory = self.converted[name] = self._pool.memory(self.specs, name)
+            memory = self.converted[name] = self._pool.memory(self.layout.specs, name)
         return memory
 
 
@@ -387,7 +401,7 @@ class SnapshotPool:
     def _reuse(self, snapshot: Snapshot) -> None:
         if snapshot.retired and not snapshot.readers:
             for name, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
-                spare = self._spare.get((tuple(snapshot.specs), name))
+                spare = self._spare.get((snapshot.layout.specs, name))
                 if spare is not None:
                     memory.unused_since = time.monotonic()
                     spare.append(memory)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, overload
-
-import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.client.future import Future
@@ -49,48 +47,31 @@ def checked_version(name: str, value: Any) -> int | None:
         raise ConfigurationError(f"{name}= has to be the number of a version, not {value!r}") from None
 
 
-class Publishing:
-    """What ``publishing`` yields: set the version."""
-
-    version = 0
-
-
 @contextmanager
-def pulling(local: LocalMember, store: StoreKey) -> Iterator[PullCounter]:
-    """One pull. The caller sets the counter's ``version`` to what the pull returns."""
-    tracer = local.tracer
-    began = 0.0 if tracer is None else time.monotonic()
-    pull, error = local.weights.begin_pull(store), None
+def _spanning(local: LocalMember, kind: str, store: StoreKey) -> Iterator[dict[str, Any]]:
+    """Record a pull or a publish as a span of a trace. The caller fills in what is told of it."""
+    began, about, error = time.monotonic(), {"version": 0, "bytes": 0, "home": store[1]}, None
     try:
-        yield pull
+        yield about
     except BaseException as raised:
         error = type(raised).__name__  # the error itself would hold this frame, which would hold it
         raise
     finally:
-        local.weights.end_pull(pull, error is not None)
-        if tracer is not None:
-            size = pull.in_vain + pull.brought
-            about = {"version": pull.version, "bytes": size, "home": store[1]}
-            tracer.span("pull", f"pull {store[0]}", began, about, error)
+        if local.tracer is not None:
+            local.tracer.span(kind, f"{kind} {store[0]}", began, about, error)
 
 
 @contextmanager
-def publishing(local: LocalMember, store: StoreKey, tensors: Mapping[str, torch.Tensor]) -> Iterator[Publishing]:
-    """One publishing of these tensors. The caller sets ``version``."""
-    tracer = local.tracer
-    began = 0.0 if tracer is None else time.monotonic()
-    publish, error = Publishing(), None
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    try:
-        yield publish
-        local.weights.published(store, publish.version, size)
-    except BaseException as raised:
-        error = type(raised).__name__
-        raise
-    finally:
-        if tracer is not None:
-            about = {"version": publish.version, "bytes": size, "home": store[1]}
-            tracer.span("publish", f"publish {store[0]}", began, about, error)
+def pulling(local: LocalMember, store: StoreKey) -> Iterator[PullCounter]:
+    """Count one pull. The caller sets the counter's ``version`` to what the pull returns."""
+    pull, has_failed = local.weights.begin_pull(store), True
+    with _spanning(local, "pull", store) as about:
+        try:
+            yield pull
+            has_failed = False
+        finally:
+            local.weights.end_pull(pull, has_failed)
+            about.update(version=pull.version, bytes=pull.in_vain + pull.brought)
 
 
 #: How often a request is sent again that waits for a member to come back: until its deadline.
@@ -202,15 +183,17 @@ class WeightStore(Handle):
                 f"{next(iter(places))!r} of the weights for {self._name!r} is a shard: name all members that have "
                 f"shards, as in WeightStore({self._name!r}, publishers=[...])"
             )
-        with publishing(local, self._key, tensors) as published:
+        with _spanning(local, "publish", self._key) as about:
+            about["bytes"] = size = sum(tensor.nbytes for tensor in tensors.values())
             if self._publishers is not None:
                 instead = "`await asyncio.to_thread(store.publish, model)`"
                 refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
                 steps = stage(self, self.publishers, tensors, places, version, timeout, globs)
-                published.version = run(steps)
+                about["version"] = newest = run(steps)
             else:
-                published.version = self._at_home(local).publish(tensors, version, partial=bool(globs))
-        return published.version
+                about["version"] = newest = self._at_home(local).publish(tensors, version, partial=bool(globs))
+            local.weights.published(self._key, newest, size)
+        return newest
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:
         """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.
@@ -230,7 +213,7 @@ class WeightStore(Handle):
             raise NotFound(f"nothing has been published to {self.kind} {self._name!r} yet")
         try:
             snapshot = weights.pool.leased(lease.lease)
-            carry(lease.version, snapshot.tensors([(place, None) for place in range(len(snapshot.specs))]))
+            carry(lease.version, snapshot.tensors([(place, None) for place in range(len(snapshot.layout.specs))]))
         finally:
             weights.pool.release(lease.lease)
         return lease.version

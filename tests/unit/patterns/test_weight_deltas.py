@@ -338,7 +338,7 @@ def test_a_delta_ends_with_its_version(members: Members) -> None:
     for step in range(3):
         publish(members, {"w": changed(tensor, seed=step)})
         versions = members.members["home"].services.find("weight store", "w", None, "home")._versions
-        (_, snapshot) = next(iter(versions.values()))
+        snapshot = next(iter(versions.values()))
         kept.append(snapshot.deltas and weakref.ref(snapshot.deltas.by_place[0].bits))
         del snapshot, versions
     gc.collect()
@@ -355,7 +355,7 @@ def test_where_all_members_read_in_place_nothing_is_searched(members: Members, m
     for step in range(2):
         publish(members, {"w": changed(tensor, seed=step)})
     versions = local.services.find("weight store", "w", None, "home")._versions
-    assert versions[2][1].deltas is None
+    assert versions[2].deltas is None
 
 
 def test_a_prefetch_into_buffers_of_the_version_before_brings_a_delta(members: Members) -> None:

@@ -265,7 +265,7 @@ def test_the_memory_of_shards_ends_with_the_process_of_the_first_publisher(membe
     publish(members, 1, 1.0)
     publish(members, 2, 1.0)
     (mine,) = shards(members, "b")
-    memory = weakref.ref(next(iter(mine._versions.values()))[1].memory)
+    memory = weakref.ref(next(iter(mine._versions.values())).memory)
     mine.keep_only(1, members.members["b"].peers.route("a").token)
     assert memory() is not None, "it was only away"
     mine.keep_only(1, "a again")
@@ -289,7 +289,7 @@ def test_memory_of_another_layout_is_freed(members: Members) -> None:
         mine = rtr.WeightStore("w")
         mine.publish({"matrix": torch.zeros(1000)})
         weights: Any = mine._object(members.members["a"])
-        memory = weakref.ref(next(iter(weights._versions.values()))[1].memory)
+        memory = weakref.ref(next(iter(weights._versions.values())).memory)
         mine.publish({"matrix": torch.zeros(2000)})
     gc.collect()
     assert memory() is None

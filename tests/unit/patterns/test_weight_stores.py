@@ -33,7 +33,7 @@ def publish(members: Members, value: float, keep: int = 1) -> int:
 def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
     publish(members, 1.0)
     services = members.members["home"].services
-    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._versions.values()))[1].memory)
+    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._versions.values())).memory)
     del services
     with members.acting("a"):
         rtr.WeightStore.find("w").pull(model(0.0))
