@@ -84,7 +84,7 @@ def held() -> Held:
         threads=len(os.listdir("/proc/self/task")),
         python_threads=tuple(sorted(thread.name for thread in threading.enumerate())),
         in_flight=in_flight(),
-        kept=member.replies.kept(),
+        kept=member.incoming.callee.replies.kept(),
         deadlines=len(member.deadlines._heap),
         objects=sum(by_class.values()) - by_class[_MAPPED],
         mapped=by_class[_MAPPED],
@@ -114,7 +114,11 @@ def settle(seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        left = {"in flight": in_flight(), "kept": process_member().replies.kept(), "arena": _arena_used()}
+        left = {
+            "in flight": in_flight(),
+            "kept": process_member().incoming.callee.replies.kept(),
+            "arena": _arena_used(),
+        }
         if not any(left.values()):
             return ""
         if time.monotonic() > deadline:

@@ -221,9 +221,9 @@ class Running:
         """When a member has done some more, or at once if the fault has a time of its own."""
         if not one.fault.absent:
             with self._changed:
-                observer, least = self.draw.choice(self.scenario.names), self.draw.randrange(1, 12)
+                observer, least = self.draw.choice(self.scenario.names), self.draw.randrange(1, 8)
             remote = self.remotes[observer]
-            self.answered(remote.ask("more", least=least, seconds=1.0), f"{observer} goes on", remote)
+            self.answered(remote.ask("more", least=least, seconds=0.5), f"{observer} goes on", remote)
         self._strike(one, number, healing)
 
     def _strike(self, one: Struck, number: int, healing: ExitStack) -> None:
