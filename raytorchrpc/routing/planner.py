@@ -21,6 +21,7 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.registry import TRAFFIC, TRAFFIC_TEXT, Lane, Traffic
 from raytorchrpc.lanes.rules import Pair, Verdict
 from raytorchrpc.lanes.torchrpc import backends
+from raytorchrpc.lanes.torchrpc.backends import AgentPlan
 from raytorchrpc.routing.routes import LaneChoice, PairRoute, Rejection, RoutePlan
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -52,6 +53,8 @@ def plan(
     as_before = {
         name for name in members if before.get(name) is endpoints[name] and decided.agents.get(name) == agents[name]
     }
+    kinds = _kinds(members, agents)
+    found: dict[tuple[int, int], _Verdicts] = {}
     shared: dict[_Verdicts, _Verdicts] = {}  # many pairs get the same ones, which keeps a plan small
     sharing = {each.lane.name for each in lanes if each.lane.shares_memory}
     routes: dict[tuple[str, str], PairRoute] = {}
@@ -61,9 +64,13 @@ def plan(
             if a in as_before and b in as_before and (route := decided.routes.get((a, b))) is not None:
                 routes[a, b] = route
                 continue
-            ends = members[a], members[b], agents[a], agents[b]
-            verdicts = _judge(Pair(*ends, config.lanes or (), config.always_tcp, config.tls), lanes)
-            verdicts = shared.setdefault(verdicts, verdicts)
+            verdicts = found.get((kinds[a], kinds[b]))
+            if verdicts is None:
+                ends = members[a], members[b], agents[a], agents[b]
+                verdicts = _judge(Pair(*ends, config.lanes or (), config.always_tcp, config.tls), lanes)
+                verdicts = shared.setdefault(verdicts, verdicts)
+                if not any(name in no.reason for no in verdicts[1] for name in (a, b)):
+                    found[kinds[a], kinds[b]] = verdicts
             first = next((choice.lane for choice in verdicts[0] if choice.traffic == "cuda"), None)
             same = _same_gpus(members[a], members[b]) if first in sharing else ()
             routes[a, b] = PairRoute(a, b, *verdicts, same)
@@ -87,6 +94,15 @@ def _last_resorts(routes: Mapping[tuple[str, str], PairRoute], lanes: Sequence[_
 
 
 _Verdicts = tuple[tuple[LaneChoice, ...], tuple[Rejection, ...]]
+#: Fields of an endpoint that no lane's rule reads, with a value that stands for all.
+_OWN = {"name": "", "pid": 0, "shm_free_bytes": 0}
+
+
+def _kinds(members: Mapping[str, Endpoint], agents: Mapping[str, AgentPlan]) -> dict[str, int]:
+    """By member, a number that members with equal evidence share: what holds for a pair holds for all of its kinds."""
+    numbers: dict[tuple[str, AgentPlan], int] = {}
+    evidence = {name: (repr(endpoint.changed(_OWN)), agents[name]) for name, endpoint in members.items()}
+    return {name: numbers.setdefault(each, len(numbers)) for name, each in evidence.items()}
 
 
 def _judge(pair: Pair, lanes: Sequence[_Candidate]) -> _Verdicts:
