@@ -32,16 +32,20 @@ def runs_tasks() -> bool:
     return bool(_worker().mode == WORKER_MODE)
 
 
-def current_session() -> tuple[str, ...]:
-    """Identifies this process's connection to Ray; empty if there is none. A job id alone would repeat in the next
-    cluster that a process starts.
+def session_check() -> Callable[[], bool]:
+    """Returns a function that says whether this process is still connected to Ray as it is now. A job id alone would
+    repeat in the next cluster that a process starts.
     """
     import ray
 
-    if not ray.is_initialized():
-        return ()
-    context = ray.get_runtime_context()
-    return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
+    def session() -> tuple[str, ...]:
+        if not ray.is_initialized():
+            return ()
+        context = ray.get_runtime_context()
+        return context.get_job_id(), context.get_node_id(), context.get_actor_id() or ""
+
+    now = session()
+    return lambda: session() == now
 
 
 def actor_max_concurrency() -> int:

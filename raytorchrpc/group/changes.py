@@ -131,8 +131,8 @@ class ChangeLog:
             if number is None:
                 return self._last, []
             self._grown.wait_for(lambda: self._last > number, wait_s)
-            new = min(self._last - number, len(self._changes))
-            return self._last, list(self._changes)[len(self._changes) - new :]
+            old = max(0, len(self._changes) - (self._last - number))
+            return self._last, list(self._changes)[old:]
 
 
 class RequestedChange:

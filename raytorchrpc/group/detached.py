@@ -159,9 +159,9 @@ class DetachedHost:
 
     def __init__(self, name: str, actor: Any) -> None:
         """Raises BootstrapError if the group is still forming."""
-        self._name, self._actor, self._session = name, actor, ray_internals.current_session()
+        self._name, self._actor, self._session_lasts = name, actor, ray_internals.session_check()
         self._info: GroupInfo = _answer(self._name, actor.info.remote(), 0.0)
-        self._feed = ChangeFeed(name, self._fetch_changes, lambda: ray_internals.current_session() == self._session)
+        self._feed = ChangeFeed(name, self._fetch_changes, self._session_lasts)
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method not in _FORWARDED:
@@ -200,7 +200,7 @@ class DetachedHost:
     def end(self, timeout_s: float) -> None:
         actor = self._actor
         self._feed.stop()
-        if actor is not None and ray_internals.current_session() == self._session:
+        if actor is not None and self._session_lasts():
             try:
                 _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
             except (BootstrapError, RayError) as error:

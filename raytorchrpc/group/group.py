@@ -56,7 +56,7 @@ class Group:
         """``host``: in the process that formed the group; None for a copy."""
         self._first_info = info
         self._host = host
-        self._session = () if host is None else ray_internals.current_session()
+        self._session_lasts = ray_internals.session_check()
         if host is not None:
             own_groups.add(info.generation, Guest(host))
 
@@ -398,7 +398,6 @@ def _check_name(name: Any) -> None:
 
 def _forget_ended_sessions() -> None:
     """Drop groups of a Ray session that is over: their actors are gone."""
-    session = ray_internals.current_session()
     for group in list(_groups.values()):
-        if group._session != session:
+        if not group._session_lasts():
             group.shutdown()

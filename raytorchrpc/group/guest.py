@@ -42,7 +42,7 @@ class Guest:
     """This process as a guest of one group. Connects when it is first used. Thread-safe."""
 
     def __init__(self, host: Host) -> None:
-        self._host, self._session = host, ray_internals.current_session()
+        self._host, self._session_lasts = host, ray_internals.session_check()
         self._lock = threading.Lock()
         self._local: LocalMember | None = None
         self._lane: SocketLane | None = None
@@ -62,7 +62,7 @@ class Guest:
     @property
     def lasts(self) -> bool:
         """Whether this process is connected to the same cluster as when it fetched the group."""
-        return ray_internals.current_session() == self._session
+        return self._session_lasts()
 
     def local(self, home: Any = None) -> LocalMember:
         """What carries out this guest's operations, with a route to ``home``, if that is a member. Blocks to connect.

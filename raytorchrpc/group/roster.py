@@ -309,9 +309,13 @@ class LostMember:
     def __init__(self, cause: str) -> None:
         self.cause, self.phase = cause, Phase.SUSPECTED
         self.since = self.next_poll = self.next_dial = time.monotonic()
-        self.patience_s = _FIRST_PATIENCE_S
+        self._backoff = 1.0
+        """Doubled with each attempt to admit it that failed."""
+
+    @property
+    def patience_s(self) -> float:
         """How long the next attempt to admit it may take."""
-        self._retry_s = _FIRST_RETRY_S
+        return min(_FIRST_PATIENCE_S * self._backoff, _LONGEST_PATIENCE_S)
 
     @property
     def is_announced(self) -> bool:
@@ -321,9 +325,8 @@ class LostMember:
     def retry_later(self) -> None:
         """Put the next attempt to admit it off."""
         self.phase = Phase.ENDED  # others that return by then do not wait for it
-        self.next_poll = time.monotonic() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
-        self.patience_s = min(2 * self.patience_s, _LONGEST_PATIENCE_S)
+        self.next_poll = time.monotonic() + min(_FIRST_RETRY_S * self._backoff, _LONGEST_RETRY_S)
+        self._backoff *= 2
 
 
 @dataclass

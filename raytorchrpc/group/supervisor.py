@@ -53,7 +53,7 @@ class Supervisor:
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
         self._state = GroupState(roster, info, dict(prepared))
-        self._session, self._stopped = ray_internals.current_session(), False
+        self._session_lasts, self._stopped = ray_internals.session_check(), False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events = EventBus(roster.name)
         self._process_group_lock, self._process_groups = threading.Lock(), 0
@@ -71,7 +71,7 @@ class Supervisor:
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
-            post = (self.status, roster.generation, self._no_more_posts, self._session_lasts)
+            post = (self.status, roster.generation, self._no_more_posts, self._goes_on)
             self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
         except BaseException:
             self.stop()
@@ -190,7 +190,7 @@ class Supervisor:
         """Have all members leave; returns their names."""
         roster = self.roster
         # Calling actors of a session that has ended could start another one.
-        reachable = roster.handles if ray_internals.current_session() == self._session else roster.local
+        reachable = roster.handles if self._session_lasts() else roster.local
         asked = {name: handle for name, handle in reachable.items() if name not in but}
         try:
             ray_calls.have_leave(roster, asked, until, for_good=True)
@@ -208,7 +208,7 @@ class Supervisor:
             self._no_more_posts.set()
             self._connections.close()
             self._events.stop()
-            if ray_internals.current_session() == self._session:
+            if self._session_lasts():
                 self._restarts.post(None)
 
     def after_fork(self) -> tuple[()]:
@@ -251,7 +251,7 @@ class Supervisor:
             threads.serve(self._run_next, f"the supervisor of group {self.roster.name!r}")
         finally:
             self._drain()
-            if ray_internals.current_session() == self._session:
+            if self._session_lasts():
                 self._restarts.post(None)  # what it posted while the group ended
 
     def _run_next(self) -> bool:
@@ -268,7 +268,7 @@ class Supervisor:
         try:
             task()
         except Exception as error:
-            if not self._session_lasts():
+            if not self._goes_on():
                 self.stop()
                 return False
             if threads.is_shortage(error):
@@ -278,11 +278,11 @@ class Supervisor:
             logger.exception("group %r: a change failed", self.roster.name)
         return True
 
-    def _session_lasts(self) -> bool:
-        return not self._stopped and ray_internals.current_session() == self._session
+    def _goes_on(self) -> bool:
+        return not self._stopped and self._session_lasts()
 
     def _poll(self) -> None:
-        if not self._session_lasts():
+        if not self._goes_on():
             self.stop()
             return
         found = self._detector.poll()

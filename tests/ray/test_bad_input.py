@@ -463,20 +463,6 @@ def leave_whatever_group() -> None:
         join.leave(None, info.generation)
 
 
-class ClassLevel:
-    """An attribute that runs code when it is looked up on the class, as ORMs and registries have them."""
-
-    def __get__(self, instance: Any, cls: type) -> int:
-        todo = getattr(builtins, "at_class_look_up", None)
-        if instance is None and todo is not None:
-            todo()
-        return 1
-
-
-class HasClassLevel(Peer):
-    attribute = ClassLevel()
-
-
 class _Listed(type):
     """Lets a test hold ``prepare`` where it lists what the class offers."""
 
@@ -493,16 +479,6 @@ class SlowToList(Peer, metaclass=_Listed):
 
 def at_class_look_up(todo: Callable[[], None] | None) -> None:
     builtins.at_class_look_up = todo  # type: ignore[attr-defined]
-
-
-def fail_on_the_class() -> None:
-    raise RuntimeError("only for instances")
-
-
-def test_an_attribute_that_fails_on_the_class_does_not_keep_an_actor_out(spawn: Spawn, peers: list[Any]) -> None:
-    odd = spawn(HasClassLevel)
-    ray.get(odd.run.remote(at_class_look_up, fail_on_the_class))
-    assert_work([peers[0], odd])
 
 
 def threads_of_ours() -> list[str]:

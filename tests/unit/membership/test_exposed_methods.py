@@ -1,0 +1,35 @@
+"""Which methods of an actor its group may call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import raytorchrpc as rtr
+from raytorchrpc.membership.join import exposed_methods
+
+
+class ClassLevel:
+    """An attribute that runs code when it is looked up on the class, as ORMs and registries have them."""
+
+    def __get__(self, instance: Any, cls: type) -> int:
+        if instance is None:
+            raise RuntimeError("only for instances")
+        return 1
+
+
+class Actor:
+    attribute = ClassLevel()
+
+    @rtr.method
+    def offered(self) -> None: ...
+
+    @rtr.method(retry=2)
+    def repeated(self) -> None: ...
+
+    def own(self) -> None: ...
+
+
+def test_decorated_methods_are_exposed_and_no_code_of_the_class_runs() -> None:
+    found = exposed_methods(Actor())
+    assert {name: note.retry for name, note in found.items()} == {"offered": 0, "repeated": 2}
+    assert exposed_methods(None) == {}, "a driver exposes nothing"
