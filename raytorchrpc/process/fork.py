@@ -83,30 +83,43 @@ def _after_fork() -> None:
         _close_sockets(addresses)
 
 
+def own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the sockets of this process by descriptor, each for use until the next."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                with borrowed(int(entry)) as sock:
+                    yield int(entry), sock
+
+
+@contextlib.contextmanager
+def borrowed(fd: int) -> Iterator[socket.socket]:
+    """A socket object for a descriptor, which it does not close. Raises OSError if that is no socket."""
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
 def _close_sockets(addresses: Collection[Address]) -> None:
     """Replace every socket of ours by /dev/null, so that closing its number later is harmless."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for entry in os.listdir("/proc/self/fd"):
-        fd = int(entry)
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:") and _is_ours(fd, addresses):
-                os.dup2(nothing, fd, inheritable=False)
+    for fd, sock in own_sockets():
+        if _is_ours(sock, addresses):
+            os.dup2(nothing, fd, inheritable=False)
     os.close(nothing)
 
 
-def _is_ours(fd: int, addresses: Collection[Address]) -> bool:
-    sock = socket.socket(fileno=fd)
-    try:
-        for end in (sock.getsockname, sock.getpeername):
-            with contextlib.suppress(OSError):
-                name = end()
-                if isinstance(name, bytes) and name[1:].startswith(ABSTRACT.encode()):
-                    return True
-                if isinstance(name, tuple) and (str(name[0]).removeprefix("::ffff:"), name[1]) in addresses:
-                    return True
-        return False
-    finally:
-        sock.detach()
+def _is_ours(sock: socket.socket, addresses: Collection[Address]) -> bool:
+    for end in (sock.getsockname, sock.getpeername):
+        with contextlib.suppress(OSError):
+            name = end()
+            if isinstance(name, bytes) and name[1:].startswith(ABSTRACT.encode()):
+                return True
+            if isinstance(name, tuple) and (str(name[0]).removeprefix("::ffff:"), name[1]) in addresses:
+                return True
+    return False
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -6,13 +6,14 @@ hosts. That needs no privilege, and costs a few instructions for each packet.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator
+
+from raytorchrpc.process import fork
 
 #: A connection ends after the other host has been silent for this long (seconds), as after a power cut. Otherwise an
 #: idle connection would stay open without end, and Linux retransmits unacknowledged data for 15 minutes. A network that
@@ -53,22 +54,12 @@ def limit_unacknowledged(sock: socket.socket) -> None:
 
 def listening() -> Listeners:
     """Return the TCP sockets on which this process listens."""
-    found = {}
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError), _borrowed(fd) as sock:  # OSError: not a socket
-            of_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if of_internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found[os.fstat(fd).st_ino] = fd
-    return found
-
-
-@contextlib.contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    sock = socket.socket(fileno=fd)
-    try:
-        yield sock
-    finally:
-        sock.detach()
+    internet = (socket.AF_INET, socket.AF_INET6)
+    return {
+        os.fstat(fd).st_ino: fd
+        for fd, sock in fork.own_sockets()
+        if sock.family in internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
 
 
 def _still_open(listeners: Listeners) -> Iterator[socket.socket]:
@@ -79,7 +70,7 @@ def _still_open(listeners: Listeners) -> Iterator[socket.socket]:
                 continue  # the descriptor has been reused
         except OSError:
             continue
-        with _borrowed(fd) as sock:
+        with fork.borrowed(fd) as sock:
             yield sock
 
 

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
 from raytorchrpc.process import fork, tcp, threads
-from raytorchrpc.process.fork import Address, addresses_in
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +211,7 @@ class Fabric:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
         hosts = {host for host, _ in fork.addresses_in(self._url)}
         now = tcp.listening()
-        self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and host_of(fd) in hosts}
+        self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and _host_of(fd) in hosts}
         tcp.notice_silence(self._listeners)
         if torch_internals.autograd_id() is not None and self._agents_started == 0:
             self._agents_started = 1  # the program had its own agent before, which RRefs stay with
@@ -406,13 +405,9 @@ def check_can_open(name: str, url: str) -> None:
             raise PeerLost(name, f"there is no route to it at {host}: {error}", may_have_run=False) from error
 
 
-def host_of(fd: int) -> str:
-    """The address that a listening socket is bound to."""
-    sock = socket.socket(fileno=fd)
-    try:
-        return str(sock.getsockname()[0])
-    finally:
-        sock.detach()
+def _host_of(fd: int) -> str:
+    with fork.borrowed(fd) as listener:
+        return str(listener.getsockname()[0])
 
 
 @contextmanager
@@ -444,30 +439,22 @@ def close_connections(worker: Any, url: str, others: Collection[str]) -> None:
         url: where the peer listens.
         others: where other peers listen, to which connections stay.
     """
-    elsewhere = {address for other in others for address in addresses_in(other)}
-    if _shut(set(addresses_in(url)) - elsewhere):
+    elsewhere = {address for other in others for address in fork.addresses_in(other)}
+    if _shut(set(fork.addresses_in(url)) - elsewhere):
         with suppress(RuntimeError):
             torch_internals.invoke_async(worker, operator.not_, (True,), _FAILS_S)
 
 
-def _shut(addresses: Collection[Address]) -> bool:
+def _shut(addresses: Collection[fork.Address]) -> bool:
     """Shut all connections of this process to these addresses; whether there is any."""
     found = False
     with suppress(OSError):  # no descriptor left, even to list them
-        for entry in os.listdir("/proc/self/fd") if addresses else ():
-            with suppress(OSError):  # closed meanwhile, or no socket
-                if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                    with socket.socket(fileno=os.dup(int(entry))) as connection:
-                        if connection.family in (socket.AF_INET, socket.AF_INET6):
-                            found |= _shut_if_to(connection, addresses)
+        for _, connection in fork.own_sockets() if addresses else ():
+            with suppress(OSError):  # it is not connected
+                if connection.type == socket.SOCK_STREAM and connection.getpeername()[:2] in addresses:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    found = True
     return found
-
-
-def _shut_if_to(connection: socket.socket, addresses: Collection[Address]) -> bool:
-    if connection.getpeername()[:2] not in addresses:
-        return False
-    connection.shutdown(socket.SHUT_RDWR)
-    return True
 
 
 class RpcPickler(pickle.Pickler):
