@@ -112,17 +112,6 @@ def test_workers_gather_from_all_members(spawn: Spawn) -> None:
             assert ray.get([handle.run.remote(gather) for handle in there], timeout=60) == [names] * len(there)
 
 
-def test_a_profile_has_the_events_of_other_members(members: Members) -> None:
-    def profiled(name: str) -> tuple[set[int], set[int]]:
-        with torch.autograd.profiler_legacy.profile() as profile:  # the one that follows calls
-            rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1))
-        ids = {event.node_id for event in profile.function_events}
-        return ids, {rpc.get_worker_info().id, rpc.get_worker_info(name).id}
-
-    ids, right = members.in_a(profiled, members.names["b"])
-    assert ids == right
-
-
 def test_a_member_that_has_called_shutdown_says_so_and_works_in_the_next_group(spawn: Spawn) -> None:
     handles = {name: spawn(Stage, seed) for name, seed in (("left", 0), ("right", 1))}
 
@@ -163,42 +152,6 @@ def test_remote_objects_and_their_rrefs(members: Members) -> None:
 
 def add_through(rref: Any, amount: int) -> int:
     return int(rref.rpc_sync().add(amount))
-
-
-def test_remote_module(members: Members) -> None:
-    def check(b: str) -> None:
-        from torch.distributed.nn import RemoteModule  # only now: its import takes a second
-
-        module = RemoteModule(f"{b}/cpu", torch.nn.Linear, args=(8, 3))
-        x = torch.ones(2, 8)
-        weight, bias = (parameter.to_here() for parameter in module.remote_parameters())
-        torch.testing.assert_close(module.forward(x), torch.nn.functional.linear(x, weight, bias))
-        assert module.forward_async(x).wait().shape == (2, 3)
-
-    members.in_a(check, members.names["b"])
-
-
-def test_distributed_optimizer_trains_a_remote_module(members: Members) -> None:
-    def check(b: str) -> list[float]:
-        from torch.distributed.nn import RemoteModule
-        from torch.distributed.optim import DistributedOptimizer
-
-        torch.manual_seed(0)
-        module = RemoteModule(f"{b}/cpu", torch.nn.Linear, args=(4, 1))
-        x = torch.randn(64, 4)
-        target = x.sum(1, keepdim=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
-        losses = []
-        for _ in range(30):
-            with dist_autograd.context() as context:
-                loss = torch.nn.functional.mse_loss(module.forward(x), target)
-                dist_autograd.backward(context, [loss])
-                optimizer.step(context)
-            losses.append(float(loss.detach()))
-        return losses
-
-    losses = members.in_a(check, members.names["b"])
-    assert losses[-1] < losses[0] / 20
 
 
 def test_distributed_optimizer_on_the_actors_own_parameters(members: Members) -> None:
