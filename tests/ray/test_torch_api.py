@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +202,13 @@ def gradients(context: int, *stages: str) -> dict[str, dict[str, torch.Tensor]]:
     return {stage: rtr.rpc_sync(stage).gradients(context) for stage in stages}
 
 
+def backward(forward: Callable[[torch.Tensor], torch.Tensor], *stages: str, seed: int = 7) -> Any:
+    """The gradients at these members after a backward pass through ``forward``."""
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [forward(batch(seed)).sum()])
+        return gradients(context, *stages)
+
+
 def batch(seed: int = 7) -> torch.Tensor:
     # A generator of its own: threads draw at the same time, and torch's default one belongs to the process.
     return torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
@@ -226,15 +234,36 @@ def test_one_stage_elsewhere(members: Members, stage: str, verb: str, needs_grad
     torch.testing.assert_close(members.in_a(check), single(batch(), stage))
 
 
-def test_tensors_inside_other_objects_keep_their_history(members: Members) -> None:
-    def check() -> Any:
-        with dist_autograd.context() as context:
-            result = rtr.rpc_sync("b").forward_dict({"x": batch(), "text": "t"})
-            assert result["text"] == "t"
-            dist_autograd.backward(context, [result["y"][0].sum()])
-            return gradients(context, "b")
+#: Name -> how the result is made of the input, and the members that it passes, in order.
+FORWARDS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]]] = {
+    "inside other objects": (lambda x: rtr.rpc_sync("b").forward_dict({"x": x, "text": "t"})["y"][0], ("b",)),
+    "nested calls": (lambda x: rtr.rpc_sync("b").forward_through(x, "c"), ("b", "c")),
+    "nested calls on a loop": (lambda x: rtr.rpc_sync("async").forward_through(x, "c"), ("async", "c")),
+    "a pipeline of the caller's": (lambda x: rtr.rpc_sync("c").forward(rtr.rpc_sync("b").forward(x)), ("b", "c")),
+}
 
-    torch.testing.assert_close(members.in_a(check), single(batch(), "b"))
+
+@pytest.mark.parametrize("way", FORWARDS)
+def test_gradients_come_back_whichever_way_tensors_went(members: Members, way: str) -> None:
+    """The context follows onto the threads or the loop of a member in the middle, and from there to the next."""
+    forward, stages = FORWARDS[way]
+    torch.testing.assert_close(members.in_a(backward, forward, *stages), single(batch(), *stages))
+
+
+@pytest.mark.parametrize("stages", [("b", "c"), ("async",)], ids=["threads", "coroutines"])
+def test_contexts_of_several_callers_do_not_mix(members: Members, stages: tuple[str, ...]) -> None:
+    """Nor those of coroutines that take turns on one loop."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        first = rtr.rpc_sync(stages[0])
+        return first.forward_through(x, "c") if len(stages) > 1 else first.forward_with_another(x)
+
+    def check() -> list[Any]:
+        with ThreadPoolExecutor(2) as pool:  # the method waits for another one
+            return [*pool.map(lambda seed: backward(forward, *stages, seed=seed), range(2))]
+
+    for seed, found in enumerate(members.in_a(check)):
+        torch.testing.assert_close(found, single(batch(seed), *stages))
 
 
 def test_rows_of_a_table_elsewhere_looked_up_by_integers(members: Members) -> None:
@@ -245,69 +274,6 @@ def test_rows_of_a_table_elsewhere_looked_up_by_integers(members: Members) -> No
             return rtr.rpc_sync("b").gradients(context)["table"].sum(1)
 
     assert members.in_a(check).tolist() == [0, 8, 0, 16, 0, 0, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("middle", ["b", "async"])
-def test_two_hops_by_nested_calls(members: Members, middle: str) -> None:
-    """The context follows onto the middle member's own threads or loop, and from there to the next."""
-
-    def check() -> Any:
-        with dist_autograd.context() as context:
-            y = rtr.rpc_sync(middle).forward_through(batch(), "c")
-            dist_autograd.backward(context, [y.sum()])
-            return gradients(context, middle, "c")
-
-    torch.testing.assert_close(members.in_a(check), single(batch(), middle, "c"))
-
-
-def test_a_pipeline_driven_by_the_caller(members: Members) -> None:
-    def check() -> Any:
-        with dist_autograd.context() as context:
-            y = rtr.rpc_sync("c").forward(rtr.rpc_sync("b").forward(batch()))
-            dist_autograd.backward(context, [y.sum()])
-            return gradients(context, "b", "c")
-
-    torch.testing.assert_close(members.in_a(check), single(batch(), "b", "c"))
-
-
-def test_contexts_of_several_callers_do_not_mix(members: Members) -> None:
-    def check() -> list[Any]:
-        found: dict[int, Any] = {}
-
-        def run(seed: int) -> None:
-            with dist_autograd.context() as context:
-                dist_autograd.backward(context, [rtr.rpc_sync("b").forward_through(batch(seed), "c").sum()])
-                found[seed] = gradients(context, "b", "c")
-
-        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return [found[seed] for seed in range(4)]
-
-    for seed, found in enumerate(members.in_a(check)):
-        torch.testing.assert_close(found, single(batch(seed), "b", "c"))
-
-
-def test_coroutines_that_take_turns_on_one_loop_keep_their_own_context(members: Members) -> None:
-    def check() -> list[Any]:
-        found: dict[int, Any] = {}
-
-        def run(seed: int) -> None:
-            with dist_autograd.context() as context:
-                dist_autograd.backward(context, [rtr.rpc_sync("async").forward_with_another(batch(seed)).sum()])
-                found[seed] = gradients(context, "async")
-
-        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return [found[seed] for seed in range(2)]
-
-    for seed, found in enumerate(members.in_a(check)):
-        torch.testing.assert_close(found, single(batch(seed), "async"))
 
 
 def test_a_context_ends_with_its_call(members: Members) -> None:
