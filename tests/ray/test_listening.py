@@ -5,35 +5,26 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-import struct
-from typing import Any
+from contextlib import suppress
 
 import pytest
 import ray
 
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
-from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
 from tests.ray.scripts import Script
 
 
 def listening() -> set[tuple[str, int]]:
     """(address, port) of each TCP listener of this process."""
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue  # of this listing itself
     found = set()
-    for table, family, words in (("tcp", socket.AF_INET, 1), ("tcp6", socket.AF_INET6, 4)):
-        with open(f"/proc/self/net/{table}") as lines:
-            for _, local, _, state, *rest in (line.split() for line in list(lines)[1:]):
-                if state == "0A" and f"socket:[{rest[5]}]" in links:
-                    address, _, port = local.partition(":")
-                    numbers = [int(address[at : at + 8], 16) for at in range(0, 8 * words, 8)]
-                    found.add((socket.inet_ntop(family, struct.pack(f"={words}I", *numbers)), int(port, 16)))
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
+                found.add(sock.getsockname()[:2])
     return found
 
 
@@ -68,7 +59,11 @@ def test_a_ray_on_a_loopback_address_keeps_its_members_there(given: str) -> None
             print(*{{address for address, _ in ray.get(pair[0].run.remote(listening)) - of_ray}})
         """
     )
-    out = _run(script)
+    try:
+        code, out, err = script.run()
+    finally:
+        script.end()
+    assert code == 0, err
     node, *listeners = out.split()
     assert listeners
     if given == "127.0.0.1":
@@ -76,12 +71,3 @@ def test_a_ray_on_a_loopback_address_keeps_its_members_there(given: str) -> None
     else:
         assert node == given
         assert all(ipaddress.ip_address(address).is_loopback for address in listeners)
-
-
-def _run(script: Command) -> Any:
-    try:
-        code, out, err = script.run()
-    finally:
-        script.end()
-    assert code == 0, err
-    return out
