@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -95,7 +95,6 @@ class UsableSources:
     def __init__(self, local: LocalMember, silent: set[Source]) -> None:
         """``silent``: publishers that have not answered earlier pulls, and have not since; shared by all pulls."""
         self._local, self._silent = local, silent
-        self._silent_here: set[Source] = set()
         self._lost: dict[Source, NotFound | PeerLost] = {}
         self._version: int | None = None
         self._several = self._waits = self._leaves_out = False
@@ -116,7 +115,7 @@ class UsableSources:
                 peers.check_present(route)
             except PeerLost as error:
                 self._lost.setdefault(source, handle._home_lost(error))
-            if not self._waits and (source in self._silent_here or source in self._silent):
+            if not self._waits and source in self._silent:
                 self._leaves_out = True
                 return UNUSED
         if source in self._lost:
@@ -138,13 +137,9 @@ class UsableSources:
     def leave_out(self, pulls: Sequence[SourcePull]) -> None:
         """Do without these from now on, until they have answered. Raises Silent."""
         for pull in pulls:
-            self._leave_out(pull.source, pull)
+            self._silent.add(pull.source)
+            pull.abandon(partial(self._silent.discard, pull.source))
         raise Silent
-
-    def _leave_out(self, source: Source, pull: SourcePull) -> None:
-        self._silent_here.add(source)
-        self._silent.add(source)
-        pull.abandon(lambda: self._silent.discard(source))
 
     def can_do_without(self, error: Exception) -> bool:
         """Note what a source has raised, or that the others do not have it all; whether to try once more."""

@@ -193,7 +193,11 @@ class Snapshot:
         """
         converted = [place for place in places if place[1] is not None]
         self.asked.update(dict.fromkeys(converted))
-        found = self.made(places) if converted else self._unconverted(places)
+        if converted:
+            found = self.made(places)
+        else:  # without waiting while another thread converts
+            self.make_current()
+            found = [self.memory.tensors[place] for place, _ in places]
         if regions is None:
             return found
         return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
@@ -208,11 +212,6 @@ class Snapshot:
                 self._handoffs.append(handoff_streams(made))
                 self.note_own_reads()
         return found
-
-    def _unconverted(self, places: Places) -> list[torch.Tensor]:
-        """Does not wait while another thread converts."""
-        self.make_current()
-        return [self.memory.tensors[place] for place, _ in places]
 
     def read_deltas(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
         """Return the changed elements of these spans; see ``Deltas.read``."""
@@ -247,16 +246,14 @@ class Snapshot:
 
     def equal(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
         """For each pair of places, return whether the tensors are equal bit for bit. Blocks; compares them once."""
-        return [self._are_equal(one, other) for one, other in pairs]
-
-    def _are_equal(self, one: int, other: int) -> bool:
-        if (one, other) not in self._equal:
-            held, its = self.memory.tensors[one], self.memory.tensors[other]
-            alike = held.dtype is its.dtype and held.shape == its.shape
-            self.make_current()
-            self._equal[one, other] = alike and equal_bits([held], [its.to(held.device)])[0]
-            self.note_own_reads()
-        return self._equal[one, other]
+        for pair in pairs:
+            if pair not in self._equal:
+                held, its = (self.memory.tensors[place] for place in pair)
+                alike = held.dtype is its.dtype and held.shape == its.shape
+                self.make_current()
+                self._equal[pair] = alike and equal_bits([held], [its.to(held.device)])[0]
+                self.note_own_reads()
+        return [self._equal[pair] for pair in pairs]
 
     def set_unread(self) -> None:
         """Called when its last lease has ended. Quick: the pool holds its lock."""
@@ -322,7 +319,9 @@ class SnapshotPool:
 
         For tensors of these specs, or for the results of a conversion (``name``) of them.
         """
-        memory = self._spare_memory((tuple(specs), name))
+        with self._lock:
+            spare = self._spare.setdefault((tuple(specs), name), [])
+            memory = spare.pop() if spare else None
         if memory is None:
             specs = specs if name is None else converted_specs(specs, name)
             memory = VersionMemory(specs, self._allocate_shared)
@@ -334,11 +333,6 @@ class SnapshotPool:
         for wait_for_read in own_reads:
             wait_for_read()
         return memory
-
-    def _spare_memory(self, kind: Hashable) -> VersionMemory | None:
-        with self._lock:
-            spare = self._spare.setdefault(kind, [])
-            return spare.pop() if spare else None
 
     def drop_spare_memory(self) -> None:
         """Free unused memory, and what is in use once it is not: the layout has changed, or the store has ended."""
