@@ -106,20 +106,6 @@ def test_a_tensor_of_which_much_has_changed_has_no_delta(dtype: torch.dtype, sha
     assert bool(find_deltas(1, [0], [changed(before, share)], [before]).by_place) is has_delta
 
 
-def test_parts_of_deltas_lie_together(members: Members) -> None:
-    models = [noise(torch.bfloat16, seed=1), noise(torch.float32, seed=2), noise(torch.bfloat16, seed=3)]
-    deltas = find_deltas(1, [0, 1, 2], [changed(tensor) for tensor in models], models)
-    half = ROWS * COLUMNS // 2
-    runs, flat = deltas.read([(0, 0, ROWS * COLUMNS), (1, 0, ROWS * COLUMNS), (2, half, ROWS * COLUMNS)])
-    assert [group for group, _ in runs] == [0, 1, 0]
-    assert [tensor.dtype for tensor in flat] == [torch.int32, torch.int16, torch.int32, torch.int32]
-    index = deltas.by_place[2].at
-    assert runs[2][1] == int((index >= half).sum())
-    assert torch.equal(flat[0][runs[0][1] :], index[index >= half])
-    with pytest.raises(rtr.NotFound, match="no such delta"):
-        deltas.read([(3, 0, 1)])
-
-
 # --- pulls -------------------------------------------------------------------------------------------------------
 
 
@@ -231,17 +217,6 @@ def test_a_reader_that_is_further_behind_gets_whole_tensors(members: Members, ve
     with members.acting("a"):
         assert handle.pull(model, since=1) == 1 + versions
     assert same(model["w"], tensor) and sent[DELTAS] == (versions == 1)
-
-
-def test_without_since_or_from_a_version_that_is_not_the_one_before_nothing_is_a_delta(members: Members) -> None:
-    tensor, other = noise(torch.bfloat16), torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
-    publish(members, {"w": tensor})
-    publish(members, {"w": changed(tensor)})
-    sent = counted(members)
-    with members.acting("a"):
-        handle = rtr.WeightStore("w", home="home", track=True)
-        assert handle.pull({"w": other}, since=1) == 2  # which this process has never pulled
-    assert same(other, changed(tensor)) and not sent[DELTAS]
 
 
 def test_shards_get_their_part_of_what_has_changed(members: Members) -> None:

@@ -512,17 +512,6 @@ def test_buffers_that_were_copied_keep_their_version(members: Members) -> None:
     assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (-1.0, 2.0)
 
 
-def test_buffers_that_were_filled_under_other_names_are_filled_anew(members: Members) -> None:
-    with members.acting("home"):
-        publishes = rtr.WeightStore("w", track=True)
-        publishes.publish({"one": torch.full((3,), 1.0), "two": torch.full((3,), 2.0)})
-    model = torch.nn.ParameterDict({"mine": torch.zeros(3)})
-    with members.acting("a"):
-        for name, value in (("one", 1.0), ("two", 2.0), ("two", 2.0), ("one", 1.0)):
-            store_of(members).prefetch(model, mapping={"mine": name}, strict=False).swap(in_place=True)
-            assert holds(model, value)
-
-
 def test_a_failed_prefetch_leaves_no_version_in_the_buffers(members: Members) -> None:
     publish_tracked(members, 1.0, 1.0)
     model, lane = Net(), members.lanes["a"]

@@ -176,20 +176,6 @@ def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
         assert len(store._memory.plans) == 4
 
 
-def test_a_plan_ends_with_the_layout_that_it_was_made_for(members: Members) -> None:
-    publish(members, 1.0)
-    with members.acting("a"):
-        store, models = rtr.WeightStore.find("w"), [model(0.0), model(0.0, count=2)]
-        for mine in models:
-            store.pull(mine, strict=False)
-        with members.acting("home"):
-            rtr.WeightStore("w").publish(dict(reversed(model(2.0, count=7).items())))
-        for _ in range(2):
-            for mine in models:
-                store.pull(mine, strict=False)
-                assert values(mine) == [2.0] * len(mine)
-
-
 def test_plans_of_like_models_end_with_their_layout(members: Members) -> None:
     publish(members, 1.0)
     models = [model(0.0) for _ in range(3)]

@@ -163,16 +163,6 @@ def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: 
     assert weights.pool.readers == 0
 
 
-def test_numbers_of_leases_are_of_one_process(deadlines: Deadlines) -> None:
-    """What one that was restarted gives out is not what its readers had of it before."""
-    numbers = set()
-    for _ in range(50):
-        weights = store(deadlines)
-        weights.publish(model(1), None)
-        numbers.add(look(weights).lease)
-    assert len(numbers) == 50
-
-
 def test_versions_that_were_pulled_are_known_by_the_life_of_their_store() -> None:
     pulled = PulledVersions()
     pulled.add(1, 5, 0)
