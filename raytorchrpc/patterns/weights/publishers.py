@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -338,15 +338,15 @@ def stage(
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())
         if version is None or weights.is_unsure:
-            with weights.answering() as settled:
+            with weights.asking():
                 number, kept = yield from store._request(local, NEXT, (*store._address, me, weights.last()), wait_s)
-            weights.retire(set(settled).difference(kept))
+            weights.keep(kept)
             version = number if version is None else version
-        with weights.answering(version) as settled:
+        with weights.asking():
             carried = (only, weights.newest()) if only else None
             weights.publish(tensors, version, places, staged=True, partial=bool(only))
             kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
-        weights.retire(set(settled).difference(kept))
+        weights.keep(kept)
     return version
 
 
@@ -376,7 +376,6 @@ class PublishedShards(PublishedWeights):
         coordinator = local.peers.route(settings[2])
         self._coordinator, self._process = coordinator.member.rank, coordinator.token
         self._staging = threading.Lock()
-        self._unanswered: set[int] = set()
         self.is_unsure = False
         """Whether the coordinator may not have a version that is here, because it did not answer or did not take it."""
 
@@ -393,40 +392,35 @@ class PublishedShards(PublishedWeights):
             self._staging.release()
 
     @contextmanager
-    def answering(self, *version: int) -> Iterator[list[int]]:
-        """While the coordinator is asked, and told of a version; yields those for which its answer will count."""
-        with self._lock:
-            settled = [number for number in self._versions if number not in self._unanswered] + list(version)
-            self._unanswered.update(version)
+    def asking(self) -> Iterator[None]:
+        """While the coordinator is asked for a number, or told of a version."""
         try:
-            yield settled
+            yield
             self.is_unsure = False
         except BaseException as error:
             self.is_unsure = True
             if isinstance(error, NotFound):
                 self.end()
             raise
-        finally:
-            with self._lock:
-                self._unanswered.difference_update(version)
 
     def newest(self) -> int:
         """The newest version that is here; 0 if there is none."""
         with self._lock:
             return self._newest()
 
-    def retire(self, versions: Iterable[int]) -> None:
-        """Retire these versions, those of them that are here."""
-        with self._lock:
-            old = [self._versions.pop(number) for number in versions if number in self._versions]
-        for snapshot in old:
-            self.pool.retire(snapshot)
+    def keep(self, versions: Collection[int]) -> None:
+        """Retire all versions but these."""
+        self._retire(lambda number: number not in versions)
 
     def retire_before(self, version: float) -> None:
         """Retire the versions before this one."""
+        self._retire(lambda number: number < version)
+
+    def _retire(self, is_over: Callable[[int], bool]) -> None:
         with self._lock:
-            old = [number for number in self._versions if number < version]
-        self.retire(old)
+            old = [self._versions.pop(number) for number in list(self._versions) if is_over(number)]
+        for snapshot in old:
+            self.pool.retire(snapshot)
 
     def end(self) -> None:
         """The store has ended: free all memory, as soon as nobody reads it."""
