@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,8 @@ def command(out: Path, *options: str) -> list[str]:
     return [*program, "--out", str(out), *SHORT, *options]
 
 
-def train(out: Path, *options: str, **environ: str) -> str:
-    environment = {**os.environ, **environ}
-    ran = subprocess.run(command(out, *options), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+def train(out: Path, *options: str) -> str:
+    ran = subprocess.run(command(out, *options), cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "Error" not in ran.stderr, ran.stderr
     return ran.stdout
@@ -50,20 +49,30 @@ def iteration_of(out: Path) -> int:
     return int(torch.load(out / "checkpoint.pt", weights_only=True)["learner"]["iteration"])
 
 
-def test_it_trains_in_a_ray_that_runs_already(cluster: None, tmp_path: Path) -> None:
-    check_training(tmp_path, "auto", 1, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+def test_it_trains_in_a_ray_that_runs_already(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process and its Ray, whose workers start warm: with a runtime environment they would not."""
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+    def train_here(out: Path, *options: str) -> str:
+        assert main(["--out", str(out), *SHORT, *options]) == 0
+        return capsys.readouterr().out
+
+    check_training(train_here, tmp_path, "auto", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "torchrpc", "nng", "ray"])
 def test_it_trains(transport: str, tmp_path: Path) -> None:
     """In a Ray of its own."""
-    check_training(tmp_path, transport, 2)
+    check_training(train, tmp_path, transport, 2)
 
 
-def check_training(tmp_path: Path, transport: str, collectors: int, **environ: str) -> None:
+def check_training(run: Callable[..., str], tmp_path: Path, transport: str, collectors: int) -> None:
     options = ("--iterations", "30", "--transport", transport, "--collectors", str(collectors))
-    printed = train(tmp_path, *options, **environ)
+    printed = run(tmp_path, *options)
     assert printed.splitlines()[-1] == f"DONE at iteration 30: {tmp_path}"
     log = log_of(tmp_path)
     assert [row["iteration"] for row in log] == [10, 20, 30]

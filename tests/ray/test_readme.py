@@ -182,7 +182,9 @@ for module, arguments in json.load(sys.stdin):
 
 
 def commands() -> list[list[str]]:
-    """The pages' commands that this library provides, but for ``bench`` and ``demo``, which have tests of their own."""
+    """The pages' commands that this library provides, but for ``bench``, ``demo`` and ``doctor --cluster``, which have
+    tests of their own (``test_doctor``).
+    """
     found = []
     for page in PAGES:
         for match in _FENCE.finditer(page.read_text(encoding="utf-8")):
@@ -190,7 +192,7 @@ def commands() -> list[list[str]]:
             words = [shlex.split(line.removeprefix("$ "), comments=True) for line in lines]
             found += [each for each in words if each[:1] == ["raytorchrpc"] and each[1] not in ("bench", "demo")]
             found += [each for each in words if each[:2] == ["python", "-m"] and each[2].startswith("raytorchrpc")]
-    return found
+    return [each for each in found if "--cluster" not in each]
 
 
 def test_every_command_of_a_page_runs(spawn: Spawn, tmp_path: Path) -> None:
@@ -202,8 +204,8 @@ def test_every_command_of_a_page_runs(spawn: Spawn, tmp_path: Path) -> None:
         module, words = (words[2], words[3:]) if words[0] == "python" else ("raytorchrpc.cli", words[1:])
         arguments = [ray.get_runtime_context().gcs_address if word == "10.0.0.1:6379" else word for word in words]
         arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
-        if arguments[:1] == ["top"] and "--once" not in arguments:
-            arguments.append("--once")  # it would run until Ctrl-C
+        if arguments[:1] == ["top"]:  # without --once it would run until Ctrl-C
+            arguments = [*(word for word in arguments if word != "--once"), "--once", "--interval=0.1"]
         given.append((module, arguments))
     assert {"doctor", "manifest", "top"} <= {arguments[0] for _, arguments in given if arguments}
     with rtr.init_group([learner, collector], name="learners", detached=True):
