@@ -19,6 +19,10 @@ def _without_type(params: list[Any]) -> list[Any]:
     return params
 
 
+def _option(metavar: str, text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, **limits)
+
+
 class Command(TyperCommand):
     """A command whose help shows flags without a type."""
 
@@ -34,12 +38,10 @@ class Group(TyperGroup):
 
 
 _AddressOrLocal = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Address of a running Ray cluster; default: start a local one."),
+    str | None, _option("HOST:PORT", "Address of a running Ray cluster; default: start a local one.")
 ]
 _Address = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="The cluster's address; default: RAY_ADDRESS, or the one on this machine."),
+    str | None, _option("HOST:PORT", "The cluster's address; default: RAY_ADDRESS, or the one on this machine.")
 ]
 
 app = typer.Typer(
@@ -68,10 +70,10 @@ def options(
 
 @app.command(cls=Command)
 def demo(
-    workers: Annotated[int, typer.Option(metavar="N", min=1, help="Number of worker actors.")] = 2,
-    target: Annotated[float, typer.Option(metavar="SHARE", min=0.0, max=1.0, help="Test accuracy to reach.")] = 0.95,
-    max_steps: Annotated[int, typer.Option(metavar="N", min=1, help="Fail after that many steps.")] = 5000,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the data split, the model and the batches.")] = 0,
+    workers: Annotated[int, _option("N", "Number of worker actors.", min=1)] = 2,
+    target: Annotated[float, _option("SHARE", "Test accuracy to reach.", min=0.0, max=1.0)] = 0.95,
+    max_steps: Annotated[int, _option("N", "Fail after that many steps.", min=1)] = 5000,
+    seed: Annotated[int, _option("N", "Seed of the data split, the model and the batches.")] = 0,
     address: _AddressOrLocal = None,
     quick: Annotated[bool, typer.Option("--quick", help="Time fewer exchanges.")] = False,
 ) -> None:
@@ -86,44 +88,34 @@ def demo(
 def bench(
     pattern: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Measure patterns of use instead of sizes: quiet, paced, history, in-flight, busy-callee, all-to-all, "
+        _option(
+            "NAMES",
+            "Measure patterns of use instead of sizes: quiet, paced, history, in-flight, busy-callee, all-to-all, "
             "fan-in, idle (names or patterns, comma-separated), or all.",
         ),
     ] = None,
     rows: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAMES", help="Rows to measure: names or patterns (nccl-*), comma-separated."),
+        list[str] | None, _option("NAMES", "Rows to measure: names or patterns (nccl-*), comma-separated.")
     ] = None,
     sizes: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZES", help="Sizes, such as 20KB,1.25MB; default: the published ones."),
+        list[str] | None, _option("SIZES", "Sizes, such as 20KB,1.25MB; default: the published ones.")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Device of the tensors: cpu, cuda or all.")] = "all",
+    device: Annotated[str, _option("NAME", "Device of the tensors: cpu, cuda or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute of measuring.")] = False,
     budget_s: Annotated[
-        float | None, typer.Option("--budget", metavar="SECONDS", help="Time limit of measuring, once actors are up.")
+        float | None, _option("SECONDS", "Time limit of measuring, once actors are up.", "--budget")
     ] = None,
     hosts: Annotated[
-        tuple[str, str] | None,
-        typer.Option(metavar="NODE NODE", help="Measure between these two Ray nodes (id, address or host name)."),
+        tuple[str, str] | None, _option("NODE NODE", "Measure between these two Ray nodes (id, address or host name).")
     ] = None,
     address: _AddressOrLocal = None,
-    against: Annotated[
-        str | None, typer.Option(metavar="published", help="Also show the field's published figures.")
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures, one per line.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the whole result, as input for --from.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw latency and bandwidth by size (PNG).")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a report: tables, how to reproduce them, gaps.")
-    ] = None,
+    against: Annotated[str | None, _option("published", "Also show the field's published figures.")] = None,
+    csv: Annotated[Path | None, _option("FILE", "Write all figures, one per line.")] = None,
+    json: Annotated[Path | None, _option("FILE", "Write the whole result, as input for --from.")] = None,
+    plot: Annotated[Path | None, _option("FILE", "Draw latency and bandwidth by size (PNG).")] = None,
+    markdown: Annotated[Path | None, _option("FILE", "Write a report: tables, how to reproduce them, gaps.")] = None,
     results: Annotated[
-        list[Path] | None,
-        typer.Option("--from", metavar="FILE", help="Show results of --json instead of measuring; repeatable."),
+        list[Path] | None, _option("FILE", "Show results of --json instead of measuring; repeatable.", "--from")
     ] = None,
 ) -> None:
     """Time every transport between two actors: raytorchrpc's lanes, Ray's transports, bare libraries.
@@ -147,20 +139,14 @@ def doctor(
     cluster: Annotated[bool, typer.Option("--cluster", help="Examine every node of a Ray cluster.")] = False,
     address: _Address = None,
     actors: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated."
-        ),
+        str | None, _option("NAMES", "Examine these actors from inside: NAME or NAMESPACE/NAME, comma-separated.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the whole report, as JSON.")] = False,
     sysfs_root: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Examine a tree with proc, sys and dev instead of this machine."),
+        Path | None, _option("FOLDER", "Examine a tree with proc, sys and dev instead of this machine.")
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Count warnings as problems.")] = False,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="SECONDS", help="How long to wait for nodes and actors.")
-    ] = 60.0,
+    timeout_s: Annotated[float, _option("SECONDS", "How long to wait for nodes and actors.", "--timeout")] = 60.0,
 ) -> None:
     """Report what this machine's GPUs, adapters, limits and software mean for the lanes, and what to do."""
     given = dict(locals())
@@ -172,8 +158,8 @@ def doctor(
 @app.command(cls=Command)
 def top(
     address: _Address = None,
-    group: Annotated[str | None, typer.Option(metavar="NAME", help="Show only groups of this name.")] = None,
-    interval_s: Annotated[float, typer.Option("--interval", metavar="SECONDS", help="Time between two updates.")] = 1.0,
+    group: Annotated[str | None, _option("NAME", "Show only groups of this name.")] = None,
+    interval_s: Annotated[float, _option("SECONDS", "Time between two updates.", "--interval")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table, covering one interval.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one line of JSON per update.")] = False,
 ) -> None:
@@ -200,39 +186,35 @@ app.add_typer(manifest, name="manifest")
 
 @manifest.command(cls=Command)
 def raycluster(
-    image: Annotated[str, typer.Option(metavar="IMAGE", help="Container image with raytorchrpc, torch and Ray.")],
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job or cluster.")] = "raytorchrpc",
-    namespace: Annotated[str, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = "default",
+    image: Annotated[str, _option("IMAGE", "Container image with raytorchrpc, torch and Ray.")],
+    name: Annotated[str, _option("NAME", "Name of the job or cluster.")] = "raytorchrpc",
+    namespace: Annotated[str, _option("NAME", "Kubernetes namespace.")] = "default",
     ray_version: Annotated[
-        str | None, typer.Option(metavar="VERSION", help="Ray's version in the image; default: the installed one.")
+        str | None, _option("VERSION", "Ray's version in the image; default: the installed one.")
     ] = None,
-    workers: Annotated[int, typer.Option(metavar="N", help="Number of worker pods, besides the head.")] = 2,
-    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs per worker.")] = 0,
-    cpus: Annotated[int, typer.Option(metavar="N", help="CPUs per worker.")] = 8,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory per worker, including /dev/shm.")] = "32Gi",
-    shm: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of /dev/shm per worker; counts as its memory.")
-    ] = "8Gi",
+    workers: Annotated[int, _option("N", "Number of worker pods, besides the head.")] = 2,
+    gpus: Annotated[int, _option("N", "GPUs per worker.")] = 0,
+    cpus: Annotated[int, _option("N", "CPUs per worker.")] = 8,
+    memory: Annotated[str, _option("SIZE", "Memory per worker, including /dev/shm.")] = "32Gi",
+    shm: Annotated[str, _option("SIZE", "Size of /dev/shm per worker; counts as its memory.")] = "8Gi",
     rdma_resource: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The cluster's RDMA resource, such as rdma/hca_shared_devices_a.")
+        str | None, _option("NAME", "The cluster's RDMA resource, such as rdma/hca_shared_devices_a.")
     ] = None,
-    rdma_count: Annotated[int, typer.Option(metavar="N", help="RDMA resources per worker.")] = 1,
+    rdma_count: Annotated[int, _option("N", "RDMA resources per worker.")] = 1,
     host_network: Annotated[bool, typer.Option("--host-network", help="Workers use the node's network.")] = False,
     non_root: Annotated[
         bool, typer.Option("--non-root", help="With RDMA: keep the image's user; see docs/kubernetes.md.")
     ] = False,
-    auth: Annotated[str, typer.Option(metavar="NAME", help="Ray's authentication: token or disabled.")] = "token",
-    env: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Variable for every pod; repeatable.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; default: print it.")] = None,
+    auth: Annotated[str, _option("NAME", "Ray's authentication: token or disabled.")] = "token",
+    env: Annotated[list[str] | None, _option("NAME=VALUE", "Variable for every pod; repeatable.")] = None,
+    output: Annotated[Path | None, _option("FILE", "File to write; default: print it.")] = None,
 ) -> None:
     """Write a RayCluster, to which jobs are submitted."""
     _write("raycluster", dict(locals()))
 
 
 def rayjob(
-    entrypoint: Annotated[str, typer.Option(metavar="COMMAND", help="The command, as for `ray job submit`.")],
+    entrypoint: Annotated[str, _option("COMMAND", "The command, as for `ray job submit`.")],
     **more: Any,
 ) -> None:
     """Write a RayJob: one command on a cluster of its own, which ends with it."""
