@@ -86,7 +86,6 @@ class Member:
 
 def exercise(
     actors: Sequence[Any],
-    config: rtr.GroupConfig | None = None,
     between: Callable[[str, rtr.Group], object] = lambda stage, group: None,
 ) -> dict[str, float]:
     """Run all steps with live ``Member`` actors (with ``max_restarts``); returns the seconds of each.
@@ -101,7 +100,7 @@ def exercise(
     news: queue.SimpleQueue[tuple[float, Change]] = queue.SimpleQueue()
     _all(actors, "weigh")  # wait until they have started
     began = time.monotonic()
-    group = rtr.init_group(actors, name=GROUP, config=config, timeout=TIMEOUT_S)
+    group = rtr.init_group(actors, name=GROUP, timeout=TIMEOUT_S)
     took["form"] = time.monotonic() - began
     try:
         group.on_change(lambda change: news.put((time.monotonic(), change)))
