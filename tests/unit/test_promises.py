@@ -16,7 +16,7 @@ from raytorchrpc.patterns.weights import model_pull, published, source_pull
 from raytorchrpc.process import tcp
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("failure-model.md", "queues.md", "security.md", "weights.md")
+PAGES = ("failure-model.md", "objectrefs.md", "queues.md", "security.md", "weights.md")
 _NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
@@ -48,13 +48,19 @@ def test_a_page_says_what_shows_its_promises(page: str) -> None:
         assert tests == "none" or _NAMED.search(tests), f"neither a test nor 'none': {promise}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")))
 def test_the_tests_that_a_page_names_exist(page: str) -> None:
     named = sorted(set(_NAMED.findall(text_of(page))))
-    assert named
+    assert named or page not in PAGES
     for file, test in named:
         text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).exists() else ""
         assert re.search(rf"^ *(async )?def {test}\(", text, re.MULTILINE), f"{page} names {file}::{test}"
+
+
+@pytest.mark.parametrize("file", ["tests/ray/test_objectref_limits.py", "tests/gpu/test_objectrefs_on_gpus.py"])
+def test_every_test_of_a_limit_is_in_the_table(file: str) -> None:
+    tests = set(re.findall(r"^def (test_\w+)\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE))
+    assert tests == {test for where, test in _NAMED.findall(text_of("objectrefs.md")) if where == file}
 
 
 @pytest.mark.parametrize(

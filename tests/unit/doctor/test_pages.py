@@ -1,12 +1,10 @@
-"""``docs/doctor.md`` lists every finding as the code does, and ``docs/rdma.md`` names tests that exist."""
+"""``docs/doctor.md`` lists every finding as the code does, and ``docs/rdma.md`` names those that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 from pathlib import Path
-
-import pytest
 
 from raytorchrpc.doctor.report import LANES
 from raytorchrpc.topology import nccl_env
@@ -17,7 +15,6 @@ DOCTOR = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
 RDMA = (ROOT / "docs" / "rdma.md").read_text(encoding="utf-8")
 #: Functions that make a finding, and the position of its id in their arguments.
 ADDERS = {"ok": 0, "note": 0, "warning": 0, "problem": 0, "finding": 1}
-_NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
 def test_the_table_of_findings_is_that_of_the_code() -> None:
@@ -36,12 +33,6 @@ def test_the_table_of_findings_is_that_of_the_code() -> None:
 def test_the_page_tells_of_every_variable_of_nccls() -> None:
     for name in nccl_env.VARIABLES:
         assert re.search(rf"^\| `{name}` \|", DOCTOR, re.MULTILINE), name
-
-
-@pytest.mark.parametrize(("file", "test"), sorted(set(_NAMED.findall(RDMA + DOCTOR))))
-def test_a_test_that_is_named_exists(file: str, test: str) -> None:
-    text = (ROOT / file).read_text(encoding="utf-8")
-    assert re.search(rf"^ *def {test}\(", text, re.MULTILINE), f"{file} has no {test}"
 
 
 def test_a_finding_that_is_named_in_the_page_on_rdma_exists() -> None:
