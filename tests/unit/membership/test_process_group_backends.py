@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from raytorchrpc.errors import ConfigurationError
@@ -9,31 +11,29 @@ from raytorchrpc.group.process_groups import check_backend, check_encryption
 from tests.unit import clusters
 
 
-def test_nccl_takes_members_with_a_gpu_each() -> None:
-    check_backend("nccl", clusters.one_host_two_gpus())
-
-
-def test_gloo_takes_anybody() -> None:
-    check_backend("gloo", clusters.one_host(3))
-
-
-def test_nccl_names_the_members_without_a_gpu() -> None:
-    mixed = {**clusters.one_host_two_gpus(), "learner": clusters.member(7)}
-    with pytest.raises(ConfigurationError, match=r"none in learner \(.*num_gpus=1.*backend='gloo'"):
-        check_backend("nccl", mixed)
-
-
-def test_nccl_names_two_members_on_one_gpu() -> None:
+def on_one_gpu() -> clusters.Cluster:
     (gpu,) = clusters.a100s(1)
-    both = clusters.group(*(clusters.member(n, cuda=True, gpus=(gpu,)) for n in range(2)))
-    with pytest.raises(ConfigurationError, match=r"worker_0 and worker_1 are on one GPU"):
-        check_backend("nccl", both)
+    return clusters.group(*(clusters.member(n, cuda=True, gpus=(gpu,)) for n in range(2)))
 
 
-@pytest.mark.parametrize("backend", ["mpi", "NCCL", "", None, 3])
-def test_another_backend_is_refused(backend: object) -> None:
-    with pytest.raises(ConfigurationError, match="'gloo' or 'nccl', not"):
-        check_backend(backend, {})
+WITHOUT_GPU = {**clusters.one_host_two_gpus(), "learner": clusters.member(7)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "said"),
+    [
+        ("nccl", clusters.one_host_two_gpus(), None),
+        ("gloo", clusters.one_host(3), None),
+        ("nccl", WITHOUT_GPU, r"none in learner \(.*num_gpus=1.*backend='gloo'"),
+        ("nccl", on_one_gpu(), "worker_0 and worker_1 are on one GPU"),
+        *((wrong, {}, "'gloo' or 'nccl', not") for wrong in ("mpi", "NCCL", "", None, 3)),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused_with_the_members(
+    backend: object, cluster: clusters.Cluster, said: str | None
+) -> None:
+    with nullcontext() if said is None else pytest.raises(ConfigurationError, match=said):
+        check_backend(backend, cluster)
 
 
 def test_a_group_that_encrypts_has_process_groups_within_a_host_alone() -> None:
