@@ -250,7 +250,8 @@ class NcclLane(TensorLane):
                 self._abort(end, "this member has left the group")
             self._watch(peer, deadline)
             end.wait(end.channel.enqueued, deadline)
-        except (Broken, TimedOut, PeerLost, RpcTimeout) as error:
+        except Exception as error:
+            self._log(error, peer)
             if (joined := self._sending.get(ticket)) is not None:
                 self._abort(joined, str(error))
             reply(_answer(f"the sender cannot join: {str(error) or 'not in time'}"))
@@ -273,12 +274,16 @@ class NcclLane(TensorLane):
                 answered = True
                 end.wait(end.channel.enqueued, deadline)
                 kept.pieces = []
-        except (Broken, TimedOut, PeerLost) as error:
+        except Exception as error:
+            self._log(error, peer)
             cause = str(error) or f"the sender did not complete a transfer within {self._timeout_s:g} s"
-            logger.debug("%s cannot send to %s: %s", self._me, peer, cause)
             self._end_at_receiver(end, cause, time.monotonic() + self._timeout_s)
             if not answered:
                 reply(_answer(cause))
+
+    def _log(self, error: Exception, peer: str) -> None:
+        expected = isinstance(error, (Broken, TimedOut, PeerLost, RpcTimeout))
+        logger.log(logging.DEBUG if expected else logging.ERROR, "%s cannot send to %s", self._me, peer, exc_info=error)
 
     def _end_at_receiver(self, end: End, cause: str, deadline: float) -> None:
         """End a channel at both ends, first at the receiver: it must not take for data what an aborted kernel leaves.
@@ -394,7 +399,7 @@ class NcclLane(TensorLane):
                 end.wait(end.channel.mark(), deadline)
             except (Broken, TimedOut) as error:
                 logger.debug("a transfer did not complete: %s", error)
-                self._end_at_receiver(end, _LOST, time.monotonic() + _PATIENCE_S)
+                self._end_at_receiver(end, _LOST, deadline + _PATIENCE_S)
         self._control.close()
         for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
             self._abort(end, _LOST)

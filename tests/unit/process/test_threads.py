@@ -457,40 +457,6 @@ def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatc
     assert pair.ask().header == ("echo",)
 
 
-def test_a_connection_that_ends_without_memory_still_ends_for_both(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = unix.hold()
-    (connection,) = unix.a.lane._selector.connections.values()  # type: ignore[attr-defined]
-    fail_once(unix.a.lane._selector, "remove", MemoryError(), monkeypatch)
-    with pytest.raises(MemoryError):
-        connection.end("the test ends it")
-    with pytest.raises(PeerLost, match="the test ends it"):
-        answer(pending)
-    assert wait_until(lambda: not unix.b.lane._selector.connections, PATIENCE_S)  # type: ignore[attr-defined]
-    assert unix.ask().header == ("echo",)
-
-
-def test_replies_are_read_after_their_timer_failed(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    unix.ask()
-    done = threading.Event()
-    pending = unix.a.lane.call("b", Message(("hold",), EMPTY), PATIENCE_S)
-    failing = fail_once(unix.a.lane._selector, "_enable_unread", MemoryError(), monkeypatch, times=2)
-    assert unix.b.arrived.acquire(timeout=PATIENCE_S)
-    unix.b.held.pop()(Message(("released",), EMPTY))
-    assert wait_until(lambda: not failing.errors, PATIENCE_S)
-    pending.add_done_callback(done.set)  # nobody reads for it but a listener
-    assert done.wait(PATIENCE_S)
-
-
-def test_replies_are_read_after_their_timer_could_not_be_set(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, caller_waits=True))
-    fail_once(unix.a.lane._selector._enabling, "set", MemoryError(), monkeypatch)  # type: ignore[attr-defined]
-    with pytest.raises(MemoryError):
-        unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
-    released = threading.Event()
-    unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S, on_released=released.set)
-    assert released.wait(PATIENCE_S)  # nobody waits for the reply itself
-
-
 def test_a_listener_is_found_among_other_threads_if_none_can_be_started(
     shortage: Shortage, request: pytest.FixtureRequest
 ) -> None:
