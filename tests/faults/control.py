@@ -14,12 +14,13 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from raytorchrpc.process import threads
 
-#: Whoever waits at a moment goes on after this, if nobody lets him (seconds).
+#: A process that waits at a moment goes on after this, if the test does not let it (seconds).
 HOLD_S = 30.0
 
 
@@ -39,15 +40,14 @@ class Died(Exception):
 class Remote:
     """The test's end: one process of a member."""
 
-    def __init__(self, sock: socket.socket, hello: dict[str, Any], moment: Callable[[str, Remote], None]) -> None:
+    def __init__(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         self.name: str = hello["name"]
         self.pid: int = hello["pid"]
         """On its host."""
         self.host: str = hello["host"]
         self.born = time.monotonic()
         self.died: float | None = None
-        self._sock, self._moment = sock, moment
-        self._lock = threading.Lock()
+        self._sock, self._lock = sock, threading.Lock()
         self._asked: dict[int, Future[Any]] = {}
         self._count = 0
 
@@ -55,40 +55,35 @@ class Remote:
         """Have it do something, on a thread of its own; the future fails with Died if it ends before."""
         future: Future[Any] = Future()
         with self._lock:
-            self._count += 1
-            number = self._count
             if self.died is not None:
                 future.set_exception(Died(self.name))
                 return future
+            self._count += 1
+            number = self._count
             self._asked[number] = future
-        self._say({"ask": number, "command": command, "arguments": arguments})
+        self._send({"ask": number, "command": command, "arguments": arguments})
         return future
 
     def release(self, moment: str) -> None:
         """Let it go on."""
-        self._say({"go": moment})
+        self._send({"go": moment})
 
-    def _say(self, what: dict[str, Any]) -> None:
-        try:
-            with self._lock:
-                self._sock.sendall(json.dumps(what).encode() + b"\n")
-        except OSError:
-            return  # its reader finds out
+    def _send(self, what: dict[str, Any]) -> None:
+        with suppress(OSError), self._lock:  # its reader finds out
+            self._sock.sendall(json.dumps(what).encode() + b"\n")
 
-    def read(self, lines: Any) -> None:
-        """Until the process ends."""
-        try:
+    def read(self, lines: Any, on_moment: Callable[[str, Remote], None]) -> None:
+        """Until the process ends, maybe in the middle of a line."""
+        with suppress(OSError, ValueError):
             for line in lines:
-                said = json.loads(line)
-                if "at" in said:
-                    self._moment(said["at"], self)
-                elif (future := self._asked.pop(said["re"], None)) is not None:
-                    if "error" in said:
-                        future.set_exception(AssertionError(f"{self.name}: {said['error']}"))
+                came = json.loads(line)
+                if "at" in came:
+                    on_moment(came["at"], self)
+                elif (future := self._asked.pop(came["re"], None)) is not None:
+                    if "error" in came:
+                        future.set_exception(AssertionError(f"{self.name}: {came['error']}"))
                     else:
-                        future.set_result(said["result"])
-        except (OSError, ValueError):
-            pass  # in the middle of a line
+                        future.set_result(came["result"])
         with self._lock:
             self.died = time.monotonic()
             asked, self._asked = self._asked, {}
@@ -112,26 +107,21 @@ class Board:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+        with suppress(OSError):  # closed
+            while True:
+                threading.Thread(target=self._read, args=(self._socket.accept()[0],), daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
         with sock.makefile("rb") as lines:
-            remote = Remote(sock, json.loads(lines.readline()), self._came)
-            with self._changed:
-                self.remotes[remote.name] = remote
-                self._changed.notify_all()
-            remote.read(lines)
+            remote = Remote(sock, json.loads(lines.readline()))
+            self._put(self.remotes, remote.name, remote)
+            remote.read(lines, lambda moment, remote: self._put(self._moments, moment, remote))
         with self._changed:
             self._changed.notify_all()
 
-    def _came(self, moment: str, remote: Remote) -> None:
+    def _put(self, table: dict[str, Remote], key: str, remote: Remote) -> None:
         with self._changed:
-            self._moments[moment] = remote
+            table[key] = remote
             self._changed.notify_all()
 
     def await_moment(self, moment: str, seconds: float) -> Remote | None:
@@ -169,35 +159,34 @@ class Control:
         self._sock.connect(path)
         self._lock = threading.Lock()
         self._held: dict[str, threading.Event] = {}
-        self._say({"name": name, "pid": os.getpid(), "host": socket.gethostname()})
+        self._send({"name": name, "pid": os.getpid(), "host": socket.gethostname()})
         threading.Thread(target=self._listen, name="test-control", daemon=True).start()
 
     def moment(self, key: str, hold: bool) -> None:
         """Tell that it has come; ``hold``: and wait until the test lets go."""
         event = self._held[key] = threading.Event()
-        self._say({"at": key})
+        self._send({"at": key})
         if hold:
             event.wait(HOLD_S)
         self._held.pop(key, None)
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _send(self, what: dict[str, Any]) -> None:
         with self._lock:
             self._sock.sendall(json.dumps(what).encode() + b"\n")
 
     def _listen(self) -> None:
         with self._sock.makefile("rb") as lines:
             for line in lines:
-                said = json.loads(line)
-                if "go" in said:
-                    if (event := self._held.get(said["go"])) is not None:
-                        event.set()
-                    continue
-                start(lambda said=said: self._do(said), "test-command")
+                came = json.loads(line)
+                if "go" not in came:
+                    start(lambda came=came: self._do(came), "test-command")
+                elif (event := self._held.get(came["go"])) is not None:
+                    event.set()
 
-    def _do(self, said: dict[str, Any]) -> None:
-        answer: dict[str, Any] = {"re": said["ask"]}
+    def _do(self, asked: dict[str, Any]) -> None:
+        answer: dict[str, Any] = {"re": asked["ask"]}
         try:
-            answer["result"] = self._find(said["command"])(**said["arguments"])
+            answer["result"] = self._find(asked["command"])(**asked["arguments"])
         except BaseException:
             answer["error"] = traceback.format_exc()
-        self._say(answer)
+        self._send(answer)
