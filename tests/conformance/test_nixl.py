@@ -25,7 +25,7 @@ from raytorchrpc.lanes.nixl.agent import Agent
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
 from tests.conformance.peers import export, tensors, wait_until
-from tests.conformance.test_tensor_lanes import Pair, _close_twice, _drop, _export, _fetch, _keep_only
+from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
@@ -118,60 +118,6 @@ def test_a_full_pool_says_so_and_a_crowded_receiver_copies(form: Callable[..., P
 
 def _total() -> int:
     return lane()._pool._total
-
-
-@needs_nixl
-def test_what_is_not_wanted_comes_back(form: Callable[..., Pair]) -> None:
-    pair = form()
-    descriptor, _ = pair.send(_two_and_small)
-    pair.b.run(_discard, descriptor)
-    assert pair.a.run(_comes_back)
-    pair.send(_two_and_small)
-    assert pair.a.run(_cancel_twice) == 0
-
-
-def _discard(descriptor: Any) -> None:
-    tensors().lane.discard("a", descriptor)
-
-
-def _cancel_twice() -> int:
-    for _ in range(2):
-        tensors().exports[-1].cancel()
-    return _used()
-
-
-@needs_nixl
-def test_many_threads_at_once(form: Callable[..., Pair]) -> None:
-    pair = form("nixl over tcp", 256 * MIB)
-    sent = pair.a.run(_export_many, 120)
-    assert pair.b.run(_fetch_in_threads, sent, 6) == []
-    assert pair.a.run(_comes_back)
-
-
-def _export_many(count: int) -> list[Any]:
-    return [_export(_numbered, number) for number in range(count)]
-
-
-def _numbered(number: int) -> list[torch.Tensor]:
-    return [torch.full((1 + number * 3001,), number % 251, dtype=torch.uint8), torch.tensor(number)]
-
-
-def _fetch_in_threads(sent: list[Any], count: int) -> list[str]:
-    failed: list[str] = []
-
-    def work(first: int) -> None:
-        try:
-            for number in range(first, len(sent), count):
-                _fetch(sent[number], "", _numbered, number)
-        except BaseException as error:
-            failed.append(repr(error))
-
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return failed
 
 
 # --- peers that break off --------------------------------------------------------------------------------------
@@ -375,20 +321,6 @@ def test_without_a_device_it_is_not_available_and_the_users_environment_wins(tmp
     opened, *_ = alone(tmp_path, {"TLS": "^tcp"})
     assert "UCX found no usable transport" in opened and "TLS=^tcp" in opened
     assert alone(tmp_path, {"TLS": "^tcp"}, UCX_TLS="tcp")[0] == "opened"
-
-
-@needs_nixl
-def test_addresses_are_plain_data(form: Callable[..., Pair]) -> None:
-    pair = form()
-    descriptor, _ = pair.send(_two_and_small)
-    assert _plain(descriptor)
-    assert len(str(descriptor)) < 4096
-    pair.a.run(_close_twice)
-    pair.b.run(_fetch, (descriptor, pair.send(_two_and_small)[1]), "", _two_and_small)
-
-
-def _plain(value: Any) -> bool:
-    return all(map(_plain, value)) if isinstance(value, tuple) else value is None or type(value) in (int, str, bytes)
 
 
 @needs_nixl

@@ -233,7 +233,17 @@ def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(3, 2, dtype=torch.int16)
     fitting = Part(2, target, (8, 1))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
     assert Scatter.of([fitting], 38, CPU).direct.rows
-    for offset, strides in ((2, (-1, 1)), (4, (8, 1)), (2, (9, 1)), (2, (8, 2)), (-2, (8, 1)), (2, (1 << 62, 1))):
+    for offset, strides in (
+        (28, None),
+        (-1, None),
+        (1 << 40, None),
+        (2, (-1, 1)),
+        (4, (8, 1)),
+        (2, (9, 1)),
+        (2, (8, 2)),
+        (-2, (8, 1)),
+        (2, (1 << 62, 1)),
+    ):
         with pytest.raises(OutOfBounds):
             Scatter.of([Part(offset, target, strides)], 38, CPU)
     for wrong in ((1,), (8, 1, 1)):
