@@ -284,7 +284,11 @@ def test_cluster(name: str) -> None:
     assert bool(routes.warnings) is bool(case.warnings), routes.warnings
 
 
-@pytest.mark.parametrize("cluster", [CLUSTERS[name] for name in CASES], ids=CASES)
+#: Two members with equal evidence, of whom a reason speaks by name.
+ALIKE = group(member(0, cuda=True, gpus=GPUS[:1]), member(1), member(2))
+
+
+@pytest.mark.parametrize("cluster", [*(CLUSTERS[name] for name in CASES), ALIKE], ids=[*CASES, "alike"])
 def test_however_a_plan_is_made_it_is_the_same(cluster: Cluster) -> None:
     """In any order of members, pair by pair, and from an earlier plan."""
     config = GroupConfig()
