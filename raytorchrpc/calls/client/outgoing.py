@@ -67,6 +67,7 @@ class Phase(Enum):
     TAKEN = "its outcome was taken, or is not wanted"
 
 
+_IN_FLIGHT = (Phase.SENT, Phase.FETCHING)
 _UNDER_WAY = (Phase.SENT, Phase.FETCHING, Phase.ARRIVED)
 _DECIDED = (Phase.ARRIVED, Phase.FAILED, Phase.TAKEN)
 
@@ -161,12 +162,12 @@ class OutgoingCall(Call):
     def _advance(self, pending: Any) -> bool:
         """Move on after ``pending``, which is complete; whether the outcome can be taken."""
         with self._lock:
-            if pending is self._pending and self._phase in _UNDER_WAY:
+            if pending is self._pending and self._phase in _IN_FLIGHT:
                 try:
-                    self._header = ReplyHeader(*pending.take().header)
+                    self._header = header = ReplyHeader(*pending.take().header)
                     self._phase = Phase.ARRIVED
-                    if self._header.kind == protocol.KEPT:
-                        self._fetch(self._header.number)
+                    if header.kind == protocol.KEPT:
+                        self._fetch(header.number)
                 except Exception as error:
                     self._fail(error.with_traceback(None))  # it would hold this call, which holds it
             return self._phase in _DECIDED
@@ -236,13 +237,15 @@ class OutgoingCall(Call):
             return None  # another thread has waited too, and found that it is sent again
         size, came_by, value = 0, self.sent_by, None
         error: BaseException | None = self._error
-        lost = isinstance(error, PeerLost)
+        lost = self._phase is Phase.FAILED and isinstance(error, PeerLost)
         if self._phase is not Phase.FAILED:
             try:
                 value, error, size, came_by = self._take()
-                lost = self._was_refused(error)
-                if self._is_fetched and isinstance(error, RayTorchRpcError):
-                    error = self._after_reply(error)
+                if isinstance(error, RayTorchRpcError):
+                    # The callee's server refused the call, because its process is another one, or leaves.
+                    peer = self._route.member.name
+                    lost = isinstance(error, PeerLost) and error.peer == peer and not error.may_have_run
+                    error = self._after_reply(error) if self._is_fetched else error
             except RpcTimeout:
                 error = self._late()
             except Exception as failure:
@@ -296,10 +299,6 @@ class OutgoingCall(Call):
         elif self._options.into is None:
             value = calls.codec.decode(*body)
         return value, None, size, came_by
-
-    def _was_refused(self, error: BaseException | None) -> bool:
-        """Whether the callee's server refused the call because its process is another one, or leaves."""
-        return isinstance(error, PeerLost) and error.peer == self._route.member.name and not error.may_have_run
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""
