@@ -98,8 +98,10 @@ class Payloads:
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
             return can.rrefs or not body.rrefs, Payload(body)
-        self.check_reply(route, body.tensors)
-        if can.carries(body.tensors) and (can.rrefs or not body.rrefs):
+        fits = can.carries(body.tensors)
+        if not fits or can.in_band_cuda:  # else there is no CUDA tensor
+            self.check_reply(route, body.tensors)
+        if fits and (can.rrefs or not body.rrefs):
             body = outbound(body, devices)
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
             return True, Payload(body if as_is else _unshared(body, frozen))

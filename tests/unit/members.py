@@ -13,9 +13,13 @@ from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
+from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.pending import PendingReply
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.patterns.home import services
+from raytorchrpc.topology.endpoint import Endpoint
 
 GENERATION = "generation"
 
@@ -134,20 +138,36 @@ class DirectLane(MessageLane):
 class Members:
     """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others."""
 
-    def __init__(self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None) -> None:
-        """``methods``: of each member; they get None for their actor."""
+    def __init__(
+        self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None, *, by_socket: bool = False
+    ) -> None:
+        """``methods``: of each member; they get None for their actor. ``by_socket``: by the socket lane instead of
+        one that tests can hold up.
+        """
         self.members = {
             name: LocalMember(
                 "group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30, services()
             )
             for rank, name in enumerate(("home", "a", "b"))
         }
-        self.lanes = {name: DirectLane() for name in self.members}
+        self.lanes: dict[str, Any] = {name: DirectLane() for name in self.members}
         """By the member that sends on it."""
+        if by_socket:
+            self._open_sockets()
         for name, local in self.members.items():
             self.lanes[name].peers = self.members
             for peer in self.members.values():
                 self._know(local, peer.me)
+
+    def _open_sockets(self) -> None:
+        row, addresses = registry.lane("socket"), []
+        for name, local in self.members.items():
+            setup = LaneSetup(name, Credentials(b"s" * 32, local.me.rank), local.config, _unasked)
+            self.lanes[name] = lane = registry.resolve(row, row.make)(setup)
+            local.lanes.append(lane)
+            addresses.append(PeerAddress(name, lane.open(partial(local.incoming.serve, lane), local.workers.submit)))
+        for lane in self.lanes.values():
+            lane.connect(addresses)
 
     def _know(self, local: LocalMember, peer: Member) -> None:
         lane = self.lanes[local.me.name]
@@ -180,6 +200,10 @@ class Members:
     def close(self) -> None:
         for local in self.members.values():
             local.leave()
+
+
+def _unasked() -> Endpoint:
+    raise AssertionError("the socket lane does not ask what its process is")
 
 
 def _member(name: str, rank: int, incarnation: int = 0) -> Member:
