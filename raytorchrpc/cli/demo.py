@@ -33,28 +33,29 @@ class Progress(NamedTuple):
     accuracy: float
 
 
-class Trainer:
-    """A model, and scikit-learn's 1797 handwritten digits, of which a quarter are for the test."""
+def load_split(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scikit-learn's 1797 handwritten digits: training images and labels, and those of a quarter for the test."""
+    from sklearn.datasets import load_digits
 
-    def __init__(self, seed: int) -> None:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-        torch.set_num_threads(1)
-        torch.manual_seed(seed)
-        layers = nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-        self.model = nn.Sequential(*layers)
-        digits = load_digits()
-        images, labels = torch.as_tensor(digits.data / 16).float(), torch.as_tensor(digits.target)
-        parts = train_test_split(images, labels, test_size=0.25, random_state=seed, stratify=digits.target)
-        self.images, self.test_images, self.labels, self.test_labels = parts
+    digits = load_digits()
+    images, labels = torch.as_tensor(digits.data / 16).float(), torch.as_tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    test, training = order[: len(order) // 4], order[len(order) // 4 :]
+    return images[training], labels[training], images[test], labels[test]
 
 
-class ParameterServer(Trainer):
+def make_model(seed: int) -> nn.Module:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+class ParameterServer:
     """Holds the parameters, applies gradients as they arrive, and decides when to stop."""
 
-    def __init__(self, seed: int, target: float, max_steps: int) -> None:
-        super().__init__(seed)
+    def __init__(self, images: Tensor, labels: Tensor, seed: int, target: float, max_steps: int) -> None:
+        self.images, self.labels = images, labels
+        self.model = make_model(seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LEARNING_RATE)
         self.target, self.max_steps = target, max_steps
         self.state = Progress(steps=0, accuracy=0.0)
@@ -73,7 +74,7 @@ class ParameterServer(Trainer):
         steps, accuracy = self.state.steps + 1, self.state.accuracy
         if steps % _EVALUATE_EVERY == 0:
             with torch.no_grad():
-                accuracy = (self.model(self.test_images).argmax(1) == self.test_labels).float().mean().item()
+                accuracy = (self.model(self.images).argmax(1) == self.labels).float().mean().item()
         self.state = Progress(steps, accuracy)
         return accuracy < self.target and steps < self.max_steps
 
@@ -88,13 +89,13 @@ class ParameterServer(Trainer):
         self.max_steps = 0
 
 
-class Worker(Trainer):
+class Worker:
     """Computes gradients on its share of the training images."""
 
-    def __init__(self, seed: int, rank: int, workers: int) -> None:
-        super().__init__(seed)
-        self.images, self.labels = self.images[rank::workers], self.labels[rank::workers]
-        self.random = torch.Generator().manual_seed(seed + rank)
+    def __init__(self, images: Tensor, labels: Tensor, seed: int) -> None:
+        self.images, self.labels = images, labels
+        self.model = make_model(seed)
+        self.random = torch.Generator().manual_seed(seed)
 
     def train(self, server: Any) -> None:
         """Started by a Ray call; from here on, the two actors call each other directly."""
@@ -134,8 +135,12 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
     console.print(f"Starting a parameter server and {workers} worker(s) as Ray actors ...")
     try:
         with ray_session(address, cpus=workers + 1):
-            server = ray.remote(ParameterServer).remote(seed, target, max_steps)
-            team: list[Any] = [ray.remote(Worker).remote(seed, rank, workers) for rank in range(workers)]
+            images, labels, *test = load_split(seed)
+            server = ray.remote(ParameterServer).remote(*test, seed, target, max_steps)
+            team: list[Any] = []
+            for rank in range(workers):
+                share = images[rank::workers], labels[rank::workers]
+                team.append(ray.remote(Worker).remote(*share, seed + rank))
             members = {"server": server} | {f"worker-{rank}": worker for rank, worker in enumerate(team)}
             with rtr.init_group(members) as group:
                 final = _train(console, server, team, target)

@@ -22,6 +22,11 @@ def demo() -> Iterator[Command]:
     demo.end()
 
 
+def without_waits(err: str) -> str:
+    """What was said, but for whom a busy machine made ``init_group`` wait."""
+    return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("group 'default', after "))
+
+
 def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> None:
     demo.warm = True
     code, out, err = demo.run("--quick")
@@ -68,8 +73,10 @@ def test_make_shows_that_pip_works_and_whether_it_failed(succeeds: bool, tmp_pat
 
 @pytest.mark.slow
 def test_missing_the_accuracy_is_one_clear_line_and_exit_code_1(demo: Command) -> None:
+    demo.warm = True
     code, out, err = demo.run("--quick", "--target", "1.0", "--max-steps", "50")
     assert code == 1, out + err
+    err = without_waits(err)
     assert re.fullmatch(r"raytorchrpc demo: test accuracy [\d.]+% after \d+ steps, below .* 100.0%\n", err), err
     assert demo.gone_within(40)
 
@@ -86,6 +93,6 @@ def test_ctrl_c_leaves_no_process_behind(demo: Command, moment: str) -> None:
     start = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert err == ""
+    assert without_waits(err) == ""
     assert time.monotonic() - start < 40
     assert demo.gone_within(40)
