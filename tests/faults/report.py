@@ -47,7 +47,7 @@ class Struck:
 
 
 class GoingOn(NamedTuple):
-    """How one thread of a survivor went on (seconds after a fault)."""
+    """How one thread of a survivor went on (seconds after a fault, without those that its process stood still)."""
 
     member: str
     op: str
@@ -70,9 +70,11 @@ def survivals(struck: Sequence[Struck], records: Iterable[Record]) -> list[Going
             threads.setdefault((record.member, record.op, record.handle), []).append(record)
     found = []
     for thread, its in threads.items():
-        done = next((record.ended for record in its if record.verdict == "ok"), None)
-        if done is not None:
-            found.append(GoingOn(*thread, its[0].ended - at, done - at))
+        for place, record in enumerate(its):
+            if record.verdict == "ok":
+                still = sum(one.still for one in its[: place + 1])
+                found.append(GoingOn(*thread, its[0].ended - at - its[0].still, record.ended - at - still))
+                break
     return found
 
 
