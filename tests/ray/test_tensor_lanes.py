@@ -131,11 +131,6 @@ def bytes_by_lane(group: rtr.Group, caller: str, peer: str) -> dict[str, tuple[i
 # --- which way ---------------------------------------------------------------------------------------------------
 
 
-def test_the_plan_says_shm(group: rtr.Group) -> None:
-    assert group.routes().route("a", "b").lanes("cpu")[0].lane == "shm"
-    assert "shm" in group.explain("a", "b")
-
-
 def test_large_tensors_and_arrays_go_by_shm_both_ways(stores: list[Any], group: rtr.Group) -> None:
     def exchange() -> None:
         tensor, array = torch.arange(3_000_000.0), numpy.arange(1_000_000.0)
@@ -155,6 +150,7 @@ def test_large_tensors_and_arrays_go_by_shm_both_ways(stores: list[Any], group: 
         back["array"][:] = 0
         assert float(tensor.sum()) and float(array.sum()), "what came back is private"
 
+    assert group.routes().route("a", "b").lanes("cpu")[0].lane == "shm" and "shm" in group.explain("a", "b")
     before = bytes_by_lane(group, "a", "b")
     in_actor(stores[0], exchange)
     after = bytes_by_lane(group, "a", "b")
@@ -338,24 +334,28 @@ def test_many_calls_from_all_at_once_leave_nothing(stores: list[Any], group: rtr
         assert len(ray.get(store.threads.remote(), timeout=60)) <= threads_before + 8  # idle ones may end
 
 
-def test_a_result_nobody_asks_for_is_given_back(stores: list[Any], group: rtr.Group) -> None:
-    def call_and_forget() -> None:
-        for _ in range(20):
-            rtr.rpc_async("b").ones(LARGE)
-            rtr.rpc_async("b").echo(torch.ones(LARGE))
-        rtr.rpc_sync("b").double(1)
-
-    in_actor(stores[0], call_and_forget)
-    assert all_given_back(stores)
+def call_and_forget() -> None:
+    for _ in range(20):
+        rtr.rpc_async("b").ones(LARGE)
+        rtr.rpc_async("b").echo(torch.ones(LARGE))
+    rtr.rpc_sync("b").double(1)
 
 
-def test_a_result_that_is_there_but_never_taken_is_given_back(stores: list[Any], group: rtr.Group) -> None:
-    def let_it_arrive() -> None:
-        future = rtr.rpc_async("b").ones(LARGE)
-        assert wait_until(future.done, 30)
-        del future
+def let_it_arrive() -> None:
+    future = rtr.rpc_async("b").ones(LARGE)
+    assert wait_until(future.done, 30)
 
-    in_actor(stores[0], let_it_arrive)
+
+def fail() -> None:
+    with pytest.raises(TypeError):
+        rtr.rpc_sync("b").fill(torch.ones(LARGE), 1, 2, 3)
+    with pytest.raises(rtr.SerializationError):
+        rtr.rpc_sync("b").echo([torch.ones(LARGE), threading.Lock()])
+
+
+@pytest.mark.parametrize("drop", [call_and_forget, let_it_arrive, fail], ids=lambda drop: drop.__name__)
+def test_what_nobody_takes_is_given_back(stores: list[Any], group: rtr.Group, drop: Callable[[], None]) -> None:
+    in_actor(stores[0], drop)
     assert all_given_back(stores)
 
 
@@ -410,17 +410,6 @@ def test_arguments_of_a_method_that_is_not_exposed_are_given_back(
         assert in_actor(two[0], comes_to_nothing), "it takes a garbage collection there"
     finally:
         in_actor(two[1], gc.enable)
-
-
-def test_arguments_that_cannot_be_unpickled_and_errors_are_given_back(stores: list[Any], group: rtr.Group) -> None:
-    def ask() -> None:
-        with pytest.raises(TypeError):
-            rtr.rpc_sync("b").fill(torch.ones(LARGE), 1, 2, 3)
-        with pytest.raises(rtr.SerializationError):
-            rtr.rpc_sync("b").echo([torch.ones(LARGE), threading.Lock()])
-
-    in_actor(stores[0], ask)
-    assert all_given_back(stores)
 
 
 def test_a_dropped_call_does_not_spoil_the_others_when_the_peer_dies(
