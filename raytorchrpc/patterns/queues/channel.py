@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 import weakref
@@ -37,12 +38,14 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, STATS, TAKE, WITHDRAW, HomeStore
-from raytorchrpc.patterns.queues.store import ENDED, FULL, Batch
+from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
+from raytorchrpc.patterns.queues.store import ENDED, FULL, Batch, SequenceMark
 from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
+#: Most sequences of one event loop that are kept while idle.
+_KEPT = 1000
 
 
 class Channel(Handle):
@@ -79,49 +82,78 @@ class Channel(Handle):
         """How many items one message may have."""
         raise NotImplementedError
 
-    def _put(self, values: Sequence[Any], timeout: float | None) -> Steps[None]:
-        local, wait_s = yield from self._begin(timeout)
-        yield from self._put_messages(local, values, time.monotonic() + wait_s)
-
-    def _put_in_turn(self, values: Sequence[Any], timeout: float | None) -> Steps[None]:
-        """Put after the puts that coroutines of this event loop have begun before."""
+    def _put(self, values: Sequence[Any], timeout: float | None, *, in_turn: bool = False) -> Steps[None]:
+        """``in_turn``: after the puts that coroutines of this event loop have begun before."""
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
-        turns = _turns_of_loop((local.incoming.token, self.kind, self._home, self._name))
-        if not (yield from turns.enter(until, local.deadlines)):
-            raise Full(f"{self._label} has not taken what this event loop puts before this in time", 0)
+        sequence = running_sequence((local.incoming.token, self.kind, self._home, self._name), in_turn)
+        turn = None
+        if in_turn and sequence is not None:
+            turn = yield from sequence.enter(until, local.deadlines)
+            if turn is None:
+                raise self._full(0)
         try:
-            yield from self._put_messages(local, values, until)
+            yield from self._put_messages(local, values, until, sequence, turn)
         finally:
-            turns.leave()
+            if turn is not None:
+                turn.leave()
 
-    def _put_messages(self, local: LocalMember, values: Sequence[Any], until: float) -> Steps[None]:
+    def _put_messages(
+        self, local: LocalMember, values: Sequence[Any], until: float, sequence: PutSequence | None, turn: Turn | None
+    ) -> Steps[None]:
         at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
+        parts = list(messages(self._encode(local, values), self._message_length))
         accepted = 0
-        for items in messages(self._encode(local, values), self._message_length):
+        for number, items in enumerate(parts, 1):
             outcome: Any
+            response = None
             if at_home:
                 outcome = self._object(local).put([private_copy(item) for item in items], until)
-                if isinstance(outcome, DeferredReply):
-                    outcome = yield outcome
             else:
-                wait_s = max(0.0, until - time.monotonic())
-                outcome = yield from self._request(local, PUT, (*self._address, pack(items), wait_s), wait_s)
+                response = self._send_items(local, items, max(0.0, until - time.monotonic()), sequence)
+            if turn is not None and number == len(parts):
+                turn.leave()
+            if response is not None:
+                outcome = yield from response
+            elif isinstance(outcome, DeferredReply):
+                outcome = yield outcome
             if outcome is FULL:
-                raise Full(f"{self._label} had no room in time", accepted)
+                raise self._full(accepted)
             if outcome is ENDED:
-                raise Closed(f"{self._label} is closed", accepted)
+                raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
             accepted += total_length(items)
 
-    @property
-    def _label(self) -> str:
-        return f"{self.kind} {self._name!r} in {self._home!r}"
+    def _full(self, accepted: int) -> Full:
+        return Full(f"{self.kind} {self._name!r} in {self._home!r} had no room in time", accepted)
 
     def _encode(self, local: LocalMember, values: Sequence[Any]) -> list[Item]:
         try:
             return encode_items(local.codec, values, self._message_length)
         except SerializationError as error:
             raise SerializationError(f"an item for {self.kind} {self._name!r} cannot be pickled: {error}") from error
+
+    def _send_items(
+        self, local: LocalMember, items: Sequence[Item], wait_s: float, sequence: PutSequence | None
+    ) -> Steps[Any]:
+        """Send items at once; the steps that this returns wait for the response."""
+        mark = None if sequence is None else sequence.mark(self._instance_id)
+        sent = self._send(local, PUT, (*self._address, pack(items), wait_s, mark), wait_s)
+        response = self._response(sent)
+        del sent  # see _response
+        if sequence is None:
+            return response
+        return self._in_sequence(local, response, sequence, sequence.sent(self._instance_id))
+
+    def _in_sequence(self, local: LocalMember, response: Steps[Any], sequence: PutSequence, number: int) -> Steps[Any]:
+        try:
+            return (yield from response)
+        except Exception:
+            sequence.answered(number)
+            if not sequence.idle:  # it may never arrive: the puts behind it need not wait for it
+                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
+            raise
+        finally:
+            sequence.answered(number)
 
     # --- taking --------------------------------------------------------------------------------------------------
 
@@ -220,9 +252,8 @@ class Channel(Handle):
             yield from self._wait_for_return(local, key, list(filter(None, rest)), list(filter(None, decoded)))
             if taken:
                 return taken
-            raise SerializationError(
-                f"an item of {self._label} cannot be unpickled here; it is lost: {cause!r}"
-            ) from cause
+            label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
+            raise SerializationError(f"{label} cannot be unpickled here; it is lost: {cause!r}") from cause
         return taken
 
     # --- returning items to the home -----------------------------------------------------------------------------
@@ -291,48 +322,107 @@ class Channel(Handle):
         return sent
 
 
-# --- the order of puts -------------------------------------------------------------------------------------------
+# --- the order of puts ------------------------------------------------------------------------------------------------
 #
-# Messages of one producer may take different lanes, and each is served on a thread of its own, so they arrive in any
-# order. A thread that blocks in ``put`` has one put in flight, and so have the coroutines of one event loop.
+# Coroutines number the puts they have in flight, and the home admits them in that order: messages of one producer may
+# take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread that blocks in
+# ``put`` has one put in flight and needs no number.
 
 
-class Turns:
-    """Turns of one event loop's coroutines to put into one queue or topic. Used by that loop's thread only."""
+class Turn:
+    """The right to send the next put of a PutSequence."""
+
+    def __init__(self, sequence: PutSequence) -> None:
+        self._sequence: PutSequence | None = sequence
+
+    def leave(self) -> None:
+        """Pass the right to the next coroutine. Idempotent."""
+        sequence, self._sequence = self._sequence, None
+        if sequence is not None:
+            sequence.pass_on()
+
+
+class PutSequence:
+    """The puts of one event loop into one queue or topic. Used by that loop's thread only."""
 
     def __init__(self) -> None:
-        self._taken = False
+        self.id = secrets.randbits(62)
+        self._last = 0
+        self._unanswered: dict[int, int | None] = {}
+        """Number -> instance id of the object, in the order in which they were sent."""
+        self._sending = False
         self._waiting: deque[DeferredReply] = deque()
 
-    def enter(self, until: float, deadlines: Deadlines) -> Steps[bool]:
-        """Wait for the turn, first come, first served. Returns whether it was granted by ``until``."""
-        if not self._taken:
-            self._taken = True
-            return True
+    @property
+    def idle(self) -> bool:
+        """Whether no put is in flight or being sent."""
+        return not (self._sending or self._unanswered)
+
+    @property
+    def first(self) -> int:
+        """The number of the first unanswered put; of the next put if all are answered."""
+        return next(iter(self._unanswered), self._last + 1)
+
+    def enter(self, until: float, deadlines: Deadlines) -> Steps[Turn | None]:
+        """Wait for the turn to send, first come, first served; None at ``until``.
+
+        A coroutine keeps it for long only if it sends several messages, or has to bind its handle first.
+        """
+        if not self._sending:
+            self._sending = True
+            return Turn(self)
         reply = DeferredReply()
         self._waiting.append(reply)
         try:
-            return (yield give_up_at(deadlines, until, reply, partial(reply.settle, False)))  # type: ignore[no-any-return]
+            granted = yield give_up_at(deadlines, until, reply, partial(reply.settle, False))
         except BaseException:
             if not reply.cancel() and reply.outcome():  # granted just now
-                self.leave()
+                self.pass_on()
             raise
+        return Turn(self) if granted else None
 
-    def leave(self) -> None:
-        """Pass the turn to the next coroutine."""
+    def pass_on(self) -> None:
         while self._waiting:
             if self._waiting.popleft().settle(True):
                 return
-        self._taken = False
+        self._sending = False
+
+    def mark(self, instance_id: int | None) -> SequenceMark:
+        """Return the mark of the next put, which ``sent`` then counts."""
+        before = next(reversed(self._unanswered), 0)
+        if before and self._unanswered[before] != instance_id:
+            before = 0  # it went to another object of this name
+        return self.id, self._last + 1, before, self.first
+
+    def sent(self, instance_id: int | None) -> int:
+        """Count a put that has just been sent; returns its number, for ``answered``."""
+        self._last += 1
+        self._unanswered[self._last] = instance_id
+        return self._last
+
+    def answered(self, number: int) -> None:
+        """Forget a put that was answered, has failed or was cancelled."""
+        self._unanswered.pop(number, None)
 
 
-_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakValueDictionary[Any, Turns]]
-_by_loop = weakref.WeakKeyDictionary()
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutSequence]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _turns_of_loop(key: Any) -> Turns:
-    """The turns of the event loop that runs on this thread for the object that ``key`` names."""
+def running_sequence(key: Any, create: bool) -> PutSequence | None:
+    """Return the sequence of the event loop that runs on this thread into the object that ``key`` names, if any.
+
+    ``create``: make one if there is none yet.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        return None
     with _lock:
-        of_loop = _by_loop.setdefault(asyncio.get_running_loop(), weakref.WeakValueDictionary())
-    return of_loop.setdefault(key, Turns())
+        of_loop = _by_loop.setdefault(loop, {})
+    sequence = of_loop.get(key)
+    if sequence is None and create:
+        if len(of_loop) >= _KEPT:
+            for idle in [name for name, known in of_loop.items() if known.idle]:
+                del of_loop[idle]
+        sequence = of_loop[key] = PutSequence()
+    return sequence

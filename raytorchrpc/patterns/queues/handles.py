@@ -255,11 +255,11 @@ class Queue(Consumer, Channel):
 
     async def aput(self, item: Any, timeout: float | None = None) -> None:
         """Like ``put``, for coroutines. Raises PeerBusy if too many calls to the home are in flight."""
-        await arun(self._put_in_turn((item,), timeout))
+        await arun(self._put((item,), timeout, in_turn=True))
 
     async def aput_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
         """Like ``put_many``, for coroutines."""
-        await arun(self._put_in_turn(list(items), timeout))
+        await arun(self._put(list(items), timeout, in_turn=True))
 
     def get_nowait(self) -> Any:
         """Like ``get``, but raise Empty at once if there is no item."""
@@ -326,7 +326,7 @@ class Topic(Channel):
 
     async def apublish(self, item: Any, timeout: float | None = None) -> None:
         """Like ``publish``, for coroutines."""
-        await arun(self._put_in_turn((item,), timeout))
+        await arun(self._put((item,), timeout, in_turn=True))
 
     def subscribe(self, policy: Policy = "block", *, maxsize: int = 64, max_bytes: int | None = None) -> Subscription:
         """Subscribe to the items that are published from now on. Blocks for an answer of the home.

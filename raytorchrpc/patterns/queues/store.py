@@ -11,12 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.errors import NotFound
+from raytorchrpc.errors import NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
 from raytorchrpc.process.workers import Deadlines
@@ -31,6 +32,16 @@ _REMEMBERED = 1000
 ACCEPTED, FULL, ENDED = True, None, False
 #: Outcome of ``take`` besides ENDED and a Batch: no item in time.
 EMPTY = None
+
+#: Place of one put in its producer's sequence: (id of the PutSequence, number of this put, number of the last
+#: unanswered put before it (0: none), number of the first unanswered put).
+SequenceMark = tuple[int, int, int, int]
+
+#: A put that has arrived waits this much longer than its timeout for those before it; its producer waits even longer
+#: for the answer (seconds).
+_HOLD_S = 0.15
+#: Most producers that a home remembers while they are idle.
+_KEPT = 1000
 
 
 class Batch(list[Item]):
@@ -436,3 +447,135 @@ class Store:
                 reply.settle(value)
             elif not reply.settle(value.batch):  # cancelled just now
                 self.put_back(value.key, value.batch)
+
+
+# --- the order of puts -----------------------------------------------------------------------------------------------
+
+
+class _Held(NamedTuple):
+    """A put that has arrived before its predecessor."""
+
+    before: int
+    items: Sequence[Item]
+    until: float
+    reply: DeferredReply
+
+
+@dataclass
+class _Producer:
+    """What a home knows of one PutSequence."""
+
+    rank: int
+    last: int = 0  # all puts up to this number were admitted, or will never arrive
+    held: dict[int, _Held] = field(default_factory=dict)  # by number
+
+
+class ReorderBuffer:
+    """Admits the puts of each producer in the order in which they were sent. Thread-safe, never blocks."""
+
+    def __init__(self, put: Callable[[Sequence[Item], float, int], Any], deadlines: Deadlines) -> None:
+        self._put, self._deadlines = put, deadlines
+        self._lock = threading.Lock()
+        self._producers: dict[int, _Producer] = {}
+
+    def put(self, rank: int, mark: SequenceMark, items: Sequence[Item], until: float) -> Any:
+        """Call ``Store.put`` once all puts before this one were admitted. FULL if they do not arrive by ``until``."""
+        sequence_id, number, before, first = mark
+        outcome: Any
+        reply: DeferredReply | None = None
+        with self._lock:
+            producer = self._producer(rank, sequence_id)
+            replies = self._admit_up_to(producer, first - 1)
+            if before > producer.last:
+                outcome = reply = DeferredReply()
+                producer.held[number] = _Held(before, items, until, reply)
+            else:
+                outcome = self._put(items, until, rank)
+                replies += self._admit_up_to(producer, number)
+        settle(replies)
+        if reply is not None:
+            give_up_at(self._deadlines, until + _HOLD_S, reply, partial(self._expire, producer, number))
+        return outcome
+
+    def skip(self, rank: int, sequence_id: int, first: int) -> None:
+        """Do not wait for puts before number ``first`` any more."""
+        with self._lock:
+            replies = self._admit_up_to(self._producer(rank, sequence_id), first - 1)
+        settle(replies)
+
+    def lose(self, rank: int) -> None:
+        """Do not wait for puts of this member that have not arrived by now."""
+        replies = []
+        with self._lock:
+            for producer in self._producers.values():
+                if producer.rank == rank and producer.held:
+                    replies += self._admit_up_to(producer, max(producer.held))
+        settle(replies)
+
+    @property
+    def held(self) -> int:
+        """How many puts have arrived and wait for an earlier one."""
+        with self._lock:
+            return sum(len(producer.held) for producer in self._producers.values())
+
+    def close(self, error: Exception) -> None:
+        """End every wait with this error."""
+        with self._lock:
+            waiting = [held.reply for producer in self._producers.values() for held in producer.held.values()]
+            self._producers.clear()
+        for reply in waiting:
+            reply.settle(None, error)
+
+    # --- under the lock ------------------------------------------------------------------------------------------
+
+    def _producer(self, rank: int, sequence_id: int) -> _Producer:
+        producer = self._producers.get(sequence_id)
+        if producer is None:
+            if len(self._producers) >= _KEPT:
+                for idle in [key for key, known in self._producers.items() if not known.held][: _KEPT // 2]:
+                    del self._producers[idle]
+            producer = self._producers[sequence_id] = _Producer(rank)
+        return producer
+
+    def _admit_up_to(self, producer: _Producer, last: int) -> list[tuple[DeferredReply, Any]]:
+        """Wait no more for puts up to ``last``; admits those that waited for them, and returns replies to settle."""
+        producer.last = max(producer.last, last)
+        replies: list[tuple[DeferredReply, Any]] = []
+        for number in sorted(producer.held):
+            held = producer.held[number]
+            if held.before > producer.last:
+                continue
+            del producer.held[number]
+            producer.last = max(producer.last, number)
+            try:
+                outcome = self._put(held.items, held.until, producer.rank)
+            except RayTorchRpcError as error:
+                outcome = error
+            replies.append((held.reply, outcome))
+        return replies
+
+    def _expire(self, producer: _Producer, number: int) -> None:
+        """Fail a put that has waited too long; puts that wait for it now wait for its predecessor."""
+        with self._lock:
+            expired = producer.held.pop(number, None)
+            if expired is None:
+                return  # admitted just now
+            for other, held in producer.held.items():
+                if held.before == number:
+                    producer.held[other] = held._replace(before=expired.before)
+        expired.reply.settle(FULL)
+
+
+def settle(replies: Sequence[tuple[DeferredReply, Any]]) -> None:
+    for reply, outcome in replies:
+        if isinstance(outcome, DeferredReply):
+            outcome.add_done_callback(partial(_forward, reply))
+        elif isinstance(outcome, Exception):
+            reply.settle(None, outcome)
+        else:
+            reply.settle(outcome)
+
+
+def _forward(reply: DeferredReply, source: Any) -> None:
+    error = source.exception()
+    reply.settle(source.result() if error is None else None, error)

@@ -17,6 +17,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.home import OPEN
+from raytorchrpc.patterns.queues import store
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
@@ -61,25 +62,28 @@ def _refuse(error: type[BaseException]) -> None:
 # --- order ---------------------------------------------------------------------------------------------------
 
 
-def test_puts_of_one_loop_are_sent_one_after_the_other(members: Members) -> None:
-    """By any handle, and also if one is lost on its way."""
+async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
+    """Together, in order; returns what came of each."""
+    return await asyncio.gather(*(queue.aput(number, **how) for number in range(count)), return_exceptions=True)
+
+
+def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members: Members) -> None:
+    """By any handle."""
     lane = members.lanes["a"]
 
-    async def put(queue: rtr.Queue) -> list[Any]:
+    async def put(queue: rtr.Queue) -> None:
         lane.holds = lambda method: method == PUT
-        handles = (*(rtr.Queue("q", home="home") for _ in range(3)), queue)
-        putting = asyncio.gather(*(each.aput(n) for n, each in enumerate(handles)), return_exceptions=True)
-        for number in range(4):
-            await until(lambda: len(lane.held) == 1)
-            assert at_home(members).stats()["put"] == (0, 1, 1, 2)[number]
-            (lane.lose if number == 1 else lane.release)(0)
-        return await asyncio.wait_for(putting, LONG / 2)
+        puts = asyncio.gather(*(rtr.Queue("q", home="home").aput(number) for number in range(3)), queue.aput(3))
+        await until(lambda: len(lane.held) == 4)
+        for number in (3, 1, 1, 0):  # the last, the second, the third, the first
+            assert at_home(members).stats()["items"] == 0
+            lane.release(number)
+        await puts
 
     with members.acting("a"):
         queue = made()
-        first, second, *others = asyncio.run(put(queue))
-        assert isinstance(second, PeerLost) and [first, *others] == [None] * 3
-        assert queue.get_many(9) == [0, 2, 3]
+        asyncio.run(put(queue))
+        assert queue.get_many(9) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("producer", ["home", "a"])
@@ -119,6 +123,83 @@ def test_the_first_puts_keep_their_order_while_the_queue_is_made(members: Member
         queue = rtr.Queue("q", home="home")
         asyncio.run(put())
         assert queue.get_many(9) == [0, 1, 3, 4, 5, 6]
+
+
+def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def put() -> list[Any]:
+        lane.holds = lambda method: method == PUT
+        putting = asyncio.create_task(put_all(queue, 4))
+        await until(lambda: len(lane.held) == 4)
+        for number in (3, 2):
+            lane.release(number)
+        lane.lose(0)
+        lane.release()
+        return await asyncio.wait_for(putting, LONG / 2)
+
+    with members.acting("a"):
+        queue = made()
+        first, *others = asyncio.run(put())
+        assert isinstance(first, PeerLost) and others == [None] * 3
+        assert queue.get_many(9) == [1, 2, 3]
+
+
+def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_HOLD_S", 0.05)
+    lane = members.lanes["a"]
+
+    async def put() -> None:
+        lane.holds = lambda method: method == PUT
+        tasks = [asyncio.create_task(queue.aput(number, 0.05 if number == 1 else LONG)) for number in range(3)]
+        await until(lambda: len(lane.held) == 3)
+        lane.release(2)
+        lane.release(1)
+        with pytest.raises(rtr.Full):
+            await tasks[1]
+        assert not tasks[2].done(), "it waits for the first"
+        lane.release()
+        await asyncio.gather(tasks[0], tasks[2])
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(put())
+        assert queue.get_many(9) == [0, 2]
+
+
+def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def put() -> None:
+        lane.holds = lambda method: method == PUT
+        putting = asyncio.create_task(put_all(queue, 4))
+        await until(lambda: len(lane.held) == 4)
+        for number in (3, 1):
+            lane.release(number)
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == 2)
+        members.part("a")
+        assert all(isinstance(outcome, PeerLost) for outcome in await putting)
+        members.reunite("a")
+        lane.holds = lambda method: False
+        assert await put_all(queue, 2) == [None, None]
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(put())
+    with members.acting("b"):
+        assert queue.get_many(9) == [1, 3, 0, 1]
+
+
+@pytest.mark.parametrize("members", [REJECT], indirect=True)
+def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None:
+    with members.acting("a"):
+        queue = made()
+        outcomes = asyncio.run(put_all(queue, 50))
+        refused = [isinstance(outcome, rtr.PeerBusy) for outcome in outcomes]
+        assert any(refused) and not all(refused)
+        assert queue.get_many(50) == [number for number, busy in enumerate(refused) if not busy]
 
 
 # --- what is given back --------------------------------------------------------------------------------------
@@ -397,19 +478,18 @@ def test_waiting_producers_keep_no_threads(members: Members) -> None:
     count = 100
 
     async def act() -> None:
-        puts = [asyncio.create_task(queue.aput(1)) for queue in queues]
-        services = members.members["home"].services
-        stores = [services.find("queue", queue.name, None, "home") for queue in queues]
-        await until(lambda: all(store.stats()["waiting_to_put"] == 1 for store in stores))
+        puts = [asyncio.create_task(queue.aput(number)) for number in range(1, count)]
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == count - 1)
         # Idle threads end after some time; those that wait would stay.
         await until(lambda: threading.active_count() < before + count // 2)
-        assert [await queue.aget() for queue in queues] == [0] * count
+        assert await queue.aget_many(1) == [0]
+        taken = [await queue.aget() for _ in puts]
+        assert taken == list(range(1, count))
         await asyncio.gather(*puts)
 
     with members.acting("a"):
-        queues = [rtr.Queue(f"q{number}", home="home", maxsize=1) for number in range(count)]
-        for queue in queues:
-            queue.put(0)
+        queue = made(maxsize=1)
+        queue.put(0)
         before = threading.active_count()
         asyncio.run(act())
 
