@@ -160,6 +160,14 @@ def all_back(sender: Any, receiver: Any) -> bool:
     return bool(on(sender, nothing_out))
 
 
+def test_a_map_to_a_gpu_that_does_not_exist_is_refused_before_anything_starts(actors: dict[str, Any]) -> None:
+    """The first test of this file: afterwards the actors are in the group of the others."""
+    pair = {name: actors[name] for name in "ab"}
+    with pytest.raises(rtr.ConfigurationError, match="GPU 7"):
+        rtr.init_group(pair, name="wrong", config=rtr.GroupConfig(device_maps={"a": "1_0_7"}))
+    rtr.init_group(pair, name="right").shutdown()
+
+
 # --- GPU to GPU ----------------------------------------------------------------------------------------------------
 
 
@@ -226,13 +234,6 @@ def test_gradients_cross_with_their_tensors(actors: dict[str, Any], group: rtr.G
     first, second = torch.full((4, 4), 3.0, requires_grad=True), torch.full((4, 4), 2.0, requires_grad=True)
     (torch.arange(16.0).reshape(4, 4) @ first @ second).sum().backward()
     assert torch.allclose(mine, first.grad) and torch.allclose(its, second.grad)
-
-
-def test_a_map_to_a_gpu_that_does_not_exist_is_refused_before_anything_starts(actors: dict[str, Any]) -> None:
-    pair = {name: actors[name] for name in "ab"}
-    with pytest.raises(rtr.ConfigurationError, match="GPU 7"):
-        rtr.init_group(pair, name="wrong", config=rtr.GroupConfig(device_maps={"a": "1_0_7"}))
-    rtr.init_group(pair, name="right").shutdown()
 
 
 # --- one GPU, shared -----------------------------------------------------------------------------------------------
