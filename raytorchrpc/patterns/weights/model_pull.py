@@ -278,7 +278,7 @@ class ModelPull:
             found = self._lease(pulls, version, since, near)
             if found == since:
                 return found
-            if any(pull.planned is None for pull in pulls.values()):
+            if planned is None or any(pull.planned is None for pull in pulls.values()):
                 if planned is not None:  # some layout is another now; the others may be, and those of other plans
                     self._memory.plans = ()
                     return self._bring(version, None, sources)

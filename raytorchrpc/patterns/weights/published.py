@@ -98,8 +98,9 @@ class Waits(Generic[K]):
 
         def end() -> None:
             with self._lock:
-                if waits in self._waiting:
-                    self._waiting.remove(waits)
+                if waits not in self._waiting:  # whoever took it settles it
+                    return
+                self._waiting.remove(waits)
                 outcome = give_up()
             waits[1].settle(*outcome)
 

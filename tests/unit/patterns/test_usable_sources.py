@@ -146,6 +146,23 @@ def test_what_others_have_does_not_wait_for_a_restarted_publisher_to_publish(
         reader.pull(timeout=0.3)
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("given", [None, 1])
+def test_a_version_that_every_publisher_has_lost_is_not_pulled(
+    members: Members, given: int | None, is_planned: bool
+) -> None:
+    publish(members, 1.0)
+    reader = Reader(members)
+    if is_planned:
+        reader.pull("copy")
+    for name in BOTH:
+        restart(members, name)
+    reader.model["copy"].fill_(-1.0)
+    with pytest.raises((rtr.NotFound, rtr.Empty)):
+        reader.pull("copy", version=given, timeout=0.3)
+    assert reader.model["copy"].tolist() == [-1.0] * 5
+
+
 def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> None:
     publish(members, 1.0)
     reader = Reader(members)
