@@ -180,6 +180,21 @@ def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., St
     assert is_ones(b.fetch(sent))
 
 
+def test_a_peer_that_answers_nothing_does_not_delay_what_others_are_told(
+    open_stations: Callable[..., Stations],
+) -> None:
+    a, b, c = open_stations(3).values()
+    ignored = [a.export(ones(), to="b") for _ in range(10)]
+    a.lane._control._serve = lambda message, reply: None  # type: ignore[attr-defined]
+    unwanted = c.export(ones())
+    began = time.monotonic()
+    for sent in ignored:
+        b.discard(sent)
+    b.discard(unwanted, "c")
+    assert c.keeps(0)
+    assert time.monotonic() - began < 5
+
+
 def test_two_ends_on_one_device_are_refused(ab: Stations) -> None:
     a = ab["a"]
     twin = peers.nccl_lane(5, carrier=PipeCarrier("device 0"))
@@ -252,6 +267,34 @@ def test_a_lane_that_closes_ends_the_fetches_under_way(ab: Stations, pool: Threa
         fetching.result(20)
     with pytest.raises(LaneUnavailable):
         ab[who].export(ones(), to="a" if who == "b" else "b")
+
+
+@pytest.mark.parametrize("how", ["the peer is removed", "the connection breaks"])
+def test_a_receiver_that_lives_does_not_take_what_an_abort_leaves(
+    ab: Stations, pool: ThreadPoolExecutor, how: str
+) -> None:
+    a, b = ab.values()
+    a.carrier.halfway = halfway = threading.Event()
+    data = ones(1000)
+    fetching = pool.submit(b.fetch, a.export(data))
+    assert halfway.wait(20)
+    (channel,) = a.carrier.channels
+
+    def abort() -> None:  # as on a GPU: the receiver goes on as if all had arrived
+        data.zero_()
+        channel._given_up.set()
+
+    channel.abort = abort  # type: ignore[method-assign]
+    if how == "the peer is removed":
+        a.lane.disconnect("b")
+        channel._given_up.set()  # the device goes on
+    else:
+        a.lane._control._made["b"].end("broken")  # type: ignore[attr-defined]
+    try:
+        assert is_ones(fetching.result(20))
+    except PeerLost:
+        assert how == "the connection breaks", "its receiver is told of it first"
+    assert wait_until(lambda: not a.lane._sending, 20)
 
 
 def test_what_nobody_fetched_is_discarded_by_the_collector(ab: Stations) -> None:

@@ -137,10 +137,10 @@ class NcclLane(TensorLane):
 
     # --- requests ------------------------------------------------------------------------------------------
 
-    def _begin(self, peer: str, request: tuple[Any, ...], deadline: float) -> Pending:
+    def _begin(self, peer: str, request: tuple[Any, ...], deadline: float, *, caller_waits: bool = True) -> Pending:
         header = (request[0], self._me, *request[1:])
         left = max(0.0, deadline - time.monotonic())
-        return self._control.call(peer, Message(header, NOTHING), left, caller_waits=request[0] != WATCH)
+        return self._control.call(peer, Message(header, NOTHING), left, caller_waits=caller_waits)
 
     def _ask(self, peer: str, request: tuple[Any, ...], deadline: float) -> str | None:
         """Make a request; returns why it is refused, or None. Raises PeerLost, RpcTimeout or TimedOut."""
@@ -157,7 +157,7 @@ class NcclLane(TensorLane):
         with self._lock:
             watch = self._watches.get(peer)
         if watch is None:
-            watch = self._begin(peer, (WATCH,), deadline)
+            watch = self._begin(peer, (WATCH,), deadline, caller_waits=False)
             with self._lock:
                 self._watches[peer] = watch  # of two threads that begin one, either does
             watch.add_done_callback(partial(self._lose, peer, watch))
@@ -173,9 +173,28 @@ class NcclLane(TensorLane):
         """Release everything that concerns a peer which will not answer any more."""
         for number in [number for number, kept in self._kept.copy().items() if kept.peer == peer]:
             self._kept.pop(number, None)
-        for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
+        for end in self._receiving.copy().values():
             if end.peer == peer:
-                self._abort(end, _LOST)
+                self._end_here(end, _LOST)
+        for end in self._sending.copy().values():
+            if end.peer == peer:
+                try:
+                    self._spawn(partial(self._leave, end))
+                except threads.ThreadShortage as error:
+                    threads.report(error, f"{self._me} ends a channel to {peer} at once")
+                    self._abort(end, _LOST)
+
+    def _leave(self, end: End) -> None:
+        """End a channel whose receiver may live, even if this member does not count it as a peer any more."""
+        deadline = time.monotonic() + self._timeout_s
+        if end.peer in self._peers:
+            self._end_at_receiver(end, _LOST, deadline)
+            return
+        with suppress(Broken, TimedOut), end.taking_turn(deadline):  # it cannot be told: what it asked for is sent
+            end.wait(end.channel.enqueued, deadline)
+            end.wait(end.channel.mark(), deadline)
+            self._abort(end, _LOST)
+        self._abort(end, _LOST)
 
     def _abort(self, end: End, cause: str) -> None:
         """End a channel here. Never blocks; idempotent."""
@@ -373,8 +392,9 @@ class NcclLane(TensorLane):
         self._abort(end, cause)
 
     def _tell(self, peer: str, request: tuple[Any, ...]) -> None:
-        with suppress(PeerLost, RpcTimeout, TimedOut):  # else it has ended, or will notice at its deadline
-            self._ask(peer, request, time.monotonic() + _PATIENCE_S)
+        # The answer is not awaited: a peer that is suspended must not keep others from hearing of theirs.
+        with suppress(PeerLost, RpcTimeout):  # it has ended, or will notice at its deadline
+            self._begin(peer, request, time.monotonic() + _PATIENCE_S, caller_waits=False)
 
     def discard(self, peer: str, descriptor: Any) -> None:
         # Only left to a thread: the garbage collector may call this at any point.
