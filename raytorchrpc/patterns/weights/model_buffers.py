@@ -99,17 +99,12 @@ class ModelTensors:
                         f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does "
                         f"not support: pull() this model"
                     )
-        self._addresses, self._kinds = self._memory()
+        self._addresses, self._kinds = _memory_of(self.local)
         self._ties, self._writes = ties_of(self.local), _writes(self.local)
         if known is not None and (known.kinds, known.ties) == (self._kinds, self._ties):
             self.specs = known.specs
         else:
             self.specs = self._make_specs(shards_of(self.own, store) if known is not None else shards)
-
-    def _memory(self) -> tuple[list[int], list[list[Any]]]:
-        """Where the tensors lie, and how their memory is seen."""
-        tensors = self.local.values()
-        return list(map(torch.Tensor.data_ptr, tensors)), [list(map(kind, tensors)) for kind in _KINDS]
 
     def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
         if absent := [name for name in self.local if name not in shards]:
@@ -136,9 +131,11 @@ class ModelTensors:
         """Return the model's tensors as they are now. Raises ConfigurationError."""
         state, before = _state_of(self._model), self.own
         is_same = list(state.saved) == list(before) and all(map(operator.is_, state.saved.values(), before.values()))
-        if is_same and self._memory() == (self._addresses, self._kinds):
-            self._state = state
-            return self
+        if is_same:
+            local = {name: local_tensor(tensor) for name, tensor in before.items()}  # a DTensor may have another by now
+            if _memory_of(local) == (self._addresses, self._kinds):
+                self._state = state
+                return self
         return ModelTensors(self._model, self._store)
 
     def was_written(self) -> bool:
@@ -187,6 +184,12 @@ class ModelTensors:
                 raise ConfigurationError(
                     f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
                 )
+
+
+def _memory_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[int], list[list[Any]]]:
+    """Where tensors lie, and how their memory is seen."""
+    found = tensors.values()
+    return list(map(torch.Tensor.data_ptr, found)), [list(map(kind, found)) for kind in _KINDS]
 
 
 def _state_of(model: Any) -> ModuleState:

@@ -74,6 +74,16 @@ def test_what_was_staged_while_a_publisher_was_lost_never_exists_after_its_resta
         coordinator.look(2)
 
 
+def test_a_publisher_that_goes_on_just_then_does_not_give_its_version_up(coordinator: Coordinator) -> None:
+    for version in (1, 2):
+        coordinator.staged(FIRST, version, until())
+    waiting = coordinator.staged(FIRST, 3, until())
+    assert isinstance(waiting, DeferredReply)
+    assert coordinator._behind.take() == [waiting]
+    waiting.cancel()  # as at its deadline, before it is settled
+    assert 3 in coordinator._staged
+
+
 def test_after_the_end_nobody_waits(coordinator: Coordinator) -> None:
     error = rtr.NotAMember("left")
     coordinator.close(error)
