@@ -6,6 +6,7 @@ hosts. That needs no privilege, and costs a few instructions for each packet.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import os
@@ -54,12 +55,13 @@ def limit_unacknowledged(sock: socket.socket) -> None:
 
 def listening() -> Listeners:
     """Return the TCP sockets on which this process listens."""
-    internet = (socket.AF_INET, socket.AF_INET6)
-    return {
-        os.fstat(fd).st_ino: fd
-        for fd, sock in fork.own_sockets()
-        if sock.family in internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    }
+    found = {}
+    for fd, sock in fork.own_sockets():
+        with contextlib.suppress(OSError):  # another thread has closed it
+            of_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
+            if of_internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[os.fstat(fd).st_ino] = fd
+    return found
 
 
 def _still_open(listeners: Listeners) -> Iterator[socket.socket]:

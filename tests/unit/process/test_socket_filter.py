@@ -107,3 +107,18 @@ def test_what_is_no_network_is_refused_by_the_settings() -> None:
     assert GroupConfig.from_env({"RAYTORCHRPC_TORCHRPC_FROM": "10.0.0.0/8, ::1"}).torchrpc_from == ("10.0.0.0/8", "::1")
     with pytest.raises(ConfigurationError, match=r"'10\.0\.0' is neither an address nor a network"):
         GroupConfig(torchrpc_from=("10.0.0",))
+
+
+def test_a_socket_that_is_closed_while_the_listeners_are_listed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, open_ = _listen(socket.AF_INET), _listen(socket.AF_INET)
+
+    def sockets() -> Iterator[tuple[int, socket.socket]]:
+        for sock in (closed, open_):
+            fd = sock.fileno()
+            if sock is closed:
+                sock.close()
+            yield fd, sock
+
+    monkeypatch.setattr(tcp.fork, "own_sockets", sockets)
+    with open_:
+        assert list(tcp.listening().values()) == [open_.fileno()]
