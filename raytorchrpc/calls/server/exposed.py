@@ -63,6 +63,10 @@ class _Turn:
             group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
         return cls(gates.gate_of(instance, group), _label(note.function))
 
+    @property
+    def is_needed(self) -> bool:
+        return self._gate is not None
+
     def enter(self) -> None:
         """Block until admitted.
 
@@ -171,6 +175,8 @@ def _run(turn: _Turn, function: Callable[..., Any], args: tuple[Any, ...], kwarg
 
 def _steps(turn: _Turn, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     """Run a generator: in a monitor each step has a turn, elsewhere the generator keeps its turn until it ends."""
+    if not turn.is_needed:
+        return (yield from generator)
     try:
         while True:
             turn.enter()

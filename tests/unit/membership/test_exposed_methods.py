@@ -33,3 +33,22 @@ def test_decorated_methods_are_exposed_and_no_code_of_the_class_runs() -> None:
     found = exposed_methods(Actor())
     assert {name: note.retry for name, note in found.items()} == {"offered": 0, "repeated": 2}
     assert exposed_methods(None) == {}, "a driver exposes nothing"
+
+
+class Local:
+    """Used as a plain object, outside an actor."""
+
+    @rtr.method
+    def answered(self) -> Any:
+        heard = [(yield "first")]
+        try:
+            yield heard
+        except ValueError as error:
+            yield f"caught {error}"
+
+
+def test_a_generator_without_a_turn_takes_what_is_sent_and_thrown() -> None:
+    generator = Local().answered()
+    assert next(generator) == "first"
+    assert generator.send(5) == [5]
+    assert generator.throw(ValueError("it")) == "caught it"
