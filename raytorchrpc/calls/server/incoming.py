@@ -93,6 +93,8 @@ class IncomingCalls:
         """Reply to a cancelled call, which frees what its caller keeps for it, and to the cancellation."""
         replies = self.callee.replies
         if call is not None:
+            if call.span is not None:
+                call.span.end()
             replies.refuse(protocol.CALL, CancelledError("the call was cancelled"), call.send)
         replies.send(reply, lambda: _ALIVE)
 

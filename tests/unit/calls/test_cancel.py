@@ -25,6 +25,7 @@ from raytorchrpc.calls.scope import on_loop
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.calls.spans import Tracer
 from tests.conformance.peers import wait_until
 from tests.unit.members import Members, in_thread
 
@@ -125,6 +126,14 @@ def test_a_queued_call_never_runs(members: Members, actor: Actor) -> None:
     actor.go.set()
     assert running.result() == "running" and last.result() == 2
     assert actor.log == ["held", "noted"]
+
+
+def test_a_cancelled_call_is_in_the_trace_of_its_callee(members: Members, actor: Actor) -> None:
+    tracer = Tracer(0, 100)
+    members.members["home"].trace(tracer)
+    running = rtr.rpc_async("home").hold()
+    assert actor.began.wait(LONG) and running.cancel()
+    assert wait_until(lambda: [event.kind for event in tracer.taken()[0]] == ["serve"], LONG)
 
 
 def test_a_running_sync_method_is_left_alone(members: Members, actor: Actor) -> None:
