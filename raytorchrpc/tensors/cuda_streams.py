@@ -51,6 +51,14 @@ def follow_streams(devices: Iterable[torch.device]) -> Callable[[], None]:
     return make_current
 
 
+def follow_thread() -> Callable[[], None]:
+    """As ``follow_streams``, for all GPUs on which this thread does not use the default stream, which all share."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return nothing
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return follow_streams([each for each in devices if torch.cuda.current_stream(each).cuda_stream])
+
+
 def own_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
     """Call this on the thread (and streams) that made the tensors; enter the result on the thread that uses them.
 

@@ -44,6 +44,7 @@ from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
+from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,8 @@ class OutgoingCall(Call):
     def begin_retried(self, target: Any, args: tuple[Any, ...], kwargs: Any, retries: int, deadline: float) -> None:
         """Send it, and again up to ``retries`` times if the peer is lost; each time once the peer is back."""
         self._target, self._arguments, self._retries, self._deadline = target, (args, kwargs), retries, deadline
-        self._scope = current_scope.get()
+        self._scope, self._context = current_scope.get(), torch_internals.current_autograd_context()
+        self._follow = follow_thread()
         self.cancellable = self._is_reported = self._options.cancellable
         self._pending = Completion()
         self._pending.complete()  # nothing to wait for, if it is not sent at all
@@ -203,14 +205,16 @@ class OutgoingCall(Call):
     def _send_again(self, lost: Completion) -> None:
         """On a worker: wait until the peer is back, and send the call once more."""
         peers = self._calls.peers
-        error: RayTorchRpcError = self._late()
+        error: Exception = self._late()
         before = current_scope.set(self._scope)  # it stays in its chain of calls and keeps its deadline
         try:
             if peers.await_return(self._target, self._route.member.incarnation, self._deadline):
                 self._route = peers.route_for_call(self._target)
                 self._options = self._options._replace(caller_waits=False)
-                self._send()
-        except RayTorchRpcError as failure:  # the peer is gone for good, or the call is not sent for another reason
+                self._follow()
+                with torch_internals.autograd_context(self._context):
+                    self._send()
+        except Exception as failure:  # the peer is gone for good, or the call is not sent for another reason
             error = failure.with_traceback(None)
         finally:
             current_scope.reset(before)
@@ -364,7 +368,9 @@ class OutgoingCall(Call):
         self._calls.workers.submit(call_back, callback, argument)
 
     def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
-        elapsed = time.monotonic() - self._started
+        if not self._started:  # no attempt was sent, or the last one has been counted
+            return
+        elapsed, self._started = time.monotonic() - self._started, 0.0
         peer, lane = self._route.member.name, self.sent_by
         self._calls.counters.finished(peer, lane, self.counted, came_by, size, elapsed, error)
         if self.span is not None:

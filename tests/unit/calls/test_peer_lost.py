@@ -6,12 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import raytorchrpc as rtr
+from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.client.outgoing import OutgoingCall
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.options import CallOptions
@@ -158,6 +161,55 @@ def test_a_call_whose_peer_does_not_return_in_time_names_the_last_attempt(member
     future = called(members, 1, ran=False, timeout=0.1)
     with pytest.raises(RpcTimeout, match=r"at the last attempt: .*its node restarts"):
         future.wait()
+
+
+def test_a_call_that_was_never_sent_is_not_counted(members: Members) -> None:
+    members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
+    future = called(members, 1, ran=False, timeout=0.1)
+    with pytest.raises(RpcTimeout):
+        future.wait()
+    assert not members.members["a"].counters.rows("a")
+
+
+def test_a_call_that_cannot_be_sent_again_for_lack_of_memory_fails_at_once(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    future = called(members, 1, ran=True)
+
+    def call(*args: Any, **options: Any) -> Pending:
+        raise MemoryError("no room for the request")
+
+    monkeypatch.setattr(members.lanes["a"], "call", call)
+    with pytest.raises(MemoryError, match="no room"):
+        future.result(10)
+
+
+def test_a_repeated_call_stays_in_its_autograd_context_and_follows_its_streams(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, sent = threading.local(), []
+    lane = members.lanes["a"]
+    call = lane.call
+
+    @contextmanager
+    def entered(number: int) -> Iterator[None]:
+        context.number = number
+        yield
+        context.number = None
+
+    def noting(*args: Any, **options: Any) -> Pending:
+        sent.append((getattr(context, "number", None), getattr(context, "follows", None)))
+        return call(*args, **options)
+
+    follows = partial(setattr, context, "follows", 1)
+    monkeypatch.setattr("raytorchrpc.calls.client.outgoing.follow_thread", lambda: follows)
+    monkeypatch.setattr(lane, "call", noting)
+    monkeypatch.setattr(torch_internals, "current_autograd_context", lambda: 7)
+    monkeypatch.setattr(torch_internals, "autograd_context", entered)
+    future = called(members, 1, ran=True)
+    lane.release()
+    assert future.wait() == "its result"
+    assert sent == [(None, None), (7, 1)]
 
 
 def refused(tensor_lanes: dict[str, Any]) -> BaseException:
