@@ -122,6 +122,7 @@ class LocalMember:
                 lane.close()
         self.services.close()
         self.incoming.callee.replies.close()
+        self.outgoing.close()
         self.workers.stop()
         self.deadlines.stop()
         self.cleanup.stop()

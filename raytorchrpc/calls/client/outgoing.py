@@ -41,6 +41,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
@@ -199,7 +200,7 @@ class OutgoingCall(Call):
         self._retries -= 1
         self._may_have_run |= isinstance(lost, PeerLost) and lost.may_have_run
         self._phase, self._pending = Phase.LOST, Completion()
-        self._calls.workers.submit(self._send_again, self._pending)
+        self._calls.submit_repeat(self._send_again, self._pending)
         return True
 
     def _send_again(self, lost: Completion) -> None:
@@ -400,6 +401,7 @@ class OutgoingCalls:
         self._rank, self._timeout_s = rank, timeout_s
         self.peers, self.payloads, self.codec, self._credit = peers, payloads, codec, credit
         self.counters, self.workers, self.deadlines = counters, workers, deadlines
+        self._repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
         self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.leave)
         self._numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
@@ -482,6 +484,17 @@ class OutgoingCalls:
             if payload.lane is not None:
                 span.beside("ship", payload.lane, started)
             call.span = span
+
+    def submit_repeat(self, function: Callable[..., None], *args: Any) -> None:
+        """Run what waits for the return of a peer on a thread."""
+        try:
+            self._repeats.submit(function, *args)
+        except ThreadShortage:
+            self.workers.submit(function, *args)
+
+    def close(self) -> None:
+        """End the threads that send calls again, once they have ended their waits."""
+        self._repeats.stop()
 
     def remote(
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None

@@ -163,6 +163,15 @@ def test_a_call_whose_peer_does_not_return_in_time_names_the_last_attempt(member
         future.wait()
 
 
+def test_calls_that_wait_for_a_peer_take_no_thread_from_those_that_are_served(members: Members) -> None:
+    members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
+    with members.acting("a"):
+        waiting = [rtr.rpc_async("home", retry=1, timeout=20).f() for _ in range(520)]
+    with members.acting("b"):
+        assert rtr.rpc_async("a", timeout=10).f().result() == "its result"
+    assert not any(future.done() for future in waiting)
+
+
 def test_a_call_that_was_never_sent_is_not_counted(members: Members) -> None:
     members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
     future = called(members, 1, ran=False, timeout=0.1)
