@@ -106,7 +106,7 @@ class ChangeFeed:
             missed = begin - self._last
             logger.warning("group %r: %d changes were missed, as a callback took too long", self._group, missed)
         new = changes[max(0, self._last - begin) :]
-        self._last = last
+        self._last = max(self._last, last)  # a listener that came meanwhile has asked for a later one
         for change in new:
             if not self._stopped.done():
                 self._listeners.call(change)

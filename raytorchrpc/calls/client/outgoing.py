@@ -106,12 +106,13 @@ class OutgoingCall(Call):
         self, lane: MessageLane, pending: Pending, payload: Payload, started: float, seconds: float, number: int
     ) -> None:
         """Its request was sent. ``seconds``: until the deadline. ``number``: see ``RequestHeader.number``."""
-        self._lane, self._pending, self._payload = lane, pending, payload
+        self._lane, self._payload = lane, payload
         self._started, self._deadline, self._number = started, started + seconds, number
         if number:
             self.cancellable = self._is_reported = True
         self.sent_by = payload.lane or lane.name
-        self._is_fetched, self._phase = False, Phase.SENT
+        with self._lock:  # another thread may add a callback while the call is sent again
+            self._pending, self._is_fetched, self._phase = pending, False, Phase.SENT
 
     def begin_retried(self, target: Any, args: tuple[Any, ...], kwargs: Any, retries: int, deadline: float) -> None:
         """Send it, and again up to ``retries`` times if the peer is lost; each time once the peer is back."""
