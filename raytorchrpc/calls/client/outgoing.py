@@ -317,7 +317,9 @@ class OutgoingCall(Call):
 
     def expire(self) -> tuple[None, RpcTimeout]:
         self._is_reported = False
-        late = self._late()
+        with self._lock:
+            decided = self._error if self._phase is Phase.FAILED else None  # at this very deadline, by a worker
+        late = decided if isinstance(decided, RpcTimeout) else self._late()
         self._count(0, self.sent_by, late)
         return None, late
 
