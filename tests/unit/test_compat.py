@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What two agents made by ``_compat`` did; see ``compat_agents``."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.unit.compat_agents"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-m", "tests.unit.compat_agents"]
+    for attempts_left in (2, 1, 0):  # two agents of one process, as no member has, hang now and then
+        with suppress(*([subprocess.TimeoutExpired] if attempts_left else [])):
+            ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+            break
     assert ran.returncode == 0, f"no torchrpc agent can be started without a rendezvous any more:\n{ran.stderr}"
     result: dict[str, Any] = json.loads(ran.stdout)
     return result
