@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def seen() -> dict[str, Any]:
     """What two agents made by ``_compat`` did; see ``compat_agents``."""
     command = [sys.executable, "-m", "tests.unit.compat_agents"]
-    for attempts_left in (2, 1, 0):  # two agents of one process, as no member has, hang now and then
+    for attempts_left in (2, 1, 0):  # it hangs once in about ten runs beside other tests
         with suppress(*([subprocess.TimeoutExpired] if attempts_left else [])):
             ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
             break
