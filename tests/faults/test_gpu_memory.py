@@ -14,7 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.faults.running import ray_here
 
@@ -57,7 +57,7 @@ def sum_of_ones(peer: str, size: int) -> float:
 
 def nothing_out() -> bool:
     """Whether this sender has back what it had lent, and its memory with it."""
-    lane: Any = process_member().tensor_lanes["cuda_ipc"]
+    lane = insides.tensor_lane("cuda_ipc")
 
     def back() -> bool:
         gc.collect()

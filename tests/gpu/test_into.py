@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.gpu.ends import Runner, ends, in_actor
 
 pytestmark = pytest.mark.gpu
@@ -99,13 +98,13 @@ def take_shared() -> None:
         for value in range(5):
             rtr.rpc_sync("b", into=buffers).shared(float(value), *sizes)
             assert all(bool((buffer == value + number).all()) for number, buffer in enumerate(buffers))
-        member.kept = buffers  # type: ignore[attr-defined]
+        insides.saved.kept = buffers
 
 
 def nothing_is_out() -> bool:
     from tests.conformance.peers import wait_until
 
-    lane: Any = process_member().tensor_lanes["cuda_ipc"]
+    lane = insides.tensor_lane("cuda_ipc")
     return wait_until(lambda: not lane.outstanding, 5)
 
 

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.gpu.ends import ends, in_actor
 
@@ -119,11 +119,11 @@ def test_what_a_consumer_cannot_hold_is_lost_and_said(actors: dict[str, Any]) ->
 
 
 def subscribe(topic: rtr.Topic) -> None:
-    member.subscription = topic.subscribe()  # type: ignore[attr-defined]
+    insides.saved.subscription = topic.subscribe()
 
 
 def heard() -> int:
-    return check(list(member.subscription))  # type: ignore[attr-defined]
+    return check(list(insides.saved.subscription))
 
 
 def publish(topic: rtr.Topic) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.conformance.peers import wait_until
 
 pytestmark = pytest.mark.gpu
@@ -153,7 +153,7 @@ def all_back(sender: Any, receiver: Any) -> bool:
 
     def nothing_out(self: Any) -> bool:
         gc.collect()
-        lane: Any = process_member().tensor_lanes["cuda_ipc"]
+        lane = insides.tensor_lane("cuda_ipc")
         return wait_until(lambda: not lane.outstanding, 5)
 
     on(receiver, drop)
@@ -406,7 +406,7 @@ def test_cuda_arguments_arrive_on_the_cpu(a: Any, group: rtr.Group, size: int) -
 
 def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h: Any) -> None:
     def given_back(self: Any) -> bool:
-        lane: Any = process_member().tensor_lanes["shm"]
+        lane = insides.tensor_lane("shm")
         gc.collect()
         return wait_until(lambda: lane.in_use() == 0, 5)
 

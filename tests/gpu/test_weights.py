@@ -10,9 +10,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.source_pull import SourcePull
+from tests import insides
 from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu
@@ -139,12 +139,12 @@ def test_only_the_elements_that_have_changed(actors: dict[str, Any], reader: str
         return [torch.equal(target.cpu(), now.where(at, 77)) for target, now, at in targets]
 
     def as_if_far() -> None:
-        member.kept = SourcePull._readable_in_place, PublishedWeights._has_far_members  # type: ignore[attr-defined]
+        insides.saved.kept = SourcePull._readable_in_place, PublishedWeights._has_far_members
         SourcePull._readable_in_place = lambda *_: None  # type: ignore[method-assign]
         PublishedWeights._has_far_members = lambda _: True  # type: ignore[method-assign]
 
     def as_it_is() -> None:
-        SourcePull._readable_in_place, PublishedWeights._has_far_members = member.kept  # type: ignore[attr-defined, method-assign]
+        SourcePull._readable_in_place, PublishedWeights._has_far_members = insides.saved.kept  # type: ignore[method-assign]
 
     both = actors["learner"], actors[reader]
     for actor in both:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from tests import insides
 from tests.gpu.ends import ends, in_actor
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +47,12 @@ def learn(store: rtr.WeightStore, value: int, device: str) -> int:
 
 def start(store: rtr.WeightStore) -> None:
     """This actor's model, and its handle, live on."""
-    member.__dict__["kept"] = store, Net(0.0, "cuda")
+    insides.saved.kept = store, Net(0.0, "cuda")
 
 
 def follow(version: int, in_place: bool) -> None:
     """Late reads of the memory before, and early ones of the memory after, each on the stream of the swap."""
-    store, model = member.__dict__["kept"]
+    store, model = insides.saved.kept
     places = [layer.data_ptr() for layer in model.layers]
     held = torch.stack([layer.detach().max() for layer in model.layers]).max()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -105,7 +105,7 @@ def test_memory_is_one_more_copy_and_steady(actors: dict[str, Any]) -> None:
     size = 4 * sum(SIZES)
 
     def use(rounds: int) -> int:
-        kept, model = member.__dict__["kept"]
+        kept, model = insides.saved.kept
         for _ in range(rounds):
             kept.prefetch(model).swap()
         torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.ray.actors import Latch
 
 
@@ -104,7 +104,7 @@ class Loaded:
     # The sender.
 
     def under_way(self, rank: int = 1) -> tuple[int, int]:
-        return process_member().credit.in_flight(rank)
+        return insides.in_flight_to(rank)
 
     def call(self, target: str, method: str, *args: Any, **options: Any) -> Any:
         return getattr(rtr.rpc_sync(target, **options), method)(*args)

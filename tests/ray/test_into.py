@@ -13,7 +13,7 @@ import torch
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncPeer, Latch
 from tests.ray.conftest import Spawn
@@ -89,7 +89,7 @@ def test_sync_and_async(sources: list[Any], target: str, sizes: tuple[int, ...])
         result = future.wait()
         assert all(tensor is buffer for tensor, buffer in zip(result, buffers, strict=True))
         assert all(holds(buffer, 9.0 + number) for number, buffer in enumerate(buffers))
-        member.kept = (buffers, result, future)  # type: ignore[attr-defined]
+        insides.saved.kept = (buffers, result, future)
 
     in_actor(sources[0], get)
     assert given_back(sources), "while the buffers, the result and the future live on"
@@ -102,11 +102,11 @@ def test_from_a_coroutine(sources: list[Any]) -> None:
             result = await rtr.rpc_async("b", into=tuple(buffers)).filled(5.0, LARGE, SMALL)
             return result[0] is buffers[0] and holds(buffers[0], 5) and holds(buffers[1], 6)
 
-        member.task = asyncio.get_running_loop().create_task(get())  # type: ignore[attr-defined]
+        insides.saved.task = asyncio.get_running_loop().create_task(get())
         return None  # type: ignore[return-value]
 
     def finished() -> Any:
-        task = member.task  # type: ignore[attr-defined]
+        task = insides.saved.task
         return task.result() if task.done() else None
 
     ray.get(sources[2].run.remote(start), timeout=60)
@@ -159,7 +159,7 @@ def test_what_does_not_match_changes_nothing_and_holds_nothing(sources: list[Any
             assert said in str(raised.value) and "b.filled" in str(raised.value)
             failed.append((future, raised.value))
         assert not any(buffer.any() for buffer in buffers)
-        member.kept = (failed, buffers)  # type: ignore[attr-defined]
+        insides.saved.kept = (failed, buffers)
 
     in_actor(sources[0], get)
     assert given_back(sources), "while the errors live on"

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
@@ -69,7 +69,7 @@ def use_everything() -> None:
     topic.publish("old")
     model = weights(a=0.0, b=0.0)
     assert store.pull(model) == 5
-    member.kept = queue, topic, subscription, store, model  # type: ignore[attr-defined]
+    insides.saved.kept = queue, topic, subscription, store, model
 
 
 def remake(**values: float) -> None:
@@ -81,7 +81,7 @@ def remake(**values: float) -> None:
 
 def use_all_again() -> None:
     """In the reader: none of the old handles reaches a new object."""
-    queue, topic, subscription, store, model = member.kept  # type: ignore[attr-defined]
+    queue, topic, subscription, store, model = insides.saved.kept
     uses: list[Callable[[], Any]] = [
         lambda: queue.put("to whom"),
         queue.get_nowait,
@@ -109,7 +109,7 @@ def use_all_again() -> None:
 def use_the_new() -> list[Any]:
     """In the reader: handles made again by name, and found ones. The model has the old store's version 5."""
     queue, store = rtr.Queue("it", home="home"), rtr.WeightStore.find("it")
-    model = member.kept[4]  # type: ignore[attr-defined]
+    model = insides.saved.kept[4]
     assert rtr.Topic.find("it").stats()["put"] == 1, "the old handle published nothing"
     return [queue.qsize(), queue.get(), store.pull(model, since=5), *(float(tensor[0]) for tensor in model.values())]
 
@@ -118,10 +118,10 @@ def test_old_handles_reach_nothing_after_a_restart_of_the_home(actors: dict[str,
     in_actor(actors["home"], lambda: publish(a=1.0, b=2.0))
     in_actor(actors["reader"], use_everything)
     restart(actors, group)
-    missing = in_actor(actors["reader"], lambda: not_found(member.kept[0].qsize))  # type: ignore[attr-defined]
+    missing = in_actor(actors["reader"], lambda: not_found(insides.saved.kept[0].qsize))
     assert "queue 'it'" in missing and "'home'" in missing and "ended" in missing and "by name again" in missing
     in_actor(actors["home"], lambda: remake(a=101.0, b=102.0))
-    missing = in_actor(actors["reader"], lambda: not_found(member.kept[3].version))  # type: ignore[attr-defined]
+    missing = in_actor(actors["reader"], lambda: not_found(insides.saved.kept[3].version))
     assert "weight store 'it' that is there now is a new one" in missing
     in_actor(actors["reader"], use_all_again)
     assert in_actor(actors["reader"], use_the_new) == [1, "new", 5, 101.0, 102.0]
@@ -133,10 +133,10 @@ def test_what_was_remembered_of_a_layout_ends_with_its_store(actors: dict[str, A
     def begin(name: str) -> None:
         store, model = rtr.WeightStore(name, home="home"), weights(a=0.0, b=0.0)
         assert store.pull(model) == 1
-        member.__dict__.setdefault("begun", []).append((store, model))
+        vars(insides.saved).setdefault("begun", []).append((store, model))
 
     def go_on() -> None:
-        for store, model in member.begun:  # type: ignore[attr-defined]
+        for store, model in insides.saved.begun:
             assert "new one" in not_found(partial(store.pull, model))
             assert [float(tensor[0]) for tensor in model.values()] == [1.0, 2.0]
             if "turned" in repr(store):
@@ -182,10 +182,10 @@ def test_the_next_group_has_other_objects(spawn: Spawn) -> None:
 
     def make_here() -> None:
         publish(a=1.0, b=2.0)
-        member.own = rtr.Queue("it"), rtr.Topic("it"), rtr.WeightStore("it", track=True)  # type: ignore[attr-defined]
+        insides.saved.own = rtr.Queue("it"), rtr.Topic("it"), rtr.WeightStore("it", track=True)
 
     def own_again() -> None:
-        queue, topic, store = member.own  # type: ignore[attr-defined]
+        queue, topic, store = insides.saved.own
         model = weights(a=0.0, b=0.0)
         uses: list[Callable[[], Any]] = [
             lambda: queue.put("to whom"),

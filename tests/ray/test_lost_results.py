@@ -14,7 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 
 Spawn = Callable[..., Any]
 
@@ -55,7 +55,7 @@ class Maker:
     def await_loss(self, target: str) -> None:
         """Until this member has been told."""
         until = time.monotonic() + 30
-        while target not in process_member().peers.away():
+        while target not in insides.away():
             assert time.monotonic() < until
             time.sleep(0.01)
 

@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import nixl_package
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.call_actors import LARGE
 from tests.ray.conftest import Spawn
@@ -40,7 +40,7 @@ def group(stores: list[Any]) -> Iterator[rtr.Group]:
 
 def used() -> int:
     """Bytes of this process's registered memory that somebody still holds."""
-    lane: Any = process_member().tensor_lanes["nixl"]
+    lane = insides.tensor_lane("nixl")
     lane.reap()
     return int(lane._pool.used)
 

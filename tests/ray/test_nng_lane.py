@@ -13,8 +13,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
 from raytorchrpc.group.group import Group
+from tests import insides
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -127,7 +127,7 @@ def test_without_torchrpc_large_tensors_back_up_shared_memory_with_nng(spawn: Sp
 
 
 def no_room() -> None:
-    assert process_member().peers.route("b").tensors.name == "torchrpc"
+    assert insides.lanes_to("b")[1] == "torchrpc"
     with pytest.raises(rtr.LaneUnavailable, match="not among lanes"):
         rtr.rpc_sync("b").echo(torch.ones(10_000_000))
     assert rtr.rpc_sync("b").double(1) == 2

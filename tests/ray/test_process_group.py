@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import MemberStore
 from raytorchrpc.process import tcp
+from tests import insides
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
@@ -236,7 +236,7 @@ def set_while_calls_are_under_way(peer: str, latch: Latch) -> tuple[int, list[st
 
 def lanes() -> dict[str, int]:
     """Calls by lane."""
-    rows = process_member().counters.rows("me")
+    rows = insides.counted_calls()
     return {row.lane: sum(other.calls for other in rows if other.lane == row.lane) for row in rows}
 
 

@@ -17,7 +17,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Latch, Peer
 from tests.ray.conftest import Spawn
@@ -207,10 +207,10 @@ def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> 
         async def act() -> list[Any]:
             return await asyncio.gather(*(queue.aget() for _ in range(count)))
 
-        member.task = asyncio.get_running_loop().create_task(act())  # type: ignore[attr-defined]
+        insides.saved.task = asyncio.get_running_loop().create_task(act())
 
     async def outcome() -> Any:
-        return sorted(await member.task)  # type: ignore[attr-defined]
+        return sorted(await insides.saved.task)
 
     before = in_actor(actors["home"], threads)
     ray.get(actors["asynchronous"].run.remote(wait_for_items, 150), timeout=60)
@@ -305,7 +305,7 @@ def test_large_items_stay_where_they_arrived_if_the_home_takes_them(actors: dict
     in_actor(actors["a"], lambda: queue.put(torch.ones(LARGE)))
 
     def take(keep: bool) -> None:
-        member.kept = queue.get(keep=keep)  # type: ignore[attr-defined]
+        insides.saved.kept = queue.get(keep=keep)
 
     in_actor(actors["home"], take, False)
     assert in_actor(actors["a"], used) >= 4 * LARGE, "no copy was made"
@@ -351,7 +351,7 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
     assert arrived == [0.0, 1.0, 2.0], "what had arrived stays"
 
     def outlive() -> str:
-        member.kept = queue  # type: ignore[attr-defined]
+        insides.saved.kept = queue
         with pytest.raises(rtr.PeerLost) as lost:
             queue.get()
         return str(lost.value)
@@ -363,7 +363,7 @@ def test_deaths(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
 
     def use_again() -> str:
         with pytest.raises(rtr.NotFound) as error:
-            member.kept.get()  # type: ignore[attr-defined]
+            insides.saved.kept.get()
         return str(error.value)
 
     # Whoever called it knows of the death before the group does.

@@ -16,17 +16,15 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
-from raytorchrpc.calls.member import process_member
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
 from raytorchrpc.patterns.weights.published import KIND
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import in_actor
-from tests.ray.test_weights import pretend
 
 #: Elements of each tensor: above what travels in a message.
 LARGE = 1 << 19
@@ -107,8 +105,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
         return all(bool((tensor == value).all()) for value in [store.pull(model)] for tensor in model.values())
 
     def nobody_reads(kind: str, name: str) -> bool:
-        services = process_member().services
-        found = next(services.get(kind, known) for known in services.names(kind) if known.startswith(name))
+        found = next(served for known, served in insides.served(kind).items() if known.startswith(name))
         return wait_until(lambda: found.pool.readers == 0, 20)
 
     here = group.members[0].node_id
@@ -116,7 +113,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
     try:
         for actor in actors.values():
             in_actor(actor, end_leases_soon)
-            in_actor(actor, pretend, nodes)
+            in_actor(actor, insides.pretend, nodes)
         in_actor(actors["home"], publish, 1)
         if source == "leader":
             assert in_actor(actors["leader"], pull)
@@ -136,7 +133,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
     finally:
         os.kill(pids["reader"], signal.SIGCONT)
         for actor in actors.values():
-            in_actor(actor, pretend, dict.fromkeys(nodes, here))
+            in_actor(actor, insides.pretend, dict.fromkeys(nodes, here))
 
 
 # --- a home ----------------------------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ def test_a_home_that_stands_still_costs_the_timeout_and_no_more(actors: dict[str
         queue.put(1)
         subscription = topic.subscribe()
         model = {"a": torch.zeros(3)}
-        member.begun = {  # type: ignore[attr-defined]
+        insides.saved.begun = {
             "pull": lambda: store.pull(model, timeout=0.5),
             "wait": lambda: store.wait(1, timeout=0.5),
             "get": lambda: queue.get(timeout=0.5),
@@ -175,10 +172,10 @@ def test_a_home_that_stands_still_costs_the_timeout_and_no_more(actors: dict[str
             "first use of weights": lambda: rtr.WeightStore("unused", home="home").pull(model, timeout=0.5),
             "find": lambda: rtr.Queue.find("nowhere", timeout=0.5),
         }
-        member.at_once = [queue.get_nowait, lambda: queue.put_nowait(3)]  # type: ignore[attr-defined]
+        insides.saved.at_once = [queue.get_nowait, lambda: queue.put_nowait(3)]
 
     def go_on() -> tuple[dict[str, tuple[str, float]], list[tuple[str, float]]]:
-        begun, at_once = member.begun, member.at_once  # type: ignore[attr-defined]
+        begun, at_once = insides.saved.begun, insides.saved.at_once
         return dict(zip(begun, timed(begun.values()), strict=True)), [_timed(one) for one in at_once]
 
     in_actor(actors["reader"], begin)

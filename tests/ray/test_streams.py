@@ -10,7 +10,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.conftest import Spawn
 from tests.ray.stream_actors import AsyncProducer, Producer
@@ -119,7 +119,7 @@ def test_the_end_of_either_side_ends_the_stream(group: dict[str, Any], spawn: Sp
 def test_a_queued_call_is_dropped_and_a_running_one_left_alone(group: dict[str, Any]) -> None:
     running = rtr.rpc_async("plain").wait()
     assert rtr.rpc_sync("plain").begun()
-    in_flight = process_member().outgoing.in_flight
+    in_flight = insides.in_flight
     queued = rtr.rpc_async("plain").note(torch.ones(LARGE))
     assert in_flight()["plain"][1] > 4 * LARGE
     assert queued.cancel() and running.cancel()

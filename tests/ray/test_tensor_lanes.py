@@ -14,7 +14,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Latch
 from tests.ray.call_actors import LARGE, Store
@@ -104,7 +104,7 @@ def checksum(value: Any) -> int:
 
 def used() -> int:
     """Bytes of this process's arena that somebody still holds."""
-    lane: Any = process_member().tensor_lanes["shm"]
+    lane = insides.tensor_lane("shm")
     return int(lane.in_use())
 
 
@@ -190,7 +190,7 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
     gate = latch()
 
     def drop() -> str:
-        lane = process_member().tensor_lanes["shm"]
+        lane = insides.tensor_lane("shm")
         arrived = rtr.rpc_async("c").ones(LARGE)
         assert wait_until(arrived.done, 20)
         waiting = rtr.rpc_async("b").ones(LARGE, gate)
@@ -232,7 +232,7 @@ def test_what_a_member_keeps_it_keeps(stores: list[Any], group: rtr.Group) -> No
 
 
 def rtr_instance() -> Any:
-    return process_member().incoming.callee.instance
+    return insides.actor()
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_shm_may_be_forbidden(two: list[Any], form: Callable[..., rtr.Group]) ->
     assert in_actor(two[0], lambda: rtr.rpc_sync("q").checksum(torch.ones(LARGE))) == checksum(torch.ones(LARGE))
     assert in_actor(two[0], lambda: checksum(rtr.rpc_sync("q").ones(LARGE))) == checksum(torch.ones(LARGE))
     assert "shm" not in bytes_by_lane(group, "p", "q")
-    assert not in_actor(two[0], lambda: process_member().tensor_lanes)
+    assert not in_actor(two[0], lambda: insides.tensor_lanes())
 
 
 def test_what_does_not_fit_goes_by_torchrpc(two: list[Any], form: Callable[..., rtr.Group]) -> None:

@@ -11,7 +11,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
@@ -38,12 +38,12 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
 
 
 def subscribe(topic: rtr.Topic, *args: Any, **settings: Any) -> None:
-    member.subscription = topic.subscribe(*args, **settings)  # type: ignore[attr-defined]
+    insides.saved.subscription = topic.subscribe(*args, **settings)
 
 
 def subscription() -> rtr.Subscription:
     """This actor's."""
-    found: rtr.Subscription = member.subscription  # type: ignore[attr-defined]
+    found: rtr.Subscription = insides.saved.subscription
     return found
 
 

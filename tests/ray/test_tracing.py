@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.ray.actors import Latch
 
 
@@ -30,11 +30,6 @@ class Ask:
 def many(target: str) -> list[int]:
     futures = [rtr.rpc_async(target).double(n) for n in range(5)]
     return [future.wait() for future in futures]
-
-
-def traced_here() -> bool:
-    local = process_member()
-    return local.tracer is not None or local.incoming.tracer is not None
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -72,7 +67,7 @@ def test_a_trace_shows_calls_methods_and_tensors_and_leads_from_one_to_the_other
             with pytest.raises(TypeError):
                 ray.get(a.call.remote("b", "double"))
         held.release(arrived)
-        assert not any(ray.get([one.run.remote(traced_here) for one in (a, b)]))
+        assert not any(ray.get([one.run.remote(insides.is_traced) for one in (a, b)]))
         ray.get(waiting)
     events, other = read(path)
     check_nesting(events)
@@ -110,14 +105,14 @@ def test_one_trace_at_a_time_and_errors_before_anything_is_recorded(peers: list[
             pass
         with pytest.raises(rtr.ConfigurationError, match="events is the number"):
             group.trace(tmp_path / "x.json", events=0)
-        assert not traced_here()
+        assert not insides.is_traced()
         with group.trace(tmp_path / "first.json", events=3) as first:
             with pytest.raises(rtr.ConfigurationError, match="traced already"), group.trace(tmp_path / "second.json"):
                 pass
             for n in range(5):
                 rtr.rpc_sync("a").double(n)
         assert first.dropped == {"a": 2, "driver": 2} and first.events == 6
-        assert not traced_here()
+        assert not insides.is_traced()
         with group.trace(tmp_path / "second.json") as second:
             rtr.rpc_sync("b").double(1)
         assert second.events == 2

@@ -16,7 +16,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.conformance.peers import ALL_DTYPES, huge, is_huge, random, resident_bytes, same, shared_mappings, wait_until
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
@@ -312,7 +312,7 @@ def test_a_caller_that_keeps_gets_memory_of_its_own(
     form()
 
     def collect(verb: str) -> None:
-        instance = process_member().incoming.callee.instance
+        instance = insides.actor()
         for number in range(10):
             sent = {"tensor": torch.full((LARGE,), number), "array": numpy.full(LARGE, number)}
             if verb == "sync":

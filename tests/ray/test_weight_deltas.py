@@ -12,11 +12,12 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import in_actor
-from tests.ray.weight_helpers import came_from, no_group_is_left, pid_of, pretend  # noqa: F401
+from tests.ray.weight_helpers import came_from, no_group_is_left, pid_of  # noqa: F401
 
 PUBLISHERS = ("t0", "t1")
 SHAPE = (1024, 1024)
@@ -37,7 +38,7 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
 def separate(actors: dict[str, Any]) -> None:
     """Let all actors take the reader for one on another host."""
     nodes = {name: "two" if name == "reader" else "one" for name in actors}
-    ray.get([actor.run.remote(pretend, nodes) for actor in actors.values()], timeout=60)
+    ray.get([actor.run.remote(insides.pretend, nodes) for actor in actors.values()], timeout=60)
 
 
 def whole(version: int) -> torch.Tensor:

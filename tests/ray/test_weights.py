@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
 from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.source_pull import SourcePull
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, in_actor, used
-from tests.ray.weight_helpers import came_from, no_group_is_left, no_readers, pretend  # noqa: F401
+from tests.ray.weight_helpers import came_from, no_group_is_left, no_readers  # noqa: F401
 
 #: Elements of float32: above and below what travels in a message.
 LARGE, SMALL = MIB, 100
@@ -55,7 +55,7 @@ def holds(model: dict[str, torch.Tensor], value: float) -> bool:
 
 def pull(store: rtr.WeightStore, value: float, **options: Any) -> int:
     """Into a model of this actor's, which lives on."""
-    model = member.__dict__.setdefault("model", filled(-1.0))
+    model = vars(insides.saved).setdefault("model", filled(-1.0))
     version = store.pull(model, **options)
     assert holds(model, value)
     return version
@@ -98,7 +98,7 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
     assert all(count >= 1 for count in ray.get(readers, timeout=60))
 
     def at_rest() -> bool:
-        weights = process_member().services.find(store.kind, store.name, None, "learner")
+        weights = insides.at_home(store)
         return wait_until(lambda: weights.pool.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
@@ -141,7 +141,7 @@ def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], 
     in_actor(actors["learner"], publish, store, 1)
 
     def calls() -> int:
-        return sum(row.calls for row in process_member().counters.rows(""))
+        return sum(row.calls for row in insides.counted_calls())
 
     def follow(convert: bool, strided: bool = False) -> int:
         half = {f"layer{n}": torch.zeros(size).bfloat16() for n, size in enumerate((SMALL, LARGE, 3))}
@@ -250,7 +250,7 @@ def test_one_of_each_host_pulls_and_the_others_from_it(
     here = group.members[0].node_id
     try:
         nodes = {name: "two" if name in far else here for name in everybody}
-        ray.get([actor.run.remote(pretend, nodes) for actor in everybody.values()], timeout=60)
+        ray.get([actor.run.remote(insides.pretend, nodes) for actor in everybody.values()], timeout=60)
         store, size = store_in_learner(request), 4 * LARGE
         before = {name: in_actor(far[name], came_from) for name in far}
         for value in (1, 2):
@@ -273,7 +273,8 @@ def test_one_of_each_host_pulls_and_the_others_from_it(
         assert in_actor(actors["c"], pull, store, 3) == 3, "though the one that had it is gone"
     finally:
         del everybody["leader"]
-        ray.get([actor.run.remote(pretend, dict.fromkeys(nodes, here)) for actor in everybody.values()], timeout=60)
+        here_again = [actor.run.remote(insides.pretend, dict.fromkeys(nodes, here)) for actor in everybody.values()]
+        ray.get(here_again, timeout=60)
 
 
 def test_a_process_group_can_carry_them(actors: dict[str, Any], request: Any, tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
         return 0 if lease is None else lease.lease
 
     def readers() -> int:
-        return int(process_member().services.find(store.kind, "weights", None, "").pool.readers)
+        return int(insides.at_home(store).pool.readers)
 
     assert in_actor(dying["reader"], begin_to_read)
     assert in_actor(dying["learner2"], readers) == 1

@@ -10,11 +10,11 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import member
 from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.weight_helpers import came_from, no_group_is_left, pretend  # noqa: F401
+from tests.ray.weight_helpers import came_from, no_group_is_left  # noqa: F401
 
 FP8 = torch.float8_e4m3fn
 SHAPES = {"first": (1280, 1100), "second": (300, 1024)}
@@ -98,14 +98,15 @@ def test_one_member_of_a_host_brings_them_for_the_others(actors: dict[str, Any],
     ray.get(actors["learner"].run.remote(publish, store, 1), timeout=60)
     try:
         nodes = {name: "two" if name in ("a", "b") else here for name in actors}
-        ray.get([actor.run.remote(pretend, nodes) for actor in actors.values()], timeout=60)
+        ray.get([actor.run.remote(insides.pretend, nodes) for actor in actors.values()], timeout=60)
         before = [ray.get(actors[name].run.remote(came_from)).get("learner", 0) for name in ("a", "b")]
         pulls = [actors[name].run.remote(pull, store) for name in ("a", "b")]
         assert ray.get(pulls, timeout=60) == [(1, True)] * 2
         after = [ray.get(actors[name].run.remote(came_from)).get("learner", 0) for name in ("a", "b")]
         assert sum(after) - sum(before) < 1.5 * sum(tensor.nbytes for tensor in quantized().values())
     finally:
-        ray.get([actor.run.remote(pretend, dict.fromkeys(actors, here)) for actor in actors.values()], timeout=60)
+        here_again = [actor.run.remote(insides.pretend, dict.fromkeys(actors, here)) for actor in actors.values()]
+        ray.get(here_again, timeout=60)
 
 
 def test_shards_are_quantized_where_they_are(actors: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ def test_only_a_part_crosses(actors: dict[str, Any]) -> None:
 
     def pull_since(since: int | None, only: str | None) -> tuple[int, bool, int]:
         empty = {name: torch.zeros_like(value) for name, value in given(1).items()}
-        model = member.__dict__.setdefault("whole", empty)  # of this actor, which lives on
+        model = vars(insides.saved).setdefault("whole", empty)  # of this actor, which lives on
         before = came_from()["learner"]
         version = store.pull(model, since=since, only=only)
         came = came_from()["learner"] - before

@@ -10,9 +10,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
 from raytorchrpc.patterns.weights import feeds, pull_plan, source_pull
 from raytorchrpc.patterns.weights.published import KIND
+from tests import insides
 from tests.conformance.peers import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
@@ -81,8 +81,7 @@ def pull_once_read(store: rtr.WeightStore) -> list[float]:
 
 def has_a_leader(version: int) -> bool:
     """At the home: whether a reader pulls a version for others."""
-    services = process_member().services
-    (relays,) = (services.get(KIND, name).relays for name in services.names(KIND) if name == "in turn")
+    relays = insides.served(KIND)["in turn"].relays
     return wait_until(lambda: any(what[0] == version and found for what, found in relays._rounds.items()), 20)
 
 

@@ -1,8 +1,8 @@
-"""The serving side of one member, without a group and without Ray."""
+"""The serving side of one member, and the methods that it exposes, without a group and without Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from raytorchrpc.calls.payload import Payloads
@@ -10,11 +10,13 @@ from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
-from raytorchrpc.calls.server.services import Services
+from raytorchrpc.calls.server.services import DeferredReply, Services
 from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors.codec import Codec
+
+__all__ = ["TOKEN", "Deadlines", "DeferredReply", "Exposed", "deferred", "exposed", "make_callee"]
 
 TOKEN = "1"
 """Of the callee's process."""
@@ -36,3 +38,15 @@ def make_callee(
     workers = Workers("test")
     callee = Callee("callee", None, local, codec, payloads, workers, deadlines, StreamTable())
     return IncomingCalls(TOKEN, methods or {}, {}, callee, peers)
+
+
+def exposed(function: Callable[..., Any], **options: Any) -> Exposed:
+    """A method as ``@rtr.method(concurrent=True)`` exposes it; ``options`` are other fields of ``Exposed``."""
+    defaults = {"concurrent": True, "concurrency_group": None, "is_coroutine": False, "share": False, "keep": False}
+    return Exposed(function, **{**defaults, **options})
+
+
+def deferred(reply: object) -> DeferredReply:
+    """The reply of a service that waits."""
+    assert isinstance(reply, DeferredReply), reply
+    return reply

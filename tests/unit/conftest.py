@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytorchrpc.process.workers import Deadlines
+from tests.unit.callees import Deadlines
 
 
 @pytest.fixture

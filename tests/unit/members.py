@@ -136,7 +136,7 @@ class DirectLane(MessageLane):
 
 
 class Members:
-    """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others."""
+    """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others. ``with Members(...)`` closes them."""
 
     def __init__(
         self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None, *, by_socket: bool = False
@@ -175,12 +175,13 @@ class Members:
         local.peers.add_peer(PeerRoute(peer, lane, lane, lane, token=token, same_clock=True))
 
     @contextmanager
-    def acting(self, name: str) -> Iterator[LocalMember]:
-        """What is done here is done by this member."""
+    def acting(self, name: str | None) -> Iterator[LocalMember]:
+        """What is done here is done by this member; None: by a process that is no member."""
         before = current_local()
-        set_local(self.members[name])
+        acts: Any = None if name is None else self.members[name]
+        set_local(acts)
         try:
-            yield self.members[name]
+            yield acts
         finally:
             set_local(before)
 
@@ -198,8 +199,15 @@ class Members:
         home.peers.activate(rank)
 
     def close(self) -> None:
+        set_local(None)
         for local in self.members.values():
             local.leave()
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _unasked() -> Endpoint:

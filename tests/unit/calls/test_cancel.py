@@ -16,17 +16,15 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc import Future
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client import deferred
-from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.member import set_local
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import on_loop
 from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.calls.spans import Tracer
 from tests.conformance.peers import wait_until
+from tests.unit.callees import DeferredReply, Exposed, exposed
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -74,10 +72,10 @@ class Actor:
     def methods(self) -> dict[str, Exposed]:
         coroutines = {name: getattr(self, name) for name in ("stay", "pass_on", "insist")}
         return {
-            "hold": Exposed(self.hold, False, None, False, False, False),
-            "hold_beside": Exposed(self.hold, True, None, False, False, False),
-            "note": Exposed(self.note, False, None, False, False, False),
-            **{name: Exposed(function, False, None, True, False, False) for name, function in coroutines.items()},
+            "hold": exposed(self.hold, concurrent=False),
+            "hold_beside": exposed(self.hold),
+            "note": exposed(self.note, concurrent=False),
+            **{name: exposed(function, concurrent=False, is_coroutine=True) for name, function in coroutines.items()},
         }
 
 
@@ -96,7 +94,6 @@ def members(actor: Actor) -> Iterator[Members]:
             yield made
     finally:
         actor.go.set()
-        set_local(None)
         made.close()
 
 

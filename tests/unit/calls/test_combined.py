@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.member import set_local
-from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc import Future
 from tests.conformance.peers import wait_until
+from tests.unit.callees import exposed
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -50,14 +49,13 @@ def latches() -> Iterator[Latches]:
 
 @pytest.fixture
 def members(latches: Latches) -> Iterator[Members]:
-    methods = {name: Exposed(getattr(latches, name), True, None, False, False, False) for name in ("hold", "fail")}
+    methods = {name: exposed(getattr(latches, name)) for name in ("hold", "fail")}
     made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
     try:
         with made.acting("a"):
             yield made
     finally:
         latches.release(*range(10))
-        set_local(None)
         made.close()
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from raytorchrpc import Future
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.client.outgoing import OutgoingCall
 from raytorchrpc.calls.counters import CallCounters
 from raytorchrpc.calls.options import CallOptions

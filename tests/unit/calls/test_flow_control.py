@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from raytorchrpc import Member
 from raytorchrpc.calls.flow_control import Credit, CreditWindow, CreditWindows
-from raytorchrpc.calls.peers import Member
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 

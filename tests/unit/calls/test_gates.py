@@ -19,7 +19,8 @@ from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates as execution
 from raytorchrpc.calls.server.gates import Admission, Gate, Work, allow_calls, keep_admission, wait_serving
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
-from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
+from raytorchrpc.process.workers import DeferredCleanup, Workers
+from tests.unit.callees import Deadlines
 
 PATIENCE_S = 10.0
 

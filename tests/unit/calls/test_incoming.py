@@ -12,16 +12,13 @@ import pytest
 import torch
 
 from raytorchrpc.calls.protocol import CALL, FETCH, OK, RAISED, ControlHeader, ReplyHeader, RequestHeader
-from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.incoming import IncomingCalls
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
-from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 from tests.conformance.peers import wait_until
-from tests.unit.callees import TOKEN, make_callee
+from tests.unit.callees import TOKEN, Deadlines, DeferredReply, exposed, make_callee
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ def test_what_is_kept_at_the_end_of_the_group_is_dropped(server: IncomingCalls) 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_result_that_nobody_changes_is_sent_as_it_is(deadlines: Deadlines, frozen: bool) -> None:
     state = torch.ones(3)
-    note = Exposed(lambda instance: [state], True, None, False, False, False, frozen)
+    note = exposed(lambda instance: [state], frozen=frozen)
     server = make_callee(deadlines, {"method": note})
     takes_later = Capabilities(in_band_bytes=None, in_band_cuda=True, copies_at_once=False, rrefs=True)
     lane: Any = SimpleNamespace(capabilities=takes_later)
@@ -109,7 +106,7 @@ def test_a_service_answers_later_and_holds_no_thread_meanwhile(deadlines: Deadli
         given.append(args)
         return later
 
-    note = Exposed(service, True, None, False, False, False, frozen=True, service=True)
+    note = exposed(service, frozen=True, service=True)
     local = object()
     server = make_callee(deadlines, {"raytorchrpc.test": note}, local=local)
     lane: Any = SimpleNamespace(capabilities=Capabilities(None, True, True, True))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.config import GroupConfig
+from tests.unit.callees import exposed
 from tests.unit.members import Members
 from tests.unit.test_imports import MAY_IMPORT, PACKAGE, package
 
@@ -20,7 +20,7 @@ MOST_MODULES = 28
 #: Pairs of functions of which the first, of a lower package, calls the second, of a higher one: the reader of frames
 #: asks its socket for bytes, the lane has a request served and its work done, and a call that ended gives back credit.
 MOST_CLIMBS = 4
-ADDS_ONE = Exposed(lambda actor, x: x + 1, True, None, False, False, False)
+ADDS_ONE = exposed(lambda actor, x: x + 1)
 HEIGHTS = {name: height for height, name in enumerate(MAY_IMPORT)}
 
 
@@ -70,9 +70,7 @@ def _height(module: str | None) -> int:
 def test_a_small_call_takes_few_modules_and_hardly_climbs() -> None:
     trace = Trace()
     try:
-        members = Members(
-            GroupConfig(), {"f": Exposed(lambda actor, x: x + 1, True, None, False, False, False)}, by_socket=True
-        )
+        members = Members(GroupConfig(), {"f": exposed(lambda actor, x: x + 1)}, by_socket=True)
         with members.acting("a"):
             for _ in range(3):  # connect, and know what is asked for once
                 rtr.rpc_sync("home").f(torch.ones(4))

@@ -21,16 +21,14 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.payload import Payload
 from raytorchrpc.calls.peers import Absence
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
-from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
-from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 from tests.conformance.peers import wait_until
-from tests.unit.callees import TOKEN, make_callee
+from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
 from tests.unit.members import Members, in_thread
 
 LISTENERS: Any = SimpleNamespace(
@@ -102,7 +100,7 @@ def test_a_request_that_was_sent_may_have_run(ends: tuple[Connection, socket.soc
 def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
     """``a`` calls ``f`` of ``home``, which the connection of ``a`` loses, or refuses."""
     monkeypatch.setattr("raytorchrpc.calls.peers.UNREPORTED_LOSS_S", 0.01)
-    group = Members(GroupConfig(), {"f": Exposed(lambda actor: "its result", True, None, False, False, False)})
+    group = Members(GroupConfig(), {"f": exposed(lambda actor: "its result")})
     yield group
     group.close()
 
@@ -224,8 +222,7 @@ def test_a_repeated_call_stays_in_its_autograd_context_and_follows_its_streams(
 def refused(tensor_lanes: dict[str, Any]) -> BaseException:
     """What the callee answers to a call with out-of-band tensors."""
     deadlines = Deadlines("test")
-    exposed = Exposed(lambda instance: pytest.fail("it ran"), True, None, False, False, False)
-    server = make_callee(deadlines, {"f": exposed}, tensor_lanes)
+    server = make_callee(deadlines, {"f": exposed(lambda instance: pytest.fail("it ran"))}, tensor_lanes)
     answers: list[Message] = []
     request = Message(tuple(RequestHeader(CALL, 0, TOKEN, "f", (), 10.0, None)), NOTHING, manifests=BESIDE)
     work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
@@ -336,7 +333,7 @@ def test_what_the_method_itself_lost_is_not_asked_for_again(members: Members) ->
         raise PeerLost("c", "the method's own call")
 
     calls: list[Any] = []
-    members.members["home"].incoming.methods = {"g": Exposed(fails, True, None, False, False, False)}
+    members.members["home"].incoming.methods = {"g": exposed(fails)}
     with members.acting("a"), pytest.raises(PeerLost, match="the method's own call"):
         rtr.rpc_sync("home", retry=2).g()
     assert len(calls) == 1

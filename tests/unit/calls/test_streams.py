@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import set_local
 from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import Exposed, in_turn
+from raytorchrpc.calls.server.exposed import in_turn
 from raytorchrpc.calls.server.streams import ServedStream
 from tests.conformance.peers import wait_until
+from tests.unit.callees import Exposed, exposed
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -83,12 +83,12 @@ class Actor:
         return what
 
     def methods(self) -> dict[str, Exposed]:
-        plain = Exposed(self.note, False, None, False, False, False)
+        plain = exposed(self.note, concurrent=False)
         made = {"note": plain, "note_beside": plain._replace(concurrent=True)}
         for name in ("count", "bad", "nest", "acount", "stall"):
             function = getattr(self, name)
             on_loop = name in ("acount", "stall")
-            made[name] = Exposed(function, False, None, on_loop, False, False, ahead=AHEAD, call=ServedStream)
+            made[name] = exposed(function, concurrent=False, is_coroutine=on_loop, ahead=AHEAD, call=ServedStream)
         made["nest"] = made["nest"]._replace(concurrent=True)
         return made
 
@@ -108,7 +108,6 @@ def members(actor: Actor) -> Iterator[Members]:
             yield made
     finally:
         actor.go.set()
-        set_local(None)
         made.close()
 
 

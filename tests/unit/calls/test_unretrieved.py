@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import set_local
 from raytorchrpc.calls.peers import Absence
-from raytorchrpc.calls.server.exposed import Exposed
 from tests.conformance.peers import wait_until
+from tests.unit.callees import exposed
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -29,11 +28,10 @@ def ping(_: None) -> str:
 
 @pytest.fixture
 def members() -> Iterator[Members]:
-    methods = {function.__name__: Exposed(function, True, None, False, False, False) for function in (fail, ping)}
+    methods = {function.__name__: exposed(function) for function in (fail, ping)}
     made = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
     with made.acting("a"):
         yield made
-    set_local(None)
     made.close()
 
 

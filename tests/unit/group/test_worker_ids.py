@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from raytorchrpc import Member
 from raytorchrpc._compat.ray_internals import ActorState
-from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import worker_ids
 from raytorchrpc.group.worker_ids import assign, highest_known

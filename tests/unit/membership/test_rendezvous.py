@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import PeerLost, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from tests.unit.callees import DeferredReply
 
 
 def store_of(table: KeyTable) -> MemberStore:

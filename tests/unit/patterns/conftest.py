@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import set_local
 from tests.unit.members import Members
 
 
@@ -19,5 +18,4 @@ def members(request: Any) -> Iterator[Members]:
     try:
         yield made
     finally:
-        set_local(None)
         made.close()

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotFound
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.plan import Transfer
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
-from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until
+from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0
 PIECES = 4

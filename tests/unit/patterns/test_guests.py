@@ -12,7 +12,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.calls import guests
-from raytorchrpc.calls.member import LocalMember, set_local
+from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from tests.conformance.peers import wait_until
 from tests.unit.members import GENERATION, DirectLane, Members
@@ -43,7 +43,6 @@ class Groups:
 def members() -> Iterator[Members]:
     made = Members(CONFIG)
     yield made
-    set_local(None)
     made.close()
 
 
@@ -98,9 +97,9 @@ def test_a_guest_that_waits_gets_what_comes(members: Members) -> None:
 @pytest.mark.usefixtures("groups")
 def test_a_guest_publishes_and_subscribes(members: Members) -> None:
     topic = rtr.Topic("q", home="home")
-    with topic.subscribe() as mine, members.acting("a"):
-        its = rtr.Topic("q", home="home").subscribe()
-        set_local(None)
+    with topic.subscribe() as mine:
+        with members.acting("a"):
+            its = rtr.Topic("q", home="home").subscribe()
         topic.publish("x")
         assert mine.get(5) == "x"
         with members.acting("a"):

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotAMember, NotFound
 from raytorchrpc.patterns.queues.items import (
     MESSAGE_BYTES,
@@ -30,8 +29,8 @@ from raytorchrpc.patterns.queues.items import (
     unpack,
 )
 from raytorchrpc.patterns.queues.store import Buffer, Policy, Store
-from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.codec import Codec
+from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc import Member
 from raytorchrpc.calls.counters import WeightStats
-from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.spans import Event, Tracer
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import source_pull

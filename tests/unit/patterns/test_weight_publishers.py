@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.patterns.weights.publishers import SHARDS, Coordinator, Publisher
-from raytorchrpc.process.workers import Deadlines
+from tests.unit.callees import Deadlines, DeferredReply
 from tests.unit.members import Members
 
 LONG = 20.0

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotFound
 from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
@@ -21,8 +20,8 @@ from raytorchrpc.patterns.weights.model_pull import PulledVersions
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
-from raytorchrpc.process.workers import Deadlines
 from tests.conformance.peers import wait_until
+from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0
 
