@@ -15,9 +15,9 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Call, call_back
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import on_loop
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import CancelledError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
+from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.workers import Deadlines
 
 
@@ -51,14 +51,17 @@ class DeferredCall(Call):
     """
 
     cancellable = True
+    _call: Call | None = None
+    """Once it has been sent."""
+    _error: BaseException | None = None
 
     def __init__(self, label: str, send: Callable[[Any, float | None], Call], timeout: float | None) -> None:
         self._label, self._send, self._timeout = label, send, timeout
         self._started = time.monotonic()
         self._context = copy_context()  # the call stays in its chain of calls and keeps its deadline
         self._sending = threading.Lock()
-        self._sent = DeferredReply()
-        """Settled with the call, or with the error that keeps it from being sent."""
+        self._sent = Completion()
+        """Complete with the call, or with the error that keeps it from being sent."""
         loop = asyncio.get_running_loop()
 
         def wake(_: object) -> None:
@@ -75,25 +78,27 @@ class DeferredCall(Call):
             local = self._member.result(0)
             call = self._context.run(self._send, local, rejoin.left_of(local, self._timeout, self._started))
         except BaseException as error:
-            self._sent.settle(None, error.with_traceback(None))
+            self._settle(None, error.with_traceback(None))
             if not isinstance(error, RayTorchRpcError):
                 raise
         else:
-            self._sent.settle(call)
+            self._settle(call)
 
-    @property
-    def _call(self) -> Call | None:
-        """The call, once it has been sent."""
-        return self._sent.result(0) if self._sent.done() and self._sent.exception(0) is None else None
+    def _settle(self, call: Call | None, error: BaseException | None = None) -> None:
+        self._call, self._error = call, error
+        self._sent.complete()
+
+    def _when_sent(self, follow: Callable[[Call | None], object]) -> None:
+        """Call ``follow`` with the call, or with None if it will not be sent."""
+        self._sent.add_done_callback(lambda: follow(self._call))
 
     @property
     def label(self) -> str:
         return self._label
 
     def remaining(self) -> float:
-        call = self._call
-        if call is not None:
-            return call.remaining()
+        if self._call is not None:
+            return self._call.remaining()
         return max(0.0, self._started + rejoin.patience(self._timeout) - time.monotonic())
 
     def wait(self, timeout_s: float) -> bool:
@@ -103,50 +108,34 @@ class DeferredCall(Call):
         self._send_once()
         if not self._sent.wait(max(0.0, until - time.monotonic())):
             return False
-        call = self._call
-        return call is None or call.wait(max(0.0, until - time.monotonic()))
+        return self._call is None or self._call.wait(max(0.0, until - time.monotonic()))
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        def follow(_: object) -> None:
-            call = self._call
-            if call is None:
-                callback()
-            else:
-                call.add_done_callback(callback)
-
-        self._sent.add_done_callback(follow)
+        self._when_sent(lambda call: callback() if call is None else call.add_done_callback(callback))
 
     def outcome(self) -> tuple[Any, BaseException | None] | None:
-        call = self._call
-        return (None, self._sent.exception(0)) if call is None else call.outcome()
+        return (None, self._error) if self._call is None else self._call.outcome()
 
     def cancel(self) -> None:
         if self._sending.acquire(blocking=False):  # never to be sent
-            self._sent.settle(None, CancelledError(f"the call of {self._label} was cancelled"))
-            return
-
-        def follow(_: object) -> None:
-            if (call := self._call) is not None:
-                call.cancel()
-
-        self._sent.add_done_callback(follow)
+            self._settle(None, CancelledError(f"the call of {self._label} was cancelled"))
+        else:
+            self._when_sent(lambda call: None if call is None else call.cancel())
 
     def forget_failure(self) -> None:
-        if (call := self._call) is not None:
-            call.forget_failure()
+        if self._call is not None:
+            self._call.forget_failure()
 
     def expire(self) -> tuple[None, RpcTimeout]:
-        call = self._call
-        if call is not None:
-            return call.expire()
+        if self._call is not None:
+            return self._call.expire()
         return None, RpcTimeout(f"{self._label} was not sent by its deadline: {rejoin.why_late(self._started)}")
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return _deadlines().at(time.monotonic() + self.remaining(), callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
-        call = self._call
-        if call is not None:
-            call.run_callback(callback, argument)
+        if self._call is not None:
+            self._call.run_callback(callback, argument)
         else:
             threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import queue
 import threading
 import time
 import types
@@ -201,8 +202,8 @@ class Future(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         try:
-            while not (self.done() and self._settled(0)):
-                yield from until_done(self, self._call.remaining())
+            while not (yield from self._arrives_on_loop(self._call.remaining())):
+                pass
         except asyncio.CancelledError:
             if self._call.cancellable:
                 self.cancel()
@@ -231,25 +232,57 @@ class Future(Generic[T]):
     def _settle(self, timeout_s: float) -> None:
         if timeout_s > 0 and on_loop() and not self.done():
             refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
-        until = time.monotonic() + timeout_s
-        while not self._settled(max(until - time.monotonic(), 0)):
-            if time.monotonic() >= until and self._call.remaining() > 0:
+        while not self._arrives(timeout_s):
+            if self._call.remaining() > 0:
                 raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
 
-    def _settled(self, timeout_s: float) -> bool:
-        """Wait, and take the outcome; False if it has not arrived, or the call had to be sent again."""
-        if self._outcome is not None:
-            return True
-        fork.check_process()  # the reply comes to the parent
-        arrived = wait_serving(self._call, timeout_s)
-        if not arrived and not self._cancelled and self._call.remaining() > 0:
-            return False
-        with self._taking:
-            if self._outcome is None:
-                self._outcome = self._call.outcome() if arrived else self._call.expire()
+    def _arrives(self, timeout_s: float) -> bool:
+        """Wait, and take the outcome; False if it has not arrived in time."""
+        until = time.monotonic() + timeout_s
+        while self._outcome is None:
+            fork.check_process()  # the reply comes to the parent
+            arrived = wait_serving(self._call, timeout_s)
+            if not arrived and not self._cancelled and self._call.remaining() > 0:
+                return False
+            with self._taking:
                 if self._outcome is None:
-                    vars(self).pop("_arrival", None)  # that of the attempt before
-            return self._outcome is not None
+                    self._outcome = self._call.outcome() if arrived else self._call.expire()
+                    if self._outcome is None and self._arrival is not None and self._arrival.done:
+                        vars(self).pop("_arrival", None)  # that of the attempt before: the call is sent again
+            timeout_s = max(0.0, until - time.monotonic())
+        return True
+
+    @types.coroutine
+    def _arrives_on_loop(self, timeout_s: float) -> Generator[Any, None, bool]:
+        """As ``_arrives``, without blocking the event loop."""
+        until = time.monotonic() + timeout_s
+        while not (self.done() and self._arrives(0)):
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            yield from self._watched(left)
+        return True
+
+    def _watched(self, timeout_s: float) -> Generator[Any, None, None]:
+        """Wait on an event loop until the outcome may be there, or the time has passed."""
+        loop = asyncio.get_running_loop()
+        woken = loop.create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        def arrived() -> None:
+            with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
+                loop.call_soon_threadsafe(wake)
+
+        self._watch(arrived)
+        deadline = loop.call_later(timeout_s, wake)  # a peer that is stuck sends nothing
+        try:
+            yield from woken
+        finally:
+            deadline.cancel()
+            self._unwatch(arrived)
 
     # --- for several futures -----------------------------------------------------------------------------------------
 
@@ -275,29 +308,6 @@ class Future(Generic[T]):
     def __repr__(self) -> str:
         state = "cancelled" if self._cancelled else "done" if self.done() else "pending"
         return f"<raytorchrpc.Future {self._call.label} {state}>"
-
-
-@types.coroutine
-def until_done(future: Future[Any], timeout_s: float) -> Generator[Any, None, None]:
-    """Wait on an event loop until the outcome can be taken, or the time has passed."""
-    loop = asyncio.get_running_loop()
-    woken = loop.create_future()
-
-    def wake() -> None:
-        if not woken.done():
-            woken.set_result(None)
-
-    def arrived() -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
-            loop.call_soon_threadsafe(wake)
-
-    future._watch(arrived)
-    deadline = loop.call_later(timeout_s, wake)  # a peer that is stuck sends nothing
-    try:
-        yield from woken
-    finally:
-        deadline.cancel()
-        future._unwatch(arrived)
 
 
 def call_back(callback: Callable[[Any], object], argument: Any) -> None:
@@ -341,13 +351,13 @@ def wait(
     num_returns = min(num_returns, len(everything))
     with _Arrivals(everything) as arrivals:
         while True:
-            arrivals.take()
+            arrivals.collect(0, 0)
             done = [future for future in everything if future.done()]
             left = until - time.monotonic()
             if len(done) >= num_returns or left <= 0:
                 break
-            enough = arrivals.expect(num_returns - len(done))
-            wait_serving(enough, min(left, _first_deadline(set(everything).difference(done))))
+            patience_s = min(left, _first_deadline(set(everything).difference(done)))
+            arrivals.collect(num_returns - len(done), patience_s)
     chosen = set(done[:num_returns])
     return done[:num_returns], [future for future in everything if future not in chosen]
 
@@ -379,9 +389,9 @@ def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[A
         while pending:
             if time.monotonic() >= deadline:
                 deadline = time.monotonic() + _first_deadline(pending)
-            arrived = wait_serving(arrivals.expect(1), max(0.0, deadline - time.monotonic()))
-            for future in arrivals.take() if arrived else [future for future in pending if future.done()]:
-                if not future._settled(0):
+            arrived = arrivals.collect(1, max(0.0, deadline - time.monotonic()))
+            for future in arrived or [future for future in pending if future.done()]:
+                if not future._arrives(0):
                     arrivals.watch(future)  # it was sent again
                     continue
                 pending.discard(future)
@@ -398,9 +408,9 @@ class _Arrivals:
     def __init__(self, futures: Collection[Future[Any]]) -> None:
         self._futures = futures
         self._watchers: list[tuple[Future[Any], Callable[[], None]]] = []
-        self._lock = threading.Lock()
+        self._arriving: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._arrived: list[Future[Any]] = []
-        self._wanted, self._enough = 1, Completion()
+        self._wanted = 0
 
     def __enter__(self) -> _Arrivals:
         for future in self._futures:
@@ -410,36 +420,30 @@ class _Arrivals:
     def __exit__(self, *_: object) -> None:
         for future, watcher in self._watchers:
             future._unwatch(watcher)
-        self._watchers.clear()  # they lead back here; without them, the futures can be freed
+        self._watchers.clear()  # without them, the futures can be freed
 
     def watch(self, future: Future[Any]) -> None:
         """Collect the future once."""
-        watcher = partial(self._arrive, future)
+        watcher = partial(self._arriving.put, future)
         self._watchers.append((future, watcher))
         future._watch(watcher)
 
-    def _arrive(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._arrived.append(future)
-            enough = self._enough if len(self._arrived) >= self._wanted else None
-        if enough is not None:
-            enough.complete()
-
-    def expect(self, wanted: int) -> Completion:
-        """Complete when so many have arrived since ``take``."""
-        with self._lock:
-            self._wanted, enough = wanted, Completion()
-            self._enough = enough
-            arrived = len(self._arrived)
-        if arrived >= wanted:
-            enough.complete()
-        return enough
-
-    def take(self) -> list[Future[Any]]:
-        """Those that have arrived since the last time."""
-        with self._lock:
-            arrived, self._arrived = self._arrived, []
+    def collect(self, wanted: int, timeout_s: float) -> list[Future[Any]]:
+        """Those that have arrived since the last time. Blocks until there are so many, at most ``timeout_s``."""
+        self._wanted = wanted
+        wait_serving(self, timeout_s)
+        arrived, self._arrived = self._arrived, []
         return arrived
+
+    def wait(self, timeout_s: float) -> bool:
+        """For ``wait_serving``."""
+        until = time.monotonic() + timeout_s
+        while len(self._arrived) < self._wanted or not self._arriving.empty():
+            try:
+                self._arrived.append(self._arriving.get(timeout=max(0.0, until - time.monotonic())))
+            except queue.Empty:
+                return False
+        return True
 
 
 def _checked(futures: Iterable[Any]) -> list[Future[Any]]:

@@ -18,10 +18,10 @@ from ray import ObjectRef
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.client.future import Call, call_back
-from raytorchrpc.calls.client.stream import Stream
+from raytorchrpc.calls.client.stream import NEXT, Stream
 from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
-from raytorchrpc.calls.options import DEFAULTS, CallOptions, checked_timeout
+from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
 from raytorchrpc.calls.payload import Payload, Payloads
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
@@ -308,8 +308,15 @@ class OutgoingCall(Call):
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""
-        ahead = header.ahead if self._options.into is None else 0
-        stream: Stream[Any] = Stream(self._calls, self._route, self._method, header.number, ahead, self._options)
+        calls, route, options, number = self._calls, self._route, self._options, header.number
+        unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep)
+        stream: Stream[Any] = Stream(
+            self.label,
+            lambda item: calls.send(route, NEXT, (number, item), {}, unlimited),
+            partial(calls.budget, route.member.name, self._method, options.timeout),
+            partial(calls.notify, route, route.calls, protocol.CLOSE, number),
+            header.ahead if options.into is None else 0,
+        )
         if self._options.into is not None:
             stream.close()
             raise ConfigurationError(f"{self.label} is a generator: into= needs a method that returns its result")

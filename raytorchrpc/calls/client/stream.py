@@ -5,32 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
-from raytorchrpc.calls import protocol
-from raytorchrpc.calls.client.future import Call, Future, until_done
-from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
-from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.client.future import Call, Future
+from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.scope import Limit, Scope, current_scope, refuse_on_loop
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import MessageLane
 from raytorchrpc.process import fork
-
-
-class Sender(Protocol):
-    """See ``outgoing.OutgoingCalls``."""
-
-    def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> Call:
-        """Send a call once."""
-
-    def budget(self, peer: str, method: str, timeout: float | None) -> float:
-        """Seconds until the deadline of a call that is made now. Raises RpcTimeout."""
-
-    def notify(self, route: PeerRoute, lane: MessageLane, kind: int, number: int, *, later: bool = False) -> None:
-        """As ``control``, but wait for no reply and ignore errors. ``later``: for finalizers."""
-
 
 T = TypeVar("T")
 
@@ -52,11 +35,18 @@ class Stream(Generic[T]):
 
     _ended = True
 
-    def __init__(self, calls: Sender, route: PeerRoute, method: str, number: int, ahead: int, options: CallOptions):
-        """``number``: of the stream at the callee. ``options``: of the call."""
-        self._calls, self._route, self._method, self._number = calls, route, method, number
-        self._timeout = options.timeout
-        self._options = CallOptions(MAX_TIMEOUT_S, keep=options.keep)
+    def __init__(
+        self,
+        label: str,
+        send: Callable[[int], Call],
+        budget: Callable[[], float],
+        notify: Callable[..., None],
+        ahead: int,
+    ) -> None:
+        """``send(n)`` asks the callee for item ``n``, and ``notify(later=...)`` has it close the stream, in a finalizer
+        ``later``. ``budget()``: the seconds that the next item may take; raises RpcTimeout.
+        """
+        self._label, self._send, self._budget, self._notify = label, send, budget, notify
         self._reading = threading.Lock()
         self._requested = 0
         self._requests: deque[Future[tuple[T] | None] | RayTorchRpcError] = deque()
@@ -64,37 +54,31 @@ class Stream(Generic[T]):
         for _ in range(ahead):
             self._request()
 
-    @property
-    def _label(self) -> str:
-        return f"{self._route.member.name}.{self._method}"
-
     def __iter__(self) -> Iterator[T]:
         return self
 
     def __next__(self) -> T:
         with self._turn():
-            if (request := self._oldest()) is not None:
+            request = self._oldest(StopIteration)
+            try:
                 if not request.done():
                     refuse_on_loop(f"waiting for the next item of {self._label}", "`async for`")
-                seconds = self._calls.budget(self._route.member.name, self._method, self._timeout)
-                taken = self._taken(request, _arrives(request, seconds), seconds)
+                seconds = self._budget()
+                return self._taken(request, request._arrives(seconds), seconds, StopIteration)
+            finally:
                 del request  # it may hold an error, whose traceback holds this frame
-                if taken is not None:
-                    return taken[0]
-            raise StopIteration
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
 
     async def __anext__(self) -> T:
         with self._turn():
-            if (request := self._oldest()) is not None:
-                seconds = self._calls.budget(self._route.member.name, self._method, self._timeout)
-                taken = self._taken(request, await _arrives_on_loop(request, seconds), seconds)
+            request = self._oldest(StopAsyncIteration)
+            try:
+                seconds = self._budget()
+                return self._taken(request, await request._arrives_on_loop(seconds), seconds, StopAsyncIteration)
+            finally:
                 del request
-                if taken is not None:
-                    return taken[0]
-            raise StopAsyncIteration
 
     def close(self) -> None:
         """End the stream: close the generator at its next ``yield``, or cancel it at an ``await``. Idempotent.
@@ -103,7 +87,7 @@ class Stream(Generic[T]):
         """
         if not self._ended and not fork.forked():
             self._end()
-            self._calls.notify(self._route, self._route.calls, protocol.CLOSE, self._number)
+            self._notify()
 
     async def aclose(self) -> None:
         """As ``close``, for ``contextlib.aclosing``."""
@@ -111,7 +95,7 @@ class Stream(Generic[T]):
 
     def __del__(self) -> None:
         if not self._ended and not fork.forked():
-            self._calls.notify(self._route, self._route.calls, protocol.CLOSE, self._number, later=True)
+            self._notify(later=True)
 
     def __repr__(self) -> str:
         return f"<raytorchrpc.Stream {self._label} {'ended' if self._ended else 'open'}>"
@@ -132,26 +116,25 @@ class Stream(Generic[T]):
         # Free of this thread's deadline, and of the limits on calls in flight: a request may wait for long.
         before = current_scope.set(Scope(limit=Limit(time.monotonic() + MAX_TIMEOUT_S)))
         try:
-            call = self._calls.send(self._route, NEXT, (self._number, self._requested), {}, self._options)
-            self._requests.append(Future(call))
+            self._requests.append(Future(self._send(self._requested)))
         except RayTorchRpcError as error:
             self._requests.append(error.with_traceback(None))
         finally:
             current_scope.reset(before)
         self._requested += 1
 
-    def _oldest(self) -> Future[tuple[T] | None] | None:
-        """The request for the next item; None after the end."""
+    def _oldest(self, end: type[Exception]) -> Future[tuple[T] | None]:
+        """The request for the next item. Raises ``end`` after the last."""
         if self._ended:
-            return None
+            raise end
         request = self._requests[0]
         if isinstance(request, Future):
             return request
         self.close()
         raise request
 
-    def _taken(self, request: Future[tuple[T] | None], arrived: bool, seconds: float) -> tuple[T] | None:
-        """What has arrived; None: the end. If the request failed, the stream is over."""
+    def _taken(self, request: Future[tuple[T] | None], arrived: bool, seconds: float, end: type[Exception]) -> T:
+        """The item that has arrived; raises ``end`` after the last. If the request failed, the stream is over."""
         if not arrived:
             raise RpcTimeout(f"{self._label} has not yielded the next item within {seconds:.3g} s")
         try:
@@ -160,33 +143,15 @@ class Stream(Generic[T]):
             self.close()
             raise
         finally:
-            del request  # it holds the error, whose traceback holds this frame
+            del request
         if taken is None:
             self._end()
-            return None
+            raise end
         self._requests.popleft()
         if not self._ended:  # it may have been closed meanwhile
             self._request()
-        return taken
+        return taken[0]
 
     def _end(self) -> None:
         self._ended = True
         self._requests.clear()
-
-
-def _arrives(request: Future[Any], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not request._settled(max(0.0, until - time.monotonic())):
-        if time.monotonic() >= until:
-            return False
-    return True
-
-
-async def _arrives_on_loop(request: Future[Any], seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not (request.done() and request._settled(0)):
-        left = until - time.monotonic()
-        if left <= 0:
-            return False
-        await until_done(request, left)
-    return True

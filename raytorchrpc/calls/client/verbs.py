@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from raytorchrpc.calls.client import deferred
-from raytorchrpc.calls.client.future import Call, Future, result_of
+from raytorchrpc.calls.client.future import Future, result_of
 from raytorchrpc.calls.member import current_local
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
@@ -20,26 +20,17 @@ Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot 
 
 
 class _Proxy:
-    """``proxy.method(...)`` sends the call; the subclass is the verb."""
+    """``proxy.method(...)`` makes the call, as its verb does."""
 
-    __slots__ = ("_options", "_target")
-    _verb: ClassVar[str]
+    __slots__ = ("_options", "_send", "_target", "_verb")
 
-    def __init__(self, target: Target, options: CallOptions) -> None:
-        self._target, self._options = target, options
-
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        local = current_local()
-        call = deferred.call if local is None else local.outgoing.call
-        return call(self._target, name, args, kwargs, self._options)
+    def __init__(self, verb: str, send: Callable[..., Any], target: Target, options: CallOptions) -> None:
+        self._verb, self._send, self._target, self._options = verb, send, target, options
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return functools.partial(self._send, name)
-
-    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+        return functools.partial(self._send, self._target, self._options, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{self._verb}(target)(...) names no method: write {self._verb}(target).method(...)")
@@ -48,33 +39,25 @@ class _Proxy:
         return f"<{self._verb}({self._target!r}): call a method of it>"
 
 
-class _Sync(_Proxy):
-    __slots__ = ()
-    _verb = "rpc_sync"
-
-    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        if on_loop():
-            refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
-        # No variable for the call: it may hold the error, whose traceback holds this frame.
-        return result_of(self._call(_name, args, kwargs))
+def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+    if on_loop():
+        refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
+    # No variable for the call: it may hold the error, whose traceback holds this frame.
+    return result_of(_calls().call(_target, _name, args, kwargs, _options))
 
 
-class _Async(_Proxy):
-    __slots__ = ()
-    _verb = "rpc_async"
-
-    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        return Future(self._call(_name, args, kwargs))
+def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return Future(_calls().call(_target, _name, args, kwargs, _options))
 
 
-class _Remote(_Proxy):
-    __slots__ = ()
-    _verb = "remote"
+def _remote(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
+    return _calls().remote(_target, _name, args, kwargs, _options.timeout)
 
-    def _send(self, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-        local = current_local()
-        remote = deferred.remote if local is None else local.outgoing.remote
-        return remote(self._target, _name, args, kwargs, self._options.timeout)
+
+def _calls() -> Any:
+    """What sends calls: this member, or ``deferred`` until this process is one."""
+    local = current_local()
+    return deferred if local is None else local.outgoing
 
 
 @takes_timeout
@@ -136,7 +119,7 @@ def rpc_sync(
             the restarted actor. None takes the number of ``method(retry=...)``, which is 0 by default.
     """
     retries = None if retry is None else checked_retry(retry)
-    return _Sync(target, CallOptions(timeout, share, keep, into, retries, True))
+    return _Proxy("rpc_sync", _sync, target, CallOptions(timeout, share, keep, into, retries, True))
 
 
 @takes_timeout
@@ -156,10 +139,10 @@ def rpc_async(
     (on an event loop, PeerBusy is raised instead).
     """
     retries = None if retry is None else checked_retry(retry)
-    return _Async(target, CallOptions(timeout, share, keep, into, retries, False, True))
+    return _Proxy("rpc_async", _async, target, CallOptions(timeout, share, keep, into, retries, False, True))
 
 
 @takes_timeout
 def remote(target: Target, *, timeout: float | None = None) -> Any:
     """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once."""
-    return _Remote(target, CallOptions(timeout))
+    return _Proxy("remote", _remote, target, CallOptions(timeout))

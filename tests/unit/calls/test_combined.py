@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,39 @@ def members(latches: Latches) -> Iterator[Members]:
 
 def held(count: int, **options: Any) -> list[Future[Any]]:
     return [rtr.rpc_async("home", **options).hold(number) for number in range(count)]
+
+
+class SentAgain(SimpleNamespace):
+    """A call whose result was lost on its way, as every waiting thread finds; its second attempt never ends."""
+
+    label, is_there = "home.f", True
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.is_there
+
+    def remaining(self) -> float:
+        return LONG
+
+    def outcome(self) -> None:
+        self.is_there = False
+        self.when_found()
+
+    def add_done_callback(self, callback: Any) -> None:
+        """It never calls back."""
+
+    cancel = at_deadline = lambda *_: int
+
+    def run_callback(self, callback: Any, argument: Any) -> None:
+        callback(argument)
+
+
+def test_a_callback_added_while_threads_find_that_a_call_is_sent_again_hears_of_its_cancellation() -> None:
+    call: Any = SentAgain()
+    future, called = Future[Any](call), list[Any]()
+    call.when_found = lambda: future.add_done_callback(called.append)
+    with pytest.raises(rtr.RpcTimeout):
+        future.result(0)
+    assert future.cancel() and called == [future]
 
 
 # --- wait ----------------------------------------------------------------------------------------------------
