@@ -165,12 +165,6 @@ class TensorCapabilities:
 
     devices: frozenset[str]
     """Device types it carries: "cpu", "cuda"."""
-    one_sided: bool
-    """The receiver fetches without the sender's help."""
-    same_host: bool
-    """Only between processes of one host."""
-    zero_copy: bool
-    """The receiver uses the memory in which the tensors arrived, without another copy."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
 

@@ -36,9 +36,7 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 class MemfdLane(TensorLane):
     name: ClassVar[str] = "memfd"
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu"}), one_sided=True, same_host=True, zero_copy=True
-    )
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cpu"}))
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

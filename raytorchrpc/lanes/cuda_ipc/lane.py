@@ -56,9 +56,7 @@ class CudaIpcLane(WindowLane):
     """One per member. ``export`` does not copy: it keeps the memory, and CUDA events order its use."""
 
     name: ClassVar[str] = "cuda_ipc"
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cuda"}), one_sided=True, same_host=True, zero_copy=False
-    )
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cuda"}))
 
     def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS) -> None:
         """``devices``: local CUDA indices that tensors come from or arrive on. ``mappings``: most to keep open."""

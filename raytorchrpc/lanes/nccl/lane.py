@@ -71,9 +71,7 @@ class NcclLane(TensorLane):
     """One per member. ``export`` neither copies nor sends; it keeps the memory until the receiver has fetched it."""
 
     name: ClassVar[str] = "nccl"
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cuda"}), one_sided=False, same_host=False, zero_copy=False
-    )
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cuda"}))
 
     def __init__(
         self,

@@ -66,9 +66,7 @@ class NixlLane(TensorLane):
     """
 
     name: ClassVar[str] = "nixl"
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu", "cuda"}), one_sided=True, same_host=False, zero_copy=True
-    )
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cpu", "cuda"}))
 
     def __init__(
         self, capacity: int, devices: Sequence[int], timeout_s: float, settings: Mapping[str, str] | None = None

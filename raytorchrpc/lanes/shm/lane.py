@@ -135,9 +135,6 @@ class ShmLane(WindowLane):
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
         devices=frozenset({"cpu"}),
-        one_sided=True,
-        same_host=True,
-        zero_copy=True,
         takes_cuda=True,
     )
 

@@ -26,7 +26,7 @@ class Depot(TensorLane):
     """A lane within this process that remembers what was asked of it."""
 
     name: ClassVar[str] = "depot"
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(frozenset({"cpu"}), True, True, True)
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(frozenset({"cpu"}))
 
     def __init__(self, refuses: str = "") -> None:
         self.refuses = refuses
@@ -289,7 +289,7 @@ def test_a_parcel_of_a_gone_peer_dies_quietly() -> None:
 class GpuDepot(Depot):
     """Takes CUDA tensors whether or not they are to stay such."""
 
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(frozenset({"cpu"}), True, True, True, True)
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(frozenset({"cpu"}), takes_cuda=True)
 
 
 @pytest.fixture
