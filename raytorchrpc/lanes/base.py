@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
+from raytorchrpc.process.completion import Completion, run_reported
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape, view_at
@@ -42,23 +43,38 @@ class Message(NamedTuple):
     unread_bytes: int = 0
 
 
-class Pending(ABC):
-    """One request in flight. The lane completes it exactly once, with a reply or an error."""
+#: See ``MessageLane.call``.
+Released = Callable[[], None] | None
 
-    @abstractmethod
-    def wait(self, timeout_s: float) -> bool:
-        """Block until it is complete, for at most ``timeout_s`` seconds; returns False if it is not."""
 
-    @abstractmethod
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` on completion, on a thread of the lane; if it is complete already, at once on this thread.
+class Pending(Completion):
+    """One request in flight. The lane completes it exactly once, with a reply or an error.
 
-        The callback must be short and must not block, because the lane carries nothing else meanwhile.
-        """
+    Its callbacks run on a thread of the lane, which carries nothing else meanwhile: they must be short and not block.
+    """
 
-    @abstractmethod
+    __slots__ = ("_error", "_message", "_on_released")
+
+    def __init__(self, on_released: Released = None, lock: Any = None) -> None:
+        """``on_released``: see MessageLane.call. ``lock``: see Completion."""
+        super().__init__(lock)
+        self._on_released = on_released
+        self._message: Message | None = None
+        self._error: Exception | None = None
+
+    def settle(self, message: Message | None, error: Exception | None = None) -> None:
+        """Complete it with a message or an error. Once, from any thread, which runs the callbacks."""
+        self._message, self._error = message, error
+        if self._on_released is not None:  # first: the caller may send its next call as soon as it sees this one done
+            run_reported(self._on_released)
+        self.complete()
+
     def take(self) -> Message:
         """Return the reply of a completed request. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
+        if self._error is not None:
+            raise self._error
+        assert self._message is not None
+        return self._message
 
 
 #: ``reply(message)``: answers one request, exactly once, now or later, from any thread. Sends before it returns.
@@ -69,8 +85,6 @@ Reply = Callable[[Message], None]
 #: socket lane calls ``serve`` in the order in which a caller sent its requests.
 Serve = Callable[[Message, Reply], Callable[[], None] | None]
 Spawn = Callable[[Callable[[], None]], None]
-#: See ``MessageLane.call``.
-Released = Callable[[], None] | None
 
 
 @dataclass(frozen=True)

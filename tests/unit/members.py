@@ -16,7 +16,6 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.lanes.common.pending import PendingReply
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.patterns.home import services
 from raytorchrpc.topology.endpoint import Endpoint
@@ -36,7 +35,7 @@ class DirectLane(MessageLane):
         self.peers: dict[str, LocalMember] = {}
         self.holds: Callable[[str], bool] = lambda method: False
         """Whether a request for this method is to wait for ``release``."""
-        self.held: list[tuple[Callable[[], None], PendingReply]] = []
+        self.held: list[tuple[Callable[[], None], Pending]] = []
         self.when_over: Callable[[], None] = lambda: None
         """Called when a call is over, before its answer is taken."""
         self.delays: Callable[[str], bool] = lambda method: False
@@ -46,7 +45,7 @@ class DirectLane(MessageLane):
         """If given, what sends stands still until it is set, as on a connection that takes no data."""
         self.broken = False
         """Every request fails, and every answer is lost, also one that was held."""
-        self._under_way: set[PendingReply] = set()
+        self._under_way: set[Pending] = set()
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
         raise AssertionError("not used")
@@ -68,7 +67,7 @@ class DirectLane(MessageLane):
                 on_released()
             self.when_over()
 
-        pending = PendingReply(over)
+        pending = Pending(over)
         if self.broken:
             raise PeerLost(peer, "the test broke the connection", may_have_run=False)
         if self.jammed is not None:
@@ -81,7 +80,7 @@ class DirectLane(MessageLane):
             deliver()
         return pending
 
-    def _deliver(self, peer: LocalMember, message: Message, pending: PendingReply) -> None:
+    def _deliver(self, peer: LocalMember, message: Message, pending: Pending) -> None:
         def reply(answer: Message) -> None:
             if pending not in self._under_way:
                 raise PeerLost("caller", "the test broke the connection")
@@ -95,7 +94,7 @@ class DirectLane(MessageLane):
         if work is not None:
             peer.workers.submit(work)
 
-    def _arrive(self, pending: PendingReply, answer: Message) -> None:
+    def _arrive(self, pending: Pending, answer: Message) -> None:
         """Unless the connection broke meanwhile."""
         if pending in self._under_way:
             self._under_way.discard(pending)

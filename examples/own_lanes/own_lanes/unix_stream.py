@@ -13,8 +13,6 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -53,25 +51,6 @@ def _unpack(data: bytes) -> tuple[int, int, Message]:
     return kind, number, Message(header, Encoded(payload, arrived, (), buffers), manifests=manifests)
 
 
-class StreamPending(Pending):
-    def __init__(self, on_released: Callable[[], None] | None) -> None:
-        self.future: Future[Message] = Future()
-        self._on_released = on_released
-        if on_released is not None:
-            self.add_done_callback(on_released)
-
-    def wait(self, timeout_s: float) -> bool:
-        return bool(wait_for([self.future], timeout_s).done)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self.future.add_done_callback(lambda _: callback())
-
-    def take(self) -> Message:
-        if self._on_released is not None:  # a Future ends waits before it calls callbacks
-            self._on_released()
-        return self.future.result()
-
-
 class Stream:
     """One connection. The end that called sends requests, the other one replies."""
 
@@ -80,19 +59,19 @@ class Stream:
         self._lane, self._sock, self._peer, self._address = lane, sock, peer, address
         self._lock = threading.Lock()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._pending: dict[int, StreamPending] = {}
+        self._pending: dict[int, Pending] = {}
         self._numbers = itertools.count()
         self._cause = ""
         self._proved = False
         threading.Thread(target=self._run, name="unix-stream-read", daemon=True).start()
 
     def request(self, message: Message, on_released: Callable[[], None] | None) -> Pending:
-        pending = StreamPending(on_released)
+        pending = Pending(on_released)
         number = next(self._numbers)
         self._send(_pack(_REQUEST, number, message), {number: pending})
         return pending
 
-    def _send(self, data: bytes, pending: dict[int, StreamPending]) -> None:
+    def _send(self, data: bytes, pending: dict[int, Pending]) -> None:
         with self._lock:
             if self._cause:
                 raise PeerLost(self._peer, self._cause, may_have_run=False)
@@ -133,7 +112,7 @@ class Stream:
     def _arrived(self, kind: int, number: int, message: Message) -> None:
         if kind == _REPLY:
             if (pending := self._pending.pop(number, None)) is not None:  # else the connection has just ended
-                pending.future.set_result(message)
+                pending.settle(message)
             return
         reply: Reply = lambda answer: self._send(_pack(_REPLY, number, answer), {})  # noqa: E731
         work = self._lane.serve(message, reply)
@@ -151,7 +130,7 @@ class Stream:
             self._sock.shutdown(socket.SHUT_RDWR)  # ends both threads' reads and writes
         while self._pending:
             lost = PeerLost(self._peer, cause, may_have_run=self._proved)
-            self._pending.popitem()[1].future.set_exception(lost)
+            self._pending.popitem()[1].settle(None, lost)
 
 
 class UnixStreamLane(MessageLane):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import socket
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
-from raytorchrpc.lanes.base import MessageLane, PeerAddress
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
+from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
@@ -163,15 +165,83 @@ class Acceptor:
             _hang_up(sock)
 
 
-class Connection(Protocol):
-    """A connection of a lane."""
+class Connection(ABC):
+    """One connection of a lane. Sends requests and receives replies (``peer`` is set), or receives requests."""
+
+    def __init__(self, peer: str | None) -> None:
+        self.peer = peer
+        self._state = threading.Lock()
+        self._pending: dict[int, Any] = {}
+        """By number: the calls in flight."""
+        self._numbers = itertools.count(1)
+        self._ended: str | None = None
 
     @property
     def ended(self) -> bool:
         """Whether it can carry nothing more."""
+        return self._ended is not None
+
+    @abstractmethod
+    def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
+        """See MessageLane.call."""
+
+    def _begin(self, pending: Pending) -> int:
+        """Under ``_state``: give a call its number; its reply can arrive from now on. Raises PeerLost."""
+        if self._ended is not None:
+            raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
+        number = next(self._numbers)
+        self._pending[number] = pending
+        return number
+
+    def _requests_among(self, arrived: Sequence[frames.Frame]) -> list[frames.Frame]:
+        """Complete the calls whose replies have arrived, and return the requests."""
+        requests = []
+        for frame in arrived:
+            if frame.kind == frames.REQUEST:
+                requests.append(frame)
+            elif (pending := self._pending.pop(frame.call, None)) is None:
+                continue  # it was abandoned
+            elif size := frame.message.unread_bytes:
+                pending.settle(None, MemoryError(f"this process has no memory for the answer ({size} bytes)"))
+            else:
+                pending.settle(frame.message)
+        return requests
+
+    def _busy(self) -> RpcTimeout:
+        return RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
 
     def end(self, reason: str) -> None:
-        """Close it. Idempotent."""
+        """Close it; calls in flight fail with PeerLost. Idempotent. Not to be called while sending."""
+        with self._state:
+            if self._ended is not None:
+                return
+            self._ended = reason
+        try:  # even if memory runs out, both the other end and the waiting callers must be told
+            self._detach()
+        finally:
+            try:
+                self._close()
+            finally:
+                self._fail_calls(reason)
+
+    @abstractmethod
+    def _detach(self) -> None:
+        """Have nothing more read."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Tell the other end, and release the socket."""
+
+    def _fail_calls(self, reason: str) -> None:
+        while self._pending:
+            try:
+                _, pending = self._pending.popitem()
+            except KeyError:  # another thread has just abandoned the last one
+                return
+            try:
+                pending.settle(None, PeerLost(self.peer or "?", reason))
+            except MemoryError as error:  # the call ends at its deadline
+                threads.report(error, "a call could not be told that its connection ended")
 
 
 C = TypeVar("C", bound=Connection)
@@ -227,6 +297,15 @@ class ConnectedLane(MessageLane, Generic[C]):
         connection = self._made.pop(peer, None)
         if connection is not None:
             connection.end("it was removed from the group")
+
+    def call(
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
+    ) -> Pending:
+        deadline = time.monotonic() + timeout_s
+        connection = self._made.get(peer)
+        if connection is None or connection.ended:
+            connection = self._connection(peer, deadline)
+        return connection.call(message, deadline, caller_waits, on_released)
 
     def _connection(self, peer: str, deadline: float) -> C:
         """Return the connection to a peer; make it if there is none. Blocks until the deadline at most.
@@ -284,12 +363,11 @@ class ConnectedLane(MessageLane, Generic[C]):
             sock.close()
             raise
 
-    def _discard(self, connection: C, peer: str | None) -> None:
+    def _discard(self, connection: C) -> None:
         """Forget a connection to a peer, if it is still the current one."""
-        if peer is not None:
-            with self._made_lock:
-                if self._made.get(peer) is connection:
-                    del self._made[peer]
+        with self._made_lock:
+            if connection.peer is not None and self._made.get(connection.peer) is connection:
+                del self._made[connection.peer]
 
     def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
         self._register(sock, protection, None, time.monotonic() + CONNECT_TIMEOUT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, Pending, Released, Serve, Spawn
-from raytorchrpc.lanes.common.pending import PendingReply
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import copied
@@ -25,7 +24,7 @@ class LoopbackLane(MessageLane):
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
-        pending = PendingReply(on_released)
+        pending = Pending(on_released)
         work = self._serve(_private(message), lambda reply: pending.settle(_private(reply)))
         if work is not None:
             self._spawn(work)

@@ -7,7 +7,6 @@ member; methods run on the member's own threads.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import socket
@@ -18,12 +17,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
-from raytorchrpc.lanes.base import Capabilities, Message, Pending, Serve, Spawn
-from raytorchrpc.lanes.common import frames
+from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.common import connections, frames
 from raytorchrpc.lanes.common.connections import CONNECT_TIMEOUT_S, ConnectedLane, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials, Refused
-from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng import sockets
 from raytorchrpc.lanes.nng.sockets import PairSocket
@@ -41,8 +39,8 @@ _CLOSED = "connection closed (the process ended or left the group)"
 _BATCH = 64
 
 
-class Connection:
-    """Sends requests and receives replies (``peer`` is set), or receives requests. One thread reads it."""
+class Connection(connections.Connection):
+    """One thread reads it."""
 
     def __init__(
         self, sock: PairSocket, protection: Protection | None, peer: str | None, on_end: Callable[[Connection], None]
@@ -50,31 +48,21 @@ class Connection:
         """``protection``: of each nng message. ``on_end``: called once, before the socket is closed, to stop
         reading.
         """
-        self.sock, self.peer = sock, peer
+        super().__init__(peer)
+        self.sock = sock
         self._seal = None if protection is None else protection.seal
         self._incoming = None if protection is None else protection.incoming
         self._decrypt = None if protection is None else protection.decrypt
         self._on_end = on_end
         self._reader = frames.FrameReader()
         self._sending = threading.Lock()
-        self._state = threading.Lock()
-        self._pending: dict[int, PendingReply] = {}
-        self._numbers = itertools.count(1)
-        self._ended: str | None = None
 
-    @property
-    def ended(self) -> bool:
-        return self._ended is not None
-
-    def call(self, message: Message, deadline: float, on_released: Callable[[], None] | None = None) -> PendingReply:
-        """Send a request. Raises LaneUnavailable, PeerLost, RpcTimeout."""
+    def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
+        sockets.check_process()
         check_carried(message.body)
-        pending = PendingReply(on_released)
+        pending = Pending(on_released)
         with self._state:
-            if self._ended is not None:
-                raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
-            number = next(self._numbers)
-            self._pending[number] = pending
+            number = self._begin(pending)
         try:
             self._send(frames.pack(frames.REQUEST, number, message), deadline, lambda: deadline)
         except BaseException:
@@ -93,7 +81,7 @@ class Connection:
 
     def _send(self, buffers: list[Any], deadline: float, until: Callable[[], float]) -> None:
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
+            raise self._busy()
         try:
             if self._ended is not None:
                 raise ConnectionResetError(self._ended)
@@ -124,11 +112,7 @@ class Connection:
                     self._incoming.check(data, whole[-TAG_BYTES:])
                 elif self._decrypt is not None:
                     data = self._decrypt(data)
-                for frame in self._frames_in(data):
-                    if frame.kind == frames.REQUEST:
-                        requests.append(frame)
-                    elif (pending := self._pending.pop(frame.call, None)) is not None:
-                        complete_with(pending, frame.message)
+                requests += self._requests_among(self._frames_in(data))
         except Exception as error:
             self.end(f"connection broke: {error}")
         return requests
@@ -142,19 +126,13 @@ class Connection:
                 return [frames.parse(memoryview(data), own)]
         return self._reader.feed(memoryview(data))
 
-    def end(self, reason: str) -> None:
-        """Close; calls in flight fail with PeerLost. Idempotent. Not to be called while sending."""
-        with self._state:
-            if self._ended is not None:
-                return
-            self._ended = reason
-        try:  # even if memory runs out, both the other end and the waiting callers must be told
-            self.sock.hang_up()
-            self._on_end(self)
-        finally:
-            fail_all(self._pending, self.peer or "?", reason)
-            with self._sending:  # a thread that was sending has been woken
-                self.sock.close()
+    def _detach(self) -> None:
+        self.sock.hang_up()
+        self._on_end(self)
+
+    def _close(self) -> None:
+        with self._sending:  # a thread that was sending has been woken
+            self.sock.close()
 
 
 def check_carried(body: Encoded) -> None:
@@ -201,22 +179,6 @@ class NngLane(ConnectedLane[Connection]):
         """Read replies. Enough for a lane that only sends requests; ``open`` does it too. Raises ThreadShortage."""
         sockets.warm_up()
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
-
-    def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
-    ) -> Pending:
-        sockets.check_process()
-        deadline = time.monotonic() + timeout_s
-        connection = self._made.get(peer)
-        if connection is None or connection.ended:
-            connection = self._connection(peer, deadline)
-        return connection.call(message, deadline, on_released)
 
     def disconnect(self, peer: str) -> None:
         if not sockets.forked():
@@ -283,7 +245,7 @@ class NngLane(ConnectedLane[Connection]):
                 self._by_fd.pop(fd, None)
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
-            self._discard(connection, connection.peer)
+            self._discard(connection)
 
     # --- the reader ------------------------------------------------------------------------------------------
 

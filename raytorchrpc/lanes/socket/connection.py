@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.pending import PendingReply, complete_with, fail_all
+from raytorchrpc.errors import PeerLost, RayTorchRpcError
+from raytorchrpc.lanes.base import Message, Pending, Released
+from raytorchrpc.lanes.common import connections, frames
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.socket.polling import AnyReadable, PromptSocket, Spinner
 from raytorchrpc.lanes.socket.selector import Selector
@@ -41,22 +41,20 @@ def _timeval(seconds: int) -> bytes:
     return seconds.to_bytes(8, "little") + bytes(8)
 
 
-class Connection:
-    """One socket. Sends requests and receives replies (``peer`` is set), or receives requests.
-
-    At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which.
-    """
+class Connection(connections.Connection):
+    """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which."""
 
     def __init__(
         self,
         selector: Selector[Connection],
         sock: socket.socket,
         peer: str | None,
-        protection: Protection | None = None,
-        on_end: Callable[[Connection, str | None], None] | None = None,
+        protection: Protection | None,
+        on_end: Callable[[Connection], None],
     ) -> None:
-        """``on_end(connection, peer)`` is called once, when it ends."""
-        self._selector, self.sock, self.peer, self._on_end = selector, sock, peer, on_end
+        """``on_end(connection)`` is called once, when it ends."""
+        super().__init__(peer)
+        self._selector, self.sock, self._on_end = selector, sock, on_end
         self.accepted = peer is None
         """Whether the peer opened it, so that it receives requests."""
         self.fd = sock.fileno()
@@ -65,7 +63,6 @@ class Connection:
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
-        self._state = threading.Lock()
         self._reading = False
         self._enabled = self.accepted
         """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
@@ -77,27 +74,21 @@ class Connection:
         """A caller has read it and is likely to again: the leader need not poll it."""
         self._callbacks = 0  # calls in flight that have a callback
         self._spinner = Spinner()
-        self._pending: dict[int, SocketPending] = {}
-        self._calls = 0
-        self._ended: str | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether it can carry nothing more."""
-        return self._ended is not None
 
     # Calls.
 
-    def begin(self, pending: SocketPending, caller_waits: bool) -> None:
-        """Give a call its number; its reply can arrive from now on. ``caller_waits``: the caller is about to wait."""
+    def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
+        pending = SocketPending(self, on_released)
         with self._state:
-            if self._ended is not None:
-                raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
-            self._calls += 1
-            pending.call = self._calls
-            self._pending[pending.call] = pending
+            number = self._begin(pending)
             if not caller_waits:
                 self._ensure_reader()
+        try:
+            self.send(frames.pack(frames.REQUEST, number, message), deadline)
+        except BaseException:
+            self._pending.pop(number, None)
+            raise
+        return pending
 
     def _ensure_reader(self) -> None:
         """Under ``_state``: have the data to come read. A caller that waits will do that; if none does so soon, a
@@ -133,11 +124,6 @@ class Connection:
             if not self._reading and self._ended is None and (self.accepted or self._pending):
                 self._enabled = True
                 self._selector.enable(self.fd)
-
-    def abandon(self, pending: SocketPending) -> None:
-        """Forget a call; its reply, if one arrives, is dropped."""
-        with self._state:
-            self._pending.pop(pending.call, None)
 
     def send(self, buffers: list[Any], deadline: float) -> None:
         """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline.
@@ -205,9 +191,6 @@ class Connection:
             self._end_send()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
-    def _busy(self) -> RpcTimeout:
-        return RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
-
     def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
         """Send what follows the first ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
         poll = select.poll()
@@ -256,7 +239,7 @@ class Connection:
         with self._state:
             self._reading = False
             if self._ended is not None:
-                self._close()
+                self._free()
             elif self._pending:
                 self._read_lately = True
                 self._ensure_reader()
@@ -270,16 +253,7 @@ class Connection:
         except Exception as error:  # whatever it is, the stream is out of step
             self.end(_why(error))
             return []
-        requests = []
-        for frame in arrived:
-            if frame.kind == frames.REQUEST:
-                requests.append(frame)
-                continue
-            with self._state:
-                pending = self._pending.pop(frame.call, None)
-            if pending is not None:
-                complete_with(pending, frame.message)
-        return requests
+        return self._requests_among(arrived)
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
         """As the reading thread, read until this call is done or the deadline passes."""
@@ -316,26 +290,19 @@ class Connection:
         self._state, self._sending = threading.Lock(), threading.Lock()
         self._ended = "this process was forked"
 
-    def end(self, reason: str) -> None:
-        """Close; calls in flight fail with PeerLost. Idempotent."""
-        with self._state:
-            if self._ended is not None:
-                return
-            self._ended = reason
-        try:  # even if memory runs out, both the other end and the waiting callers must be told
-            self._selector.remove(self)
-            if self._on_end is not None:
-                self._on_end(self, self.peer)
-        finally:
-            try:
-                with contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
-            finally:
-                with self._state:
-                    self._close()
-                fail_all(self._pending, self.peer or "?", reason)
+    def _detach(self) -> None:
+        self._selector.remove(self)
+        self._on_end(self)
 
     def _close(self) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+        finally:
+            with self._state:
+                self._free()
+
+    def _free(self) -> None:
         """Under ``_state``, after the end: close the descriptor, unless a thread may be about to use it.
 
         Once closed, its number may stand for another file.
@@ -350,7 +317,7 @@ class Connection:
         self._sending.release()
         if self._ended is not None:
             with self._state:
-                self._close()
+                self._free()
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -367,16 +334,14 @@ def _why(error: Exception) -> str:
     return f"connection broke: {error}"
 
 
-class SocketPending(PendingReply):
+class SocketPending(Pending):
     """One call in flight on a connection."""
 
-    __slots__ = ("_connection", "_deadline", "call")
+    __slots__ = ("_connection",)
 
-    def __init__(self, connection: Connection, deadline: float, on_released: Callable[[], None] | None = None) -> None:
+    def __init__(self, connection: Connection, on_released: Released) -> None:
         super().__init__(on_released, connection._state)
         self._connection = connection
-        self._deadline = deadline
-        self.call = 0
 
     def wait(self, timeout_s: float) -> bool:
         if self.done:

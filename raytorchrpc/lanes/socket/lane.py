@@ -14,13 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, Serve, Spawn
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.connections import CONNECT_TIMEOUT_S, ConnectedLane, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
+from raytorchrpc.lanes.socket.connection import Connection, tune
 from raytorchrpc.lanes.socket.selector import Selector
 from raytorchrpc.process import fork, threads
 
@@ -38,14 +38,7 @@ class SocketLane(ConnectedLane[Connection]):
         in_band_bytes=IN_BAND_BYTES, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(
-        self,
-        me: str,
-        credentials: Credentials,
-        *,
-        tcp_host: str | None,
-        by_tcp: frozenset[str],
-    ) -> None:
+    def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._selector: Selector[Connection] = Selector(me, self._read, self._accept, self.close)
 
@@ -57,28 +50,6 @@ class SocketLane(ConnectedLane[Connection]):
         fork.register(self)
         self._selector.start(lambda work: self._spawn(work))
         return address
-
-    def call(
-        self,
-        peer: str,
-        message: Message,
-        timeout_s: float,
-        *,
-        caller_waits: bool = False,
-        on_released: Callable[[], None] | None = None,
-    ) -> Pending:
-        deadline = time.monotonic() + timeout_s
-        connection = self._made.get(peer)
-        if connection is None or connection.ended:
-            connection = self._connection(peer, deadline)
-        pending = SocketPending(connection, deadline, on_released)
-        try:
-            connection.begin(pending, caller_waits)
-            connection.send(frames.pack(frames.REQUEST, pending.call, message), deadline)
-        except BaseException:
-            connection.abandon(pending)
-            raise
-        return pending
 
     def close(self) -> None:
         if not self._selector.close():
@@ -157,9 +128,4 @@ class SocketLane(ConnectedLane[Connection]):
 
 def make(setup: LaneSetup) -> SocketLane:
     """See registry.Lane.make."""
-    return SocketLane(
-        setup.member,
-        setup.credentials,
-        tcp_host=setup.tcp_host,
-        by_tcp=setup.by_tcp,
-    )
+    return SocketLane(setup.member, setup.credentials, tcp_host=setup.tcp_host, by_tcp=setup.by_tcp)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -85,8 +84,6 @@ class TorchRpcLane(MessageLane):
                 future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
-        if on_released is not None:
-            future.add_done_callback(lambda _: on_released())
         return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True), on_released)
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
@@ -186,7 +183,7 @@ class AbsentLane(MessageLane):
 
 
 class _TorchPending(Pending):
-    __slots__ = ("_failed", "_future", "_on_released")
+    __slots__ = ("_failed", "_future")
 
     def __init__(
         self,
@@ -194,23 +191,11 @@ class _TorchPending(Pending):
         failed: Callable[[RuntimeError], RayTorchRpcError],
         on_released: Released,
     ) -> None:
-        self._future, self._failed, self._on_released = future, failed, on_released
-
-    def wait(self, timeout_s: float) -> bool:
-        if self._future.done() or timeout_s <= 0:
-            return bool(self._future.done())
-        # A lock, because future.wait() has no time limit and Ctrl-C cannot interrupt it.
-        arrived = threading.Lock()
-        arrived.acquire()
-        self.add_done_callback(arrived.release)
-        return arrived.acquire(timeout=timeout_s)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._future.add_done_callback(lambda _: callback())
+        super().__init__(on_released)
+        self._future, self._failed = future, failed
+        future.add_done_callback(lambda _: self.settle(None))
 
     def take(self) -> Message:
-        if self._on_released is not None:  # torch calls callbacks only after it has ended all waits
-            self._on_released()
         try:
             # Makes this thread's CUDA streams wait for the tensors, so it runs on this thread.
             header, *body = self._future.wait()

@@ -24,8 +24,8 @@ from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, Requ
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.lanes.socket.connection import Connection, SocketPending, tune
-from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.lanes.socket.connection import Connection, tune
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 from tests.conformance.peers import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
@@ -45,30 +45,27 @@ LISTENERS: Any = SimpleNamespace(
 def ends() -> Iterator[tuple[Connection, socket.socket]]:
     here, there = socket.socketpair()
     tune(here)
-    connection = Connection(LISTENERS, here, "b")
+    connection = Connection(LISTENERS, here, "b", None, lambda ended: None)
     yield connection, there
     connection.end("over")
     there.close()
 
 
-def began(connection: Connection) -> SocketPending:
-    pending = SocketPending(connection, time.monotonic() + 10)
-    connection.begin(pending, caller_waits=True)
-    return pending
+def begin(connection: Connection, size: int = 7) -> Pending:
+    message = Message(("request",), Encoded(bytes(size), (), (), 0))
+    return connection.call(message, time.monotonic() + 10, True, None)
 
 
 def test_a_request_that_could_not_be_sent_did_not_run(ends: tuple[Connection, socket.socket]) -> None:
     connection, there = ends
-    began(connection)
     there.close()
     with pytest.raises(PeerLost, match="'b'") as lost:
-        connection.send([b"request"], time.monotonic() + 10)
+        begin(connection)
     assert not lost.value.may_have_run
 
 
 def test_a_request_of_which_a_part_was_taken_did_not_run(ends: tuple[Connection, socket.socket]) -> None:
     connection, there = ends
-    began(connection)
 
     def take_a_part() -> None:
         there.recv(10)
@@ -77,15 +74,14 @@ def test_a_request_of_which_a_part_was_taken_did_not_run(ends: tuple[Connection,
     taker = threading.Thread(target=take_a_part)
     taker.start()
     with pytest.raises(PeerLost, match="'b'") as lost:
-        connection.send([bytes(64 << 20)], time.monotonic() + 10)
+        begin(connection, 64 << 20)
     taker.join(10)
     assert not lost.value.may_have_run
 
 
 def test_a_request_that_was_sent_may_have_run(ends: tuple[Connection, socket.socket]) -> None:
     connection, there = ends
-    pending = began(connection)
-    connection.send([b"request"], time.monotonic() + 10)
+    pending = begin(connection)
     there.close()
     assert pending.wait(10)
     with pytest.raises(PeerLost, match="'b'") as lost:
