@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, TypeVar
-
-Row = TypeVar("Row")
+from typing import Any, ClassVar, Protocol
 
 #: Entries of ``PairStats.latency``: the last but one ends at 67 s.
 BUCKETS = 28
@@ -69,34 +67,24 @@ class PairStats:
         return dict(zip(_BOUNDS, accumulate(self.latency), strict=True)) if self.finished else {}
 
 
-def difference(now: Row, then: Row) -> Row:
-    """``now`` with what its counts have grown by."""
-
-    def grown(a: Any, b: Any) -> Any:
-        if isinstance(a, dict):
-            return {key: count - b.get(key, 0) for key, count in a.items() if count > b.get(key, 0)}
-        return [*map(operator.sub, a, b)] if isinstance(a, list) else a - b
-
-    row: Any = now
-    counts: Row = replace(row, **{name: grown(getattr(now, name), getattr(then, name)) for name in row.COUNTS})
-    return counts
+def combined(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """The sum or difference of two fields of rows; of dicts only what is above 0."""
+    if isinstance(a, dict):
+        return dict(operation(Counter(a), Counter(b)))
+    return [*map(operation, a, b)] if isinstance(a, list) else operation(a, b)
 
 
 def merged(rows: Iterable[PairStats], *keep: str) -> list[PairStats]:
     """Add up the rows that are alike in the fields ``keep``, such as "peer" and "method"; the others become empty."""
-    alike: dict[tuple[str, ...], list[PairStats]] = {}
+    found: dict[tuple[str, ...], PairStats] = {}
     for row in rows:
-        alike.setdefault(tuple(getattr(row, name) for name in keep), []).append(row)
-    found = []
-    for key, parts in alike.items():
-        who: dict[str, Any] = dict(zip(keep, key, strict=True))
-        totals = {name: sum(getattr(row, name) for row in parts) for name in PairStats.COUNTS[:4]}
-        errors: Counter[str] = Counter()
-        for row in parts:
-            errors.update(row.errors)
-        latency = [*map(sum, zip(*(row.latency for row in parts), strict=True))]
-        found.append(PairStats(**who, **totals, errors=dict(errors), latency=latency))
-    return found
+        key = tuple(getattr(row, name) for name in keep)
+        if (total := found.get(key)) is None:
+            alike: dict[str, Any] = dict(zip(keep, key, strict=True))
+            total = found[key] = PairStats(**alike)
+        for name in PairStats.COUNTS:
+            setattr(total, name, combined(operator.add, getattr(total, name), getattr(row, name)))
+    return [*found.values()]
 
 
 def counted_name(method: str, args: tuple[Any, ...]) -> str:
@@ -156,7 +144,7 @@ StoreKey = tuple[str, str]
 _VERSIONS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WeightStats:
     """The weights of one store in one member, which pulls, publishes or relays them. All sizes are bytes.
 
@@ -214,6 +202,11 @@ class PullCounter:
         self.sources: dict[str, int] = {}
         """Bytes by the member that they came from."""
 
+    @property
+    def total(self) -> int:
+        """Bytes brought in all."""
+        return self.in_vain + self.brought
+
     def begin_again(self) -> None:
         """Bring everything from the beginning, maybe of another version."""
         self.in_vain += self.brought
@@ -246,23 +239,6 @@ class Holder(Protocol):
         """Bytes of the memory for them, and of what is ready for the next."""
 
 
-class _Store:
-    __slots__ = (
-        *("arrived", "bytes_in", "bytes_out", "failures", "holders", "published", "pulled", "pulls", "readers"),
-        *("served", "sources", "under_way"),
-    )
-
-    def __init__(self) -> None:
-        self.under_way: list[PullCounter] = []
-        self.holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-        self.readers: dict[str, int] = {}
-        self.sources: dict[str, int] = {}
-        self.pulled = self.arrived = 0  # the version pulled last, and its bytes
-        self.pulls = self.failures = self.bytes_in = self.bytes_out = 0
-        self.published = (0, 0)
-        self.served: OrderedDict[int, int] = OrderedDict()
-
-
 class WeightCounters:
     """One member's counters. Thread-safe; one short lock per event."""
 
@@ -270,99 +246,85 @@ class WeightCounters:
         """``mapped(peer)``: bytes of that member's memory that are mapped here."""
         self._mapped = mapped
         self._lock = threading.Lock()
-        self._stores: dict[StoreKey, _Store] = {}
+        self._ended: dict[StoreKey, WeightStats] = {}
+        """Without memory and the pulls under way."""
+        self._pulls: list[PullCounter] = []
+        self._holders: dict[StoreKey, weakref.WeakSet[Holder]] = {}
 
-    def _of(self, store: StoreKey) -> _Store:
-        found = self._stores.get(store)
-        if found is None:
-            found = self._stores[store] = _Store()
-        return found
+    def _of(self, store: StoreKey) -> WeightStats:
+        return self._ended.setdefault(store, WeightStats("", *store))
 
     def begin_pull(self, store: StoreKey) -> PullCounter:
         """A pull begins. ``end_pull`` has to follow."""
         pull = PullCounter(store)
         with self._lock:
-            self._of(store).under_way.append(pull)
+            self._pulls.append(pull)
         return pull
 
     def end_pull(self, pull: PullCounter, failed: bool) -> None:
         """A pull has ended. Unless it has failed, ``pull.version`` is what it returned."""
         with self._lock:
-            found = self._of(pull.store)
-            found.under_way.remove(pull)
-            found.bytes_in += pull.in_vain + pull.brought
+            row = self._of(pull.store)
+            self._pulls.remove(pull)
+            row.bytes_in += pull.total
             for source, size in pull.sources.items():
-                found.sources[source] = found.sources.get(source, 0) + size
+                row.sources = _added(row.sources, source, size)
             if failed:
-                found.failures += 1
+                row.failures += 1
                 return
-            found.pulls += 1
-            if pull.brought or pull.version != found.pulled:
-                found.pulled, found.arrived = pull.version, pull.brought
+            row.pulls += 1
+            if pull.brought or pull.version != row.pulled:
+                row.pulled, row.brought = pull.version, pull.brought
 
     def published(self, store: StoreKey, version: int, size: int) -> None:
         """This member has published a version, of which it has ``size`` bytes."""
         with self._lock:
-            found = self._of(store)
-            if version <= found.published[0]:  # another store of that name
-                found.served.clear()
-            found.published = version, size
+            row = self._of(store)
+            if version <= row.published:  # another store of that name
+                row.served = ()
+            row.published, row.published_bytes = version, size
 
     def served(self, store: StoreKey, version: int, size: int, reader: str) -> None:
         """Another member has brought so many bytes of a version from here."""
         with self._lock:
-            found = self._of(store)
-            found.bytes_out += size
-            found.readers[reader] = found.readers.get(reader, 0) + size
-            found.served[version] = found.served.pop(version, 0) + size
-            if len(found.served) > _VERSIONS:
-                found.served.popitem(last=False)
+            row = self._of(store)
+            row.bytes_out += size
+            row.readers = _added(row.readers, reader, size)
+            row.served = _added(row.served, version, size)[-_VERSIONS:]
 
     def watch(self, store: StoreKey, holder: Holder) -> None:
         """Count the memory of ``holder`` as long as it exists."""
         with self._lock:
-            self._of(store).holders.add(holder)
+            self._holders.setdefault(store, weakref.WeakSet()).add(holder)
 
     def rows(self, member: str) -> list[WeightStats]:
-        """A snapshot of the counters."""
+        """A snapshot of the counters; nothing of a store that has only memory."""
         with self._lock:
-            rows = [(_row(member, key, one), one) for key, one in self._stores.items()]
-            # Nothing has moved yet where one holds memory alone.
-            used = [(row, list(one.holders)) for row, one in rows if one.under_way or row != _blank(row)]
-        return [self._with_memory(row, holders) for row, holders in used]
+            stores = dict.fromkeys([*self._ended, *(pull.store for pull in self._pulls)])
+        return [self.row(member, store) for store in stores]
 
     def row(self, member: str, store: StoreKey) -> WeightStats:
         """The counters of one store."""
         with self._lock:
-            found = self._of(store)
-            row, holders = _row(member, store, found), list(found.holders)
-        return self._with_memory(row, holders)
+            row = self._ended.get(store) or WeightStats("", *store)
+            pulls = [pull for pull in self._pulls if pull.store == store]
+            arriving = max((pull.version for pull in pulls), default=0)
+            running = [pull for pull in pulls if pull.version == arriving]
+            brought = sum(pull.brought for pull in running)
+            found = replace(
+                row,
+                member=member,
+                arriving=arriving,
+                brought=brought if arriving else row.brought,
+                missing=max(0, sum(pull.expected for pull in running) - brought),
+                bytes_in=row.bytes_in + sum(pull.total for pull in pulls),
+            )
+            holders = list(self._holders.get(store, ()))
+        found.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
+        found.held = sum(holder.held for holder in holders)
+        found.mapped = sum(self._mapped(source) for source, _ in found.sources)
+        return found
 
-    def _with_memory(self, row: WeightStats, holders: list[Holder]) -> WeightStats:
-        versions = sorted({version for holder in holders for version in holder.kept})
-        held, mapped = sum(holder.held for holder in holders), sum(self._mapped(source) for source, _ in row.sources)
-        return replace(row, versions=tuple(versions), held=held, mapped=mapped)
 
-
-def _blank(row: WeightStats) -> WeightStats:
-    return WeightStats(row.member, row.store, row.home)
-
-
-def _row(member: str, key: StoreKey, found: _Store) -> WeightStats:
-    arriving = max((pull.version for pull in found.under_way), default=0)
-    running = [pull for pull in found.under_way if pull.version == arriving]
-    brought = sum(pull.brought for pull in running)
-    return WeightStats(
-        *(member, *key, found.pulled, arriving),
-        brought=brought if arriving else found.arrived,
-        missing=max(0, sum(pull.expected for pull in running) - brought),
-        pulls=found.pulls,
-        failures=found.failures,
-        bytes_in=found.bytes_in + sum(pull.in_vain + pull.brought for pull in found.under_way),
-        bytes_out=found.bytes_out,
-        published=found.published[0],
-        published_bytes=found.published[1],
-        served=tuple(sorted(found.served.items())),
-        readers=tuple(sorted(found.readers.items())),
-        sources=tuple(sorted(found.sources.items())),
-    )
+def _added(counts: tuple[tuple[Any, int], ...], key: Any, size: int) -> tuple[tuple[Any, int], ...]:
+    return tuple(sorted((Counter({key: size}) + Counter(dict(counts))).items()))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from raytorchrpc.calls.counters import PairStats, WeightStats, difference, merged
+from raytorchrpc.calls.counters import PairStats, WeightStats, combined, merged
 from raytorchrpc.text import table, terminal_columns
 
 
@@ -101,17 +101,18 @@ class Reading:
     def since(self, before: Reading) -> Reading:
         """With the counts of calls and queues since another reading; those of restarted members count from zero."""
 
-        def differences(now: Iterable[Any], then: Iterable[Any]) -> list[Any]:
+        def grown(now: Iterable[Any], then: Iterable[Any]) -> Iterator[Any]:
             known = {tuple(getattr(row, name) for name in row.KEY): row for row in then}
-            found = []
             for row in now:
                 old = known.get(tuple(getattr(row, name) for name in row.KEY))
-                restarted = old is None or getattr(old, row.COUNTS[0]) > getattr(row, row.COUNTS[0])
-                found.append(row if restarted else difference(row, old))
-            return found
+                if old is None or getattr(old, row.COUNTS[0]) > getattr(row, row.COUNTS[0]):  # it was restarted
+                    yield row
+                    continue
+                pairs = {name: (getattr(row, name), getattr(old, name)) for name in row.COUNTS}
+                yield replace(row, **{name: combined(operator.sub, *pair) for name, pair in pairs.items()})
 
-        calls, queues = differences(self.calls, before.calls), differences(self.queues, before.queues)
-        return replace(self, calls=calls, queues=queues)
+        calls, queues = grown(self.calls, before.calls), grown(self.queues, before.queues)
+        return replace(self, calls=[*calls], queues=[*queues])
 
 
 class Metric(NamedTuple):

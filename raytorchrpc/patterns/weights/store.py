@@ -71,7 +71,7 @@ def pulling(local: LocalMember, store: StoreKey) -> Iterator[PullCounter]:
             has_failed = False
         finally:
             local.weights.end_pull(pull, has_failed)
-            about.update(version=pull.version, bytes=pull.in_vain + pull.brought)
+            about.update(version=pull.version, bytes=pull.total)
 
 
 #: How often a request is sent again that waits for a member to come back: until its deadline.
