@@ -24,7 +24,7 @@ from raytorchrpc.calls.server.exposed import take_turns
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.workers import Deadlines
+from raytorchrpc.process.workers import process_deadlines
 
 _GROUPS, REQUESTS, ANSWERS = "groups/", "requests/", "answers/"
 
@@ -198,7 +198,7 @@ class Rejoin:
         self._actor_id = actor_id
         self._lock = threading.Lock()
         self._waiters: list[_Waiter] = []
-        self._deadlines = Deadlines("raytorchrpc-rejoin")
+        self._deadlines = process_deadlines()
         self._record: Record | None = None
         self._local: Any = None
         self._refusal: NotAMember | None = None
@@ -276,7 +276,6 @@ class Rejoin:
         take_turns(_was_member)
         for waiter in waiters:
             waiter.member.settle(None, refusal)
-        self._deadlines.stop()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 

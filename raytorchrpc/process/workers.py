@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import logging
 import queue
@@ -244,6 +245,12 @@ class Deadlines:
             self._stopped = True
             self._heap.clear()
             self._changed.notify()
+
+
+@functools.cache
+def process_deadlines() -> Deadlines:
+    """Those of a process that is no member yet. They stay with it. Raises ThreadShortage."""
+    return Deadlines("raytorchrpc")
 
 
 class DeferredCleanup:

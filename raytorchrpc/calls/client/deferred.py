@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -18,12 +17,7 @@ from raytorchrpc.calls.scope import on_loop
 from raytorchrpc.errors import CancelledError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import Completion
-from raytorchrpc.process.workers import Deadlines
-
-
-@functools.cache
-def _deadlines() -> Deadlines:
-    return Deadlines("raytorchrpc-deferred")  # its thread starts with the first deferred call
+from raytorchrpc.process.workers import process_deadlines
 
 
 def call(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Call:
@@ -132,7 +126,7 @@ class DeferredCall(Call):
         return None, RpcTimeout(f"{self._label} was not sent by its deadline: {rejoin.why_late(self._started)}")
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return _deadlines().at(time.monotonic() + self.remaining(), callback)
+        return process_deadlines().at(time.monotonic() + self.remaining(), callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         if self._call is not None:
