@@ -199,13 +199,14 @@ def persist(function: Callable[[], T], seconds: float) -> T:
 
 
 def serve(
-    step: Callable[[], bool],
+    step: Callable[[], bool | Callable[[], object]],
     what: str,
     *,
     restore: Callable[[], None] | None = None,
     give_up: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``step`` until it returns False. An exception costs only that step: it is logged, and the next step follows.
+    """Call ``step`` until it returns False, and run the work that it returns instead of True. An exception costs only
+    that step: it is logged, and the next step follows.
 
     ``what``: names the thread in logs. ``restore``: called after a step has failed, to repair its effects. ``give_up``:
     called once, before this returns, if every step has failed for half a minute, but not for lack of memory or threads.
@@ -213,9 +214,12 @@ def serve(
     """
     failing_since: float | None = None
     while True:
+        work: bool | Callable[[], object] = False
         try:
-            while step():
-                failing_since = None
+            while work := step():
+                if work is not True:
+                    work()
+                work, failing_since = False, None  # an idle thread must not keep what the work had
             return
         except BaseException as error:
             failing_since = _failed(error, what, failing_since)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
+from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused
 from raytorchrpc.lanes.common.protection import Protection, secure
@@ -181,10 +181,6 @@ class Connection(ABC):
         """Whether it can carry nothing more."""
         return self._ended is not None
 
-    @abstractmethod
-    def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
-        """See MessageLane.call."""
-
     def _begin(self, pending: Pending) -> int:
         """Under ``_state``: give a call its number; its reply can arrive from now on. Raises PeerLost."""
         if self._ended is not None:
@@ -298,20 +294,14 @@ class ConnectedLane(MessageLane, Generic[C]):
         if connection is not None:
             connection.end("it was removed from the group")
 
-    def call(
-        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
-    ) -> Pending:
-        deadline = time.monotonic() + timeout_s
-        connection = self._made.get(peer)
-        if connection is None or connection.ended:
-            connection = self._connection(peer, deadline)
-        return connection.call(message, deadline, caller_waits, on_released)
-
     def _connection(self, peer: str, deadline: float) -> C:
         """Return the connection to a peer; make it if there is none. Blocks until the deadline at most.
 
         Raises PeerLost, with ``may_have_run`` False.
         """
+        connection = self._made.get(peer)
+        if connection is not None and not connection.ended:
+            return connection
         address = self._addresses.get(peer)
         if address is None:
             raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)

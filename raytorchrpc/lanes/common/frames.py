@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import marshal
-import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,34 +88,29 @@ class FrameReader:
         self._rest = b""  # the beginning of the next frame
         self._large: LargeFrame | None = None
 
-    def read(self, sock: socket.socket, receive: Callable[[], bytes | None] | None = None) -> list[Frame]:
-        """Read once and return the frames that are complete now.
-
-        ``receive``: receives what is there, or returns None. Without it this waits for data as the socket does.
-
-        Raises BlockingIOError if no data has come, EOFError at the end of the stream, ValueError if the stream is out
-        of step or a frame is not authentic.
-        """
-        large = self._large
-        if large is not None and self._decrypt is None and (room := large.room()) is not None:
-            count = sock.recv_into(room, 0, 0 if receive is None else socket.MSG_DONTWAIT)
-            if not count:
-                raise EOFError
-            return self._completed(large.advance(count))
-        data = sock.recv(CHUNK) if receive is None else receive()
-        if data is None:
-            return []
-        if not data:
-            raise EOFError
-        return self.feed(data if self._decrypt is None else self._decrypt(data))
-
     @property
     def between_frames(self) -> bool:
         """Whether no frame has arrived in part."""
         return not self._rest and self._large is None
 
+    def room(self) -> memoryview | None:
+        """Where to receive the rest of a large frame, followed by ``received``; None: receive elsewhere, and ``feed``
+        it.
+        """
+        return None if self._large is None or self._decrypt is not None else self._large.room()
+
+    def received(self, count: int) -> list[Frame]:
+        """So many bytes are in ``room``; see ``feed``."""
+        assert self._large is not None
+        return self._completed(self._large.advance(count))
+
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """Add any number of bytes of the stream; return the frames that are complete now. Raises ValueError."""
+        """Add any number of bytes of the stream; return the frames that are complete now.
+
+        Raises ValueError if the stream is out of step or a frame is not authentic.
+        """
+        if self._decrypt is not None:
+            data = self._decrypt(data)
         frames: list[Frame] = []
         if self._large is not None:
             taken = min(len(data), self._large.left)

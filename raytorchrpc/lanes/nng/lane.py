@@ -180,6 +180,12 @@ class NngLane(ConnectedLane[Connection]):
         sockets.warm_up()
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
 
+    def call(
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
+    ) -> Pending:
+        deadline = time.monotonic() + timeout_s
+        return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
+
     def disconnect(self, peer: str) -> None:
         if not sockets.forked():
             super().disconnect(peer)

@@ -144,6 +144,10 @@ class Connection(connections.Connection):
         if rest:
             self._finish_later(rest)
 
+    def reply(self, call: int, message: Message) -> None:
+        """Answer a request; see ``send``."""
+        self.send(frames.pack(frames.REPLY, call, message), time.monotonic() + connections.CONNECT_TIMEOUT_S)
+
     def _send_by(self, deadline: float, buffers: list[Any]) -> list[memoryview]:
         """Send one frame; returns what is left of it at the deadline, if the rest must follow."""
         sealed = begun = self._protection is not None  # a sealed frame has its position in the stream: it must be sent
@@ -247,7 +251,16 @@ class Connection(connections.Connection):
     def read(self, *, wait: bool = False) -> list[frames.Frame]:
         """Read once: completes the calls whose replies have arrived, and returns the requests."""
         try:
-            arrived = self._reader.read(self.sock, None if wait else self._prompt.receive)
+            if (room := self._reader.room()) is not None:
+                count = self.sock.recv_into(room, 0, 0 if wait else socket.MSG_DONTWAIT)
+                data: Any = count
+            else:
+                data = self.sock.recv(frames.CHUNK) if wait else self._prompt.receive()
+            if data is None:
+                return []
+            if not data:
+                raise EOFError
+            arrived = self._reader.feed(data) if room is None else self._reader.received(data)
         except BlockingIOError:
             return []
         except Exception as error:  # whatever it is, the stream is out of step

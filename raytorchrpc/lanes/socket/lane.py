@@ -14,9 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, Serve, Spawn
-from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.connections import CONNECT_TIMEOUT_S, ConnectedLane, SocketAddress
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.common.connections import ConnectedLane, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
@@ -50,6 +49,12 @@ class SocketLane(ConnectedLane[Connection]):
         fork.register(self)
         self._selector.start(lambda work: self._spawn(work))
         return address
+
+    def call(
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
+    ) -> Pending:
+        deadline = time.monotonic() + timeout_s
+        return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
 
     def close(self) -> None:
         if not self._selector.close():
@@ -88,42 +93,22 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- serving ---------------------------------------------------------------------------------------------
 
-    def _read(self, connection: Connection, tasks: deque[Work]) -> None:
-        """Read what has arrived, and add the work that it brought.
-
-        Requests enter their queues in the order sent.
-        """
+    def _read(self, connection: Connection, tasks: deque[tuple[Work, Connection | None]]) -> None:
+        """Read what has arrived, and add the work that it brought. Requests enter their queues in the order sent."""
         if not connection.acquire_read():
             return  # a caller reads it
         try:
             for frame in connection.read():
-                if (task := self._request(connection, frame)) is not None:
-                    self._add(task, connection, tasks)
+                if (work := self._serve(frame.message, partial(connection.reply, frame.call))) is not None:
+                    try:
+                        tasks.append((work, connection))
+                    except MemoryError:  # its method may be admitted, and would keep others out for ever
+                        work()
         except BaseException as error:  # requests that have been accepted are served; the rest were not answered
             threads.report(error, f"{self._me} closes a connection")
             connection.end(f"a request could not be accepted: {error}")
         finally:
             connection.release_read()
-
-    def _add(self, task: Work, connection: Connection, tasks: deque[Work]) -> None:
-        try:
-            tasks.append(partial(self._run, task, connection))
-        except MemoryError:  # its method may be admitted, and would keep others out for ever
-            self._run(task, connection)
-
-    def _run(self, task: Work, connection: Connection) -> None:
-        try:
-            task()
-        except BaseException as error:  # the caller may not have been answered
-            threads.report(error, f"{self._me} closes a connection")
-            connection.end(f"a request could not be served: {error}")
-
-    def _request(self, connection: Connection, frame: frames.Frame) -> Work | None:
-        def reply(message: Message) -> None:
-            deadline = time.monotonic() + CONNECT_TIMEOUT_S
-            connection.send(frames.pack(frames.REPLY, frame.call, message), deadline)
-
-        return self._serve(frame.message, reply)
 
 
 def make(setup: LaneSetup) -> SocketLane:

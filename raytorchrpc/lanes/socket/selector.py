@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from raytorchrpc.lanes.base import Spawn
@@ -49,8 +50,24 @@ class Readable(Protocol):
     def enable_again(self) -> None:
         """Called after a thread failed: have the leader poll the connection, if no thread reads it."""
 
+    def end(self, reason: str) -> None:
+        """Close: a request was perhaps not answered."""
+
 
 R = TypeVar("R", bound=Readable)
+
+
+class _Listener(Generic[R]):
+    """One thread of a selector, and the task that it runs outside ``Selector._step``, if any."""
+
+    __slots__ = ("began", "connection", "keeps", "runs")
+
+    def __init__(self) -> None:
+        self.runs = self.keeps = False
+        """``keeps``: it has kept leading for the task."""
+        self.began = 0.0
+        self.connection: R | None = None
+        """That the task came from."""
 
 
 class Selector(Generic[R]):
@@ -59,13 +76,13 @@ class Selector(Generic[R]):
     def __init__(
         self,
         me: str,
-        read: Callable[[R, deque[Task]], None],
+        read: Callable[[R, deque[tuple[Task, R | None]]], None],
         accept: Callable[[int], bool],
         give_up: Callable[[], None],
     ) -> None:
-        """``read`` reads a readable connection and adds the methods to run. ``accept`` handles a readable listening
-        socket; it returns False if the process has no descriptor left. ``give_up`` is called if threads fail without
-        end.
+        """``read`` reads a readable connection, and adds the methods to run and itself. ``accept`` handles a readable
+        listening socket; it returns False if the process has no descriptor left. ``give_up`` is called if threads fail
+        without end.
         """
         self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
         self._lock = threading.Lock()
@@ -75,9 +92,9 @@ class Selector(Generic[R]):
         self._listening: set[int] = set()
         self._threads = 0
         self._idle = 0  # those that lead or follow
-        self._leader: object | None = None
+        self._leader: _Listener[R] | None = None
         self._leading_thread = 0
-        self._tasks: deque[Task] = deque()
+        self._tasks: deque[tuple[Task, R | None]] = deque()
         self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
         self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
         self._served = self._polled = 0.0
@@ -221,9 +238,9 @@ class Selector(Generic[R]):
     # --- one thread ------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        me = object()
+        me: _Listener[R] = _Listener()
 
-        def step() -> bool:
+        def step() -> bool | Task:
             try:
                 return self._step(me)
             except BaseException:
@@ -236,11 +253,14 @@ class Selector(Generic[R]):
 
         threads.serve(step, f"a listener of {self._me}", restore=lambda: self._restore(me), give_up=give_up)
 
-    def _step(self, me: object) -> bool:
-        """Lead, or follow, until something has happened. Returns False if this thread is to end.
-
-        ``me``: stands for the calling thread.
+    def _step(self, me: _Listener[R]) -> bool | Task:
+        """Lead, or follow, until something has happened. Returns the next task for this thread to run, if any; False
+        if it is to end.
         """
+        if me.runs:
+            self._end_task(me)
+            if self._leader is not me and self._is_surplus():
+                return False
         polled = self._polled
         while not self.closed:
             with self._lock:
@@ -251,41 +271,41 @@ class Selector(Generic[R]):
             self._follow(me)
             if self._polled != polled:  # else another leader has failed, which is no success
                 return True
+        with self._lock:
+            if self._tasks:  # their methods may be admitted, and would keep others out for ever
+                return self._tasks.popleft()[0]
         self.retire(1)
         return False
 
-    def _lead(self, me: object) -> bool:
-        """Poll and run methods. Returns False if this thread is to end."""
+    def _lead(self, me: _Listener[R]) -> bool | Task:
+        """Poll. Returns the next task; False if this thread is to end."""
         if not self._tasks or self._is_late():
             self._poll(wait=not self._tasks)
-        while self._leader is me and self._tasks:
-            self._run_next(me)
-            if self._is_late():
-                break
-        if self._leader is me:
-            return True
+        return self._next_task(me) if self._tasks else True
+
+    def _is_surplus(self) -> bool:
         with self._lock:
             if self._idle <= _FOLLOWERS or self.closed:
-                return True
+                return False
             self._idle -= 1
             self._threads -= 1
-            return False
+            return True
 
     def _is_late(self) -> bool:
         """Whether methods, however brief, have kept the leader from polling for so long that it polls next."""
         return time.monotonic() - self._polled >= BRIEF_S
 
-    def _become_leader(self, me: object) -> None:
+    def _become_leader(self, me: _Listener[R]) -> None:
         """Under the lock."""
         self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
 
-    def _follow(self, me: object) -> None:
+    def _follow(self, me: _Listener[R]) -> None:
         """Wait until there is no leader, or until the present one has been running a method for too long."""
         with contextlib.suppress(InterruptedError):
             if any(fd == self._takeover.fd for fd, _ in self._followers.poll(-1, 1)):
                 self._take_over(me)
 
-    def _take_over(self, me: object) -> None:
+    def _take_over(self, me: _Listener[R]) -> None:
         with self._lock:
             if self.closed:
                 return
@@ -321,40 +341,43 @@ class Selector(Generic[R]):
             elif fd == self._enabling.fd:
                 self._enable_unread()
             elif fd in self._listening:
-                self._tasks.append(lambda fd=fd: self._accept_from(fd))  # type: ignore[misc]
+                self._tasks.append((partial(self._accept_from, fd), None))
         self._polled = time.monotonic()
 
-    def _run_next(self, me: object) -> None:
-        """As the leader, run the next method, during which another thread may become the leader."""
+    def _next_task(self, me: _Listener[R]) -> bool | Task:
+        """As the leader, take the next task. While it runs another thread may become the leader."""
         if not self._ensure_follower():
             with contextlib.suppress(Exception):  # it has not taken the task then
-                self._spawn(self._tasks[0])
+                self._spawn(self._tasks[0][0])
                 self._tasks.popleft()
-                return
-        began = time.monotonic()
+                return True
+        me.began = time.monotonic()
         with self._lock:
-            keeps = self._brief
-            if keeps:
+            me.keeps = self._brief
+            if me.keeps:
                 if not self._takeover_runs:
                     self._takeover.set()
                     self._takeover_runs = True
-                self._began = began
+                self._began = me.began
             else:
                 self._vacate()
             self._idle -= 1
-            task = self._tasks.popleft()  # last, because a task that is taken must run: its method may be admitted
-        try:
-            task()
-        finally:
-            with self._lock:
-                self._idle += 1
-                if self._leader is me:
-                    self._began = 0.0
-            self._served = time.monotonic()
-            if self._served - began < BRIEF_S:
-                self._brief = True
-            elif not keeps:  # else _take_over has noted it, unless the method stepped down
-                self._brief = False
+            me.runs = True
+            task, me.connection = self._tasks.popleft()  # last: a taken task must run, as its method may be admitted
+        return task
+
+    def _end_task(self, me: _Listener[R]) -> None:
+        """The task of this thread is over."""
+        me.runs, me.connection = False, None
+        with self._lock:
+            self._idle += 1
+            if self._leader is me:
+                self._began = 0.0
+        self._served = time.monotonic()
+        if self._served - me.began < BRIEF_S:
+            self._brief = True
+        elif not me.keeps:  # else _take_over has noted it, unless the method stepped down
+            self._brief = False
 
     def _vacate(self) -> None:
         """Under the lock: have a follower lead instead of this thread."""
@@ -369,7 +392,7 @@ class Selector(Generic[R]):
                 if self._began and self._leading_thread == threading.get_ident():
                     self._vacate()
 
-    def _step_aside(self, me: object) -> None:
+    def _step_aside(self, me: _Listener[R]) -> None:
         with self._lock:
             if self._leader is me or self._leader is None:  # or this thread has woken to lead, and will not
                 self._vacate()
@@ -381,9 +404,11 @@ class Selector(Generic[R]):
         finally:
             self.enable(fd, _READ_ONCE)
 
-    def _restore(self, me: object) -> None:
+    def _restore(self, me: _Listener[R]) -> None:
         """After this thread failed, what it was handling may not be polled any more: poll everything."""
         self._step_aside(me)
+        if me.connection is not None:
+            me.connection.end("a request could not be served; the log of its process says why")
         for fd in list(self._listening):
             self.enable(fd, _READ_ONCE)
         for connection in list(self.connections.values()):

@@ -13,6 +13,7 @@ import pytest
 
 from raytorchrpc.lanes.socket.selector import BRIEF_S, Selector
 from raytorchrpc.process import threads
+from tests.conformance.peers import wait_until
 
 PATIENCE_S = 20.0
 
@@ -23,6 +24,7 @@ class Source:
     """A connection that brings some methods each time it is readable."""
 
     accepted = True
+    ended = ""
 
     def __init__(self, *tasks: Task) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -39,11 +41,14 @@ class Source:
     def enable_again(self) -> None:
         """It is always polled."""
 
+    def end(self, reason: str) -> None:
+        self.ended = reason
 
-def read(source: Source, tasks: deque[Task]) -> None:
+
+def read(source: Source, tasks: deque[tuple[Task, Source | None]]) -> None:
     os.eventfd_read(source.fd)
     source.left.append(len(tasks))
-    tasks.extend(source.tasks)
+    tasks.extend((task, source) for task in source.tasks)
 
 
 @pytest.fixture
@@ -124,6 +129,31 @@ def test_a_method_runs_after_its_start_failed(selector: Selector[Source], monkey
     add(selector, done.set).arrive()
     assert done.wait(PATIENCE_S)
     assert failed.is_set()
+
+
+def test_a_connection_whose_method_failed_ends(selector: Selector[Source]) -> None:
+    """Its caller may not have an answer."""
+    done = threading.Event()
+
+    def fail() -> None:
+        raise MemoryError
+
+    source = add(selector, fail)
+    source.arrive()
+    assert wait_until(lambda: source.ended, PATIENCE_S)
+    add(selector, done.set).arrive()
+    assert done.wait(PATIENCE_S)
+
+
+def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
+    """They may be admitted, and would keep all others out."""
+    made: Selector[Source] = Selector("test", read, lambda fd: True, lambda: None)
+    made.start(lambda work: threading.Thread(target=work, daemon=True).start())
+    done = threading.Event()
+    source = add(made, lambda: time.sleep(10 * BRIEF_S), made.close, done.set)
+    source.arrive()
+    assert done.wait(PATIENCE_S)
+    os.close(source.fd)
 
 
 def test_a_thread_that_could_not_be_started_is_not_counted(
