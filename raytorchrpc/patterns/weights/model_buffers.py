@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import (
-    KnownModel,
     Model,
     ModuleState,
+    Targets,
     check_lasting,
     local_tensor,
     shards_of,
@@ -61,19 +61,10 @@ class BufferSpec(NamedTuple):
             )
 
 
-#: What tells how memory is seen.
-_KINDS: tuple[Callable[[torch.Tensor], Any], ...] = (
-    *(torch.Tensor.size, torch.Tensor.stride, torch.Tensor.is_inference),
-    *map(operator.attrgetter, ("dtype", "device")),
-)
-
-
 class KnownSpecs(NamedTuple):
-    """The specs of a model's tensors at a prefetch. Keeps no tensor."""
+    """The specs of models of one form. Keeps no tensor."""
 
-    model: KnownModel
-    kinds: list[list[Any]]
-    ties: list[tuple[str, str]]
+    form: Any
     specs: dict[str, BufferSpec]
 
 
@@ -91,22 +82,28 @@ class ModelTensors:
         self.own = self._state.saved
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
         """The tensors that have memory: of a DTensor, its local shard."""
-        if known is None or not known.model.has(self.own):
-            known, shards = None, shards_of(self.own if isinstance(model, torch.nn.Module) else model, store)
-            for name, tensor in self.local.items():
-                if not _is_plain(tensor):
-                    raise ConfigurationError(
-                        f"{name!r} of the weights for {store!r} is a {type(tensor).__name__}, which prefetch() does "
-                        f"not support: pull() this model"
-                    )
-        self._addresses, self._kinds = _memory_of(self.local)
-        self._ties, self._writes = ties_of(self.local), _writes(self.local)
-        if known is not None and (known.kinds, known.ties) == (self._kinds, self._ties):
-            self.specs = known.specs
+        values = self.own if isinstance(model, torch.nn.Module) else model
+        targets = Targets.of(values) or Targets({})
+        kinds = [(tensor.device, tensor.is_inference()) for tensor in self.local.values()]
+        strides = [tensor.stride() for tensor in targets.tensors.values()]
+        self._memory, self._ties, self._writes = targets.memory, ties_of(targets.tensors), _writes(self.local)
+        self._form = targets.form, kinds, strides, self._ties
+        if known is not None and known.form == self._form:
+            self.known = known
         else:
-            self.specs = self._make_specs(shards_of(self.own, store) if known is not None else shards)
+            self.known = KnownSpecs(self._form, self._make_specs(shards_of(values, store)))
+
+    @property
+    def specs(self) -> dict[str, BufferSpec]:
+        return self.known.specs
 
     def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
+        for name, tensor in self.local.items():
+            if not _is_plain(tensor):
+                raise ConfigurationError(
+                    f"{name!r} of the weights for {self._store!r} is a {type(tensor).__name__}, which prefetch() does "
+                    f"not support: pull() this model"
+                )
         if absent := [name for name in self.local if name not in shards]:
             raise ConfigurationError(
                 f"{absent[0]!r} of the weights for {self._store!r} is a number, and this process is not in its device "
@@ -117,30 +114,22 @@ class ModelTensors:
         rows = zip(self.local.items(), places, strict=True)
         return {name: BufferSpec.of(tensor, first.get(name, name), place) for (name, tensor), place in rows}
 
-    def known_specs(self) -> KnownSpecs | None:
-        """For the model's next prefetch; None for a mapping, whose Shards may be others then."""
-        if not isinstance(self._model, torch.nn.Module):
-            return None
-        return KnownSpecs(KnownModel(self.own), self._kinds, self._ties, self.specs)
+    def now(self) -> ModelTensors:
+        """The model's tensors as they are now. Raises ConfigurationError."""
+        return ModelTensors(self._model, self._store, self.known)
+
+    def is_as_it_was(self, before: ModelTensors) -> bool:
+        """Whether these are the same tensors, in the same memory, and torch has counted no write to them since.
+
+        It counts none through ``.data`` or numpy.
+        """
+        same = all(map(operator.is_, self.own.values(), before.own.values()))
+        mine, others = ((its._form, its._memory, its._writes) for its in (self, before))
+        return same and mine == others
 
     def detached(self) -> dict[str, torch.Tensor]:
         """The tensors that have memory, without autograd."""
         return {name: tensor.detach() for name, tensor in self.local.items()}
-
-    def now(self) -> ModelTensors:
-        """Return the model's tensors as they are now. Raises ConfigurationError."""
-        state, before = _state_of(self._model), self.own
-        is_same = list(state.saved) == list(before) and all(map(operator.is_, state.saved.values(), before.values()))
-        if is_same:
-            local = {name: local_tensor(tensor) for name, tensor in before.items()}  # a DTensor may have another by now
-            if _memory_of(local) == (self._addresses, self._kinds):
-                self._state = state
-                return self
-        return ModelTensors(self._model, self._store)
-
-    def was_written(self) -> bool:
-        """Whether torch has counted a write to the tensors since. It counts none through ``.data`` or numpy."""
-        return _writes(self.local) != self._writes
 
     def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
         """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
@@ -184,12 +173,6 @@ class ModelTensors:
                 raise ConfigurationError(
                     f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
                 )
-
-
-def _memory_of(tensors: Mapping[str, torch.Tensor]) -> tuple[list[int], list[list[Any]]]:
-    """Where tensors lie, and how their memory is seen."""
-    found = tensors.values()
-    return list(map(torch.Tensor.data_ptr, found)), [list(map(kind, found)) for kind in _KINDS]
 
 
 def _state_of(model: Any) -> ModuleState:
@@ -378,6 +361,5 @@ class BuffersByModel:
             found: ModelBuffers | None = self._buffers.get(key)  # type: ignore[no-untyped-call]
             if found is None:
                 found = self._buffers[key] = ModelBuffers()
-        if found.known is None or found.known.specs is not tensors.specs:
-            found.known = tensors.known_specs()
+        found.known = tensors.known
         return found, tensors

@@ -17,16 +17,16 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_tensors import (
-    KnownModel,
     Targets,
     check_lasting,
+    check_writable,
     local_tensor,
     shards_of,
     values_of,
 )
-from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request
+from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
-from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan, signature_of
+from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.source_pull import Source, SourcePull
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
@@ -184,9 +184,8 @@ class PullMemory:
         self.silent: set[Source] = set()  # publishers that have not answered
 
     def remember(self, plan: PullPlan) -> None:
-        """Note that a plan was used; forgets those of models that are gone."""
-        others = [one for one in self.plans if one is not plan and one.model is not None and not one.model.is_gone]
-        self.plans = (plan, *others[: _MOST_PLANS - 1])
+        """Note that a plan was used; forgets the one that was used before all others."""
+        self.plans = (plan, *[one for one in self.plans if one is not plan][: _MOST_PLANS - 1])
 
 
 class ModelPull:
@@ -214,6 +213,7 @@ class ModelPull:
         self._memory, self._options, self._carry = memory, options, carry
         self._look, self._wait = lending(look), lending(wait)
         self._model, self._values = model, values_of(model)
+        self._targets = Targets.of(self._values)
         self.has_begun = False  # whether some tensors may have been written
         self._usable = UsableSources(self._local, memory.silent)
         self._publishers: list[str] = []
@@ -272,7 +272,7 @@ class ModelPull:
         self._requests.counter.begin_again()
         self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
-        planned = self._fill_again(near)
+        planned = self._planned(near)
         pulls = self._pulls(sources, near, planned)
         try:
             found = self._lease(pulls, version, since, near)
@@ -309,10 +309,8 @@ class ModelPull:
 
     def _known_layouts(self, count: int) -> list[KnownLayout | None]:
         """The layouts of so many sources, as a pull before found them."""
-        for plan in self._memory.plans:
-            if len(plan.sources) == count:
-                return [source.layout for source in plan.sources]
-        return [None] * count
+        plans = (known.sources for known in self._memory.plans if len(known.sources) == count)
+        return [source.layout for source in next(plans, ())] or [None] * count
 
     def _lease(
         self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None, near: Sequence[int]
@@ -370,27 +368,21 @@ class ModelPull:
 
     # --- the plan ------------------------------------------------------------------------------------------------
 
-    def _fill_again(self, near: tuple[int, ...]) -> list[ModelSelection] | None:
+    def _planned(self, near: tuple[int, ...]) -> list[ModelSelection] | None:
         """What the plan of a pull before brings into this model from each source; None if none applies."""
-        there = [plan for plan in self._memory.plans if plan.near == near]
-        for plan in there:
-            if (filled := plan.fill_again(self._store, self._values, self._options)) is not None:
-                self._memory.remember(plan)
-                return filled
-        asked = signature_of(self._request) if there else None
-        same = next((plan for plan in there if plan.asked == asked), None)
-        return None if same is None else self._follow(same)
+        if self._targets is None:
+            return None
+        for known in self._memory.plans:
+            if known.near == near and (found := known.fill(self._targets, self._options, self._check)) is not None:
+                self._memory.remember(known)
+                return found
+        return None
 
-    def _follow(self, plan: PullPlan) -> list[ModelSelection]:
-        """Remember the plan for this model; returns what comes from each source. Raises ConfigurationError."""
-        plan.check_writable(self._store, {name: shard.tensor for name, shard in self._request.targets.items()})
-        check_lasting(self._store, self._model, {name: self._values[name] for name in plan.names})
-        model = KnownModel(self._values)
-        targets = model.find(self._values)
-        if targets is None:  # the model makes its tensors anew whenever it is asked
-            targets = Targets({name: shard.tensor for name, shard in self._request.targets.items()}, {})
-        self._memory.remember(plan._replace(model=model, options=self._options))
-        return plan.fill(targets)
+    def _check(self, names: set[str]) -> None:
+        """Raise ConfigurationError for a tensor of the model that cannot be written, or to no effect."""
+        assert self._targets is not None
+        check_writable(self._store, {name: its for name, its in self._targets.tensors.items() if name in names})
+        check_lasting(self._store, self._model, {name: its for name, its in self._values.items() if name in names})
 
     def _can_plan(self, silent: Collection[int], pulls: Mapping[int, SourcePull], near: Sequence[int]) -> bool:
         """Whether the other sources have all that the model wants. ``silent``: by number."""
@@ -401,23 +393,27 @@ class ModelPull:
             layout = pulls[number].layout if number in pulls else known
             layouts.append(_NOTHING if layout is None or number in silent else layout)
         with suppress(ConfigurationError):
-            make_plan(self._request, layouts, near, self._local.me.rank)
+            plan(self._request, layouts, near, self._local.me.rank)
             return True
         return False
 
-    def _make_plan(self, pulls: Mapping[int, SourcePull], near: Sequence[int]) -> None:
+    def _make_plan(self, pulls: Mapping[int, SourcePull], near: tuple[int, ...]) -> None:
         """Plan anew for the layouts that the sources have now. Raises ConfigurationError, or why some are left out."""
         used = [pulls.get(number) for number in range(len(near))]
         layouts = [_NOTHING if pull is None or pull.lease is None else pull.layout or _NOTHING for pull in used]
         if UNUSED in near and not self._options.strict:  # what those alone have would be left out unseen
             self._usable.check_whole()
+        request = self._request
+        assert self._targets is not None
         try:
-            plan = make_plan(self._request, layouts, near, self._local.me.rank)
+            made = make_plan(request, self._options, layouts, near, self._local.me.rank, self._targets)
         except ConfigurationError:
             if UNUSED in near:
                 self._usable.check_whole()
             raise
-        for number, selection in enumerate(self._follow(plan)):
+        selections = made.fill(self._targets, self._options, self._check)
+        self._memory.remember(made)
+        for number, selection in enumerate(selections or ()):
             if number in pulls:
                 pulls[number].planned = selection
 

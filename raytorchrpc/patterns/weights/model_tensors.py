@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -100,69 +98,48 @@ def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
             )
 
 
+#: Where a tensor lies, and how its memory is seen.
+_OF_MEMORY = (
+    torch.Tensor.data_ptr,
+    torch.Tensor.stride,
+    torch.Tensor.get_device,
+    torch.Tensor.is_neg,
+    torch.Tensor.is_conj,
+)
+
+
 class Targets(NamedTuple):
     """Where a pull writes."""
 
     tensors: dict[str, torch.Tensor]  # by name: a model's tensors, or their local shards
-    known: dict[Any, Any]  # what pulls into these addresses have worked out; no memory
+    form: Any = None
+    """Equal for models into which a pull brings the same, if the same of their tensors are tied."""
+    memory: Any = None
+    """Of one form, equal for the same memory. Keeps none of it."""
 
-
-#: A model whose buffers are exchanged has two memories.
-_MEMORIES = 2
-_Tensor = torch.Tensor
-_OF_MEMORY = _Tensor.data_ptr, _Tensor.stride, _Tensor.get_device, _Tensor.is_neg, _Tensor.is_conj
-
-
-class KnownModel:
-    """Knows the tensors of a model again, and what was worked out for their memory. Keeps none of it."""
-
-    def __init__(self, values: Mapping[Any, Any]) -> None:
-        """``values``: tensors, DTensors or Shards by name."""
-        tensors = _tensors_of(values)
-        self._names, self._tensors = list(tensors), list(map(weakref.ref, tensors.values()))
-        self._places = list(map(_place_of, values.values()))
-        self._kinds = _kinds(list(map(local_tensor, tensors.values())))
-        self._memories: tuple[tuple[Any, dict[Any, Any]], ...] = ()
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether nobody has its first tensor any longer."""
-        return bool(self._tensors) and self._tensors[0]() is None
-
-    def has(self, tensors: Mapping[Any, Any]) -> bool:
-        """Whether it has the same tensors by the same names, though they may have other memory."""
-        return list(tensors) == self._names and all(map(is_, [own() for own in self._tensors], tensors.values()))
-
-    def find(self, values: Any) -> Targets | None:
-        """The tensors' present memory; None unless a pull would bring the same into them as into this model."""
+    @staticmethod
+    def of(values: Any) -> Targets | None:
+        """Of a model's values by name; None for what ``shards_of`` refuses."""
         if not isinstance(values, Mapping):
             return None
-        tensors = _tensors_of(values)
-        if not self.has(tensors) or list(map(_place_of, values.values())) != self._places:
+        tensors = [value.tensor if type(value) is Shard else value for value in values.values()]
+        try:
+            local = list(map(local_tensor, tensors))
+            kinds = list(map(type, tensors)), [its.dtype for its in local], [its.shape for its in local]
+            form = list(values), list(map(_place_of, values.values())), *kinds
+            memory = [list(map(ask, local)) for ask in _OF_MEMORY]
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or none with memory
             return None
-        local = list(map(local_tensor, tensors.values()))
-        if _kinds(local) != self._kinds:
-            return None
-        return Targets(dict(zip(map(str, tensors), local, strict=True)), self._known_of(local))
-
-    def _known_of(self, tensors: Sequence[torch.Tensor]) -> dict[Any, Any]:
-        memory, last = [list(map(ask, tensors)) for ask in _OF_MEMORY], self._memories
-        found: tuple[Any, dict[Any, Any]] = next((one for one in last if one[0] == memory), (memory, {}))
-        if not last or last[0] is not found:
-            self._memories = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
-        return found[1]
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.Size]]:
-    return [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
-
-
-def _tensors_of(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {name: value.tensor if type(value) is Shard else value for name, value in values.items()}
+        return Targets(dict(zip(map(str, values), local, strict=True)), form, memory)
 
 
 def _place_of(value: Any) -> Any:
-    return value[1:] if type(value) is Shard else None
+    """The place of a shard in its global tensor."""
+    if type(value) is Shard:
+        return value[1:]
+    return (
+        None if type(value) in _PLAIN or not _is_dtensor(value) else (value.shape, value.device_mesh, value.placements)
+    )
 
 
 #: A module, or its tensors by name: tensors, DTensors or Shards.

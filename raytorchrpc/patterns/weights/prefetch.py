@@ -223,8 +223,10 @@ class WeightPrefetch:
                     if in_place:
                         self._buffers.copy_into(tensors)
                     else:
-                        as_it_was = tensors is self._model and not tensors.was_written()
-                        self._buffers.exchange(tensors, self._transfer.version_of_model() if as_it_was else None)
+                        version_of_model = self._transfer.version_of_model()
+                        if not tensors.is_as_it_was(self._model):
+                            version_of_model = None
+                        self._buffers.exchange(tensors, version_of_model)
             self._swapped = True
         return version
 

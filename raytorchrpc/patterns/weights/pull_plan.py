@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.lanes.base import Part, Parts
-from raytorchrpc.patterns.weights.model_tensors import KnownModel, Targets, check_writable, ties_of
+from raytorchrpc.patterns.weights.model_tensors import Targets, ties_of
 from raytorchrpc.patterns.weights.plan import (
     KnownLayout,
     Options,
@@ -137,9 +137,10 @@ class SourcePlan:
 class ModelSelection(Selection):
     """All that a plan brings from one source, into the model's tensors as they are now."""
 
-    def __init__(self, plan: SourcePlan, into: Targets) -> None:
-        self.plan, self.transfers, self._into = plan, plan.transfers, into.tensors
-        self._known = into.known.setdefault(plan.number, {})
+    def __init__(self, plan: SourcePlan, into: Mapping[str, torch.Tensor], known: dict[Any, Any]) -> None:
+        """``known``: what was worked out for their memory."""
+        self.plan, self.transfers, self._into = plan, plan.transfers, into
+        self._known = known.setdefault(plan.number, {})
 
     @cached_property
     def _views(self) -> list[torch.Tensor]:
@@ -212,55 +213,52 @@ def _writable_device_type(tensors: Sequence[torch.Tensor]) -> str | None:
     return tensors[0].device.type
 
 
-class PullPlan(NamedTuple):
-    """What pulls of a model bring, as long as its tensors and the layouts stay the same."""
+#: Most memories of models of one form that a plan knows. A model whose buffers are exchanged has two.
+_MEMORIES = 8
 
-    asked: Any  # what the model wants; see ``signature_of``
-    options: Options
-    near: tuple[int, ...]  # how far each source is
-    sources: list[SourcePlan]
-    model: KnownModel | None = None  # the model that pulled last with this plan
 
-    @property
-    def names(self) -> set[str]:
+class PullPlan:
+    """What pulls bring into models of one form, as long as the layouts stay the same."""
+
+    def __init__(
+        self, options: Options, near: tuple[int, ...], sources: Sequence[SourcePlan], targets: Targets
+    ) -> None:
+        """``near``: how far each source is."""
+        self.options, self.near, self.sources = options, near, sources
+        self.names = {name for source in sources for names in source.names for name in names}
         """Of the model's tensors that it fills."""
-        return {name for source in self.sources for names in source.names for name in names}
+        self._form, self._ties = targets.form, ties_of(targets.tensors)
+        self._memories: tuple[tuple[Any, dict[Any, Any]], ...] = ()  # and what was worked out for each, the last first
 
-    def check_writable(self, store: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise ConfigurationError, which names it, for a tensor that it fills and that cannot be written."""
-        names = self.names
-        check_writable(store, {name: tensor for name, tensor in tensors.items() if name in names})
+    def fill(
+        self, targets: Targets, options: Options, check: Callable[[set[str]], None]
+    ) -> list[ModelSelection] | None:
+        """What comes from each source into these tensors; None if they need another plan.
 
-    def fill_again(self, store: str, values: Any, options: Options) -> list[ModelSelection] | None:
-        """What comes from each source into the model that pulled last; None if this is another, or is asked otherwise.
-
-        Raises ConfigurationError if its tensors have other memory since, which cannot be written.
+        ``check``: raises if the tensors of these names cannot be filled. Called for each new memory.
         """
-        targets = self.model.find(values) if self.model is not None and options == self.options else None
-        if targets is not None and not targets.known:  # the tensors have other memory since
-            self.check_writable(store, targets.tensors)
-            if ties_of(targets.tensors) != self.asked[-1]:
+        if options != self.options or targets.form != self._form:
+            return None
+        last = self._memories
+        found = next((one for one in last if one[0] == targets.memory), None)
+        if found is None:
+            if ties_of(targets.tensors) != self._ties:
                 return None
-        return None if targets is None else self.fill(targets)
+            check(self.names)
+            found = targets.memory, {}
+        if not last or last[0] is not found:
+            self._memories = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
+        return [ModelSelection(source, targets.tensors, found[1]) for source in self.sources]
 
-    def fill(self, targets: Targets) -> list[ModelSelection]:
-        """What comes from each source into these tensors."""
-        return [ModelSelection(source, targets) for source in self.sources]
 
-
-def make_plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], turn: int) -> PullPlan:
-    """See ``plan.plan``."""
+def make_plan(
+    request: Request, options: Options, layouts: Sequence[KnownLayout], near: tuple[int, ...], turn: int, into: Targets
+) -> PullPlan:
+    """See ``plan.plan``. ``options``: of the pull. ``into``: the model's tensors."""
     transfers = plan(request, layouts, near, turn)
     ties = _ties_of_plan(request, layouts, transfers)
     sources = list(map(SourcePlan, range(len(layouts)), layouts, transfers, ties))
-    return PullPlan(signature_of(request), request.options, tuple(near), sources)
-
-
-def signature_of(request: Request) -> Any:
-    """Equal for requests that one plan serves."""
-    shards = request.targets.items()
-    targets = [(name, one.tensor.dtype, one.tensor.shape, one.global_shape, one.offset) for name, one in shards]
-    return targets, request.options, request.elsewhere, ties_of({name: one.tensor for name, one in shards})
+    return PullPlan(options, near, sources, into)
 
 
 def _ties_of_plan(
