@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, ClassVar, TypeVar
 
 from raytorchrpc.calls import guests, rejoin
@@ -20,7 +20,6 @@ from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import FIND, OPEN, find
-from raytorchrpc.process.workers import Deadlines
 
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
@@ -178,19 +177,6 @@ def _wait_limit(local: LocalMember, timeout: float | None) -> float:
 def _answer_timeout(seconds: float) -> float:
     """How long to wait for the response to an operation that may take ``seconds`` at the home."""
     return min(MAX_TIMEOUT_S, seconds + ANSWER_S if seconds > 0 else _ANSWER_NOW_S)
-
-
-def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], Any]) -> DeferredReply:
-    """Call ``give_up`` at ``until``, or when ``reply`` is cancelled, unless it is settled before. Returns ``reply``."""
-    cancel_deadline = deadlines.at(until, give_up)
-
-    def done(_: object) -> None:
-        cancel_deadline()
-        if reply.cancelled():
-            give_up()
-
-    reply.add_done_callback(done)
-    return reply
 
 
 # --- handles -------------------------------------------------------------------------------------------------

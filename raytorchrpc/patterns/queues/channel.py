@@ -26,7 +26,7 @@ from raytorchrpc.errors import (
     RpcTimeout,
     SerializationError,
 )
-from raytorchrpc.patterns.handle import Handle, Steps, arun, give_up_at, request_ids, run
+from raytorchrpc.patterns.handle import Handle, Steps, arun, request_ids, run
 from raytorchrpc.patterns.queues.items import (
     Item,
     UndecodableItem,
@@ -40,6 +40,7 @@ from raytorchrpc.patterns.queues.items import (
 )
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.patterns.queues.store import ENDED, FULL, Batch, SequenceMark
+from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).

@@ -7,7 +7,6 @@ deadline settles when its time is over. Methods collect the replies under the lo
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotFound, RayTorchRpcError
-from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
+from raytorchrpc.patterns.waits import ReplyLock, give_up_at
 from raytorchrpc.process.workers import Deadlines
 
 Policy = Literal["block", "drop_oldest", "latest"]
@@ -188,17 +187,6 @@ class _Putter(NamedTuple):
     rank: int | None
 
 
-class _Delivery(NamedTuple):
-    """Items on their way to a getter: they go back to the buffer if it was cancelled meanwhile."""
-
-    key: str
-    batch: Batch
-
-
-#: Replies, and what to settle each with.
-_Replies = list[tuple[DeferredReply, Any]]
-
-
 class Store:
     """The items of one queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
 
@@ -207,7 +195,7 @@ class Store:
     def __init__(self, deadlines: Deadlines, closes: int = 1, label: str = "store") -> None:
         """``closes``: how many calls of ``end`` end the stream. ``label``: names the store in error messages."""
         self._deadlines, self._label = deadlines, label
-        self._lock = threading.Lock()
+        self._lock = ReplyLock()
         self._buffers: dict[str, Buffer] = {}
         self._overrun: dict[str, Buffer] = {}
         """Subscriptions that ended because more was published than they hold while their members were away."""
@@ -227,14 +215,12 @@ class Store:
 
     def remove_buffer(self, key: str) -> None:
         """Remove a buffer and its items; requests that wait there return ENDED. Idempotent."""
-        replies: _Replies = []
         with self._lock:
             self._overrun.pop(key, None)
-            buffer = self._buffers.pop(key, None)
-            if buffer is not None:
+            if (buffer := self._buffers.pop(key, None)) is not None:
                 self._count_ended(buffer)
-                replies = [(getter.reply, ENDED) for getter in buffer.getters] + self._match()
-        self._settle(replies)
+                self._end_getters(buffer)
+                self._match()
 
     # --- putting and taking --------------------------------------------------------------------------------------
 
@@ -248,27 +234,22 @@ class Store:
             self._check()
             if self._closes <= 0:
                 return ENDED
-            waits = self._putters or not self._fits(total_length(items), size)
-            if waits:
-                if until <= time.monotonic():
-                    return FULL
-                putter = _Putter(DeferredReply(), items, size, rank)
-                self._putters.append(putter)
-            else:
+            if not self._putters and self._fits(total_length(items), size):
                 self._append(items, size)
-                replies = self._match()
-        if not waits:
-            self._settle(replies)
-            return ACCEPTED
+                self._match()
+                return ACCEPTED
+            if until <= time.monotonic():
+                return FULL
+            putter = _Putter(DeferredReply(), items, size, rank)
+            self._putters.append(putter)
         return give_up_at(self._deadlines, until, putter.reply, partial(self._withdraw_putter, putter))
 
     def _withdraw_putter(self, putter: _Putter) -> None:
         with self._lock:
-            if putter not in self._putters:
-                return
-            self._putters.remove(putter)
-            replies = self._match()  # smaller ones behind it may fit
-        self._settle([(putter.reply, FULL), *replies])
+            if putter in self._putters:
+                self._putters.remove(putter)
+                self._lock.after(putter.reply.settle, FULL)
+                self._match()  # smaller ones behind it may fit
 
     def take(self, key: str, limit: int, until: float, rank: int | None = None, request_id: int = 0) -> Any:
         """Take the oldest items, at most ``limit``: a Batch, EMPTY, ENDED, or a reply that becomes one of them.
@@ -283,18 +264,14 @@ class Store:
                 raise NotFound(self._why_missing(key))
             if buffer.count and not buffer.getters:
                 batch = buffer.take(limit)
-                replies = self._match()
-            elif self._closes <= 0 and not self._putters:
+                self._match()
+                return batch
+            if self._closes <= 0 and not self._putters:
                 return ENDED
-            elif until <= time.monotonic():
+            if until <= time.monotonic():
                 return EMPTY
-            else:
-                batch, replies = None, []
-                getter = Getter(DeferredReply(), limit, until, rank, request_id)
-                buffer.getters.append(getter)
-        if batch:
-            self._settle(replies)
-            return batch
+            getter = Getter(DeferredReply(), limit, until, rank, request_id)
+            buffer.getters.append(getter)
         withdraw = partial(self._withdraw_getters, key, lambda waiting: waiting is getter)
         return give_up_at(self._deadlines, until, getter.reply, withdraw)
 
@@ -305,21 +282,16 @@ class Store:
     def _withdraw_getters(self, key: str, chosen: Callable[[Getter], bool]) -> None:
         with self._lock:
             buffer = self._buffers.get(key)
-            getters = [] if buffer is None else list(filter(chosen, buffer.getters))
-            for getter in getters:
+            for getter in () if buffer is None else list(filter(chosen, buffer.getters)):
                 buffer.getters.remove(getter)  # type: ignore[union-attr]
-        for getter in getters:
-            getter.reply.settle(EMPTY)
+                self._lock.after(getter.reply.settle, EMPTY)
 
     def put_back(self, key: str, batch: Batch) -> None:
         """Return items that a consumer took and does not use to their old position. Idempotent."""
         with self._lock:
-            buffer = self._buffers.get(key)
-            if buffer is None:
-                return
-            buffer.put_back(batch)
-            replies = self._match()
-        self._settle(replies)
+            if (buffer := self._buffers.get(key)) is not None:
+                buffer.put_back(batch)
+                self._match()
 
     # --- its end -------------------------------------------------------------------------------------------------
 
@@ -327,12 +299,11 @@ class Store:
         """Count one producer that is done; ``force``: all are. Items that wait can still be taken."""
         with self._lock:
             self._closes = 0 if force else self._closes - 1
-            replies: _Replies = []
             if self._closes <= 0:
-                replies = [(putter.reply, ENDED) for putter in self._putters]
+                for putter in self._putters:
+                    self._lock.after(putter.reply.settle, ENDED)
                 self._putters.clear()
-                replies += self._match()
-        self._settle(replies)
+                self._match()
 
     def lose(self, rank: int) -> None:
         """See ``Served``. The items that the member has put stay, and so does its buffer, as far as it has room."""
@@ -340,8 +311,7 @@ class Store:
             for buffer in self._buffers.values():
                 buffer.getters = deque(getter for getter in buffer.getters if getter.rank != rank)
                 buffer.away |= buffer.rank == rank
-            replies = self._match()  # publishers may have waited for its buffer
-        self._settle(replies)
+            self._match()  # publishers may have waited for its buffer
 
     def keep_only(self, rank: int, process: str | None) -> None:
         ended = []
@@ -359,11 +329,11 @@ class Store:
             self._broken = error
             waiting = [putter.reply for putter in self._putters]
             waiting += [getter.reply for buffer in self._buffers.values() for getter in buffer.getters]
+            for reply in waiting:
+                self._lock.after(reply.settle, None, error)
             self._putters.clear()
             self._buffers.clear()
             self._overrun.clear()
-        for reply in waiting:
-            reply.settle(None, error)
 
     def stats(self, key: str | None = None) -> dict[str, int | bool]:
         """Return counts of one buffer; ``key`` None: of all buffers together."""
@@ -413,9 +383,8 @@ class Store:
         taken, dropped = self._ended.get(buffer.rank, (0, 0))
         self._ended[buffer.rank] = taken + buffer.taken, dropped + buffer.dropped
 
-    def _match(self) -> _Replies:
-        """Serve waiting producers and consumers, first come, first served; returns the replies to settle."""
-        replies: _Replies = []
+    def _match(self) -> None:
+        """Serve waiting producers and consumers, first come, first served."""
         changed = True
         while changed:
             changed = False
@@ -423,30 +392,31 @@ class Store:
                 putter = self._putters.popleft()
                 if not putter.reply.cancelled():
                     self._append(putter.items, putter.size)
-                    replies.append((putter.reply, ACCEPTED))
+                    self._lock.after(putter.reply.settle, ACCEPTED)
             for key, buffer in self._buffers.items():
                 while buffer.count and buffer.getters:
                     getter = buffer.getters.popleft()
                     if getter.reply.cancelled():
                         continue
                     if getter.until <= time.monotonic():  # this process was stopped, and its caller waits no more
-                        replies.append((getter.reply, EMPTY))
+                        self._lock.after(getter.reply.settle, EMPTY)
                         continue
-                    replies.append((getter.reply, _Delivery(key, buffer.take(getter.limit))))
+                    self._lock.after(self._deliver, getter.reply, key, buffer.take(getter.limit))
                     changed = True
         if self._closes <= 0 and not self._putters:
             for buffer in self._buffers.values():
-                replies += [(getter.reply, ENDED) for getter in buffer.getters]
-                buffer.getters.clear()
-        return replies
+                self._end_getters(buffer)
 
-    def _settle(self, replies: _Replies) -> None:
-        """Settle replies. Not under the lock: their callbacks may call this store."""
-        for reply, value in replies:
-            if not isinstance(value, _Delivery):
-                reply.settle(value)
-            elif not reply.settle(value.batch):  # cancelled just now
-                self.put_back(value.key, value.batch)
+    def _end_getters(self, buffer: Buffer) -> None:
+        for getter in buffer.getters:
+            self._lock.after(getter.reply.settle, ENDED)
+        buffer.getters.clear()
+
+    # --- not under the lock --------------------------------------------------------------------------------------
+
+    def _deliver(self, reply: DeferredReply, key: str, batch: Batch) -> None:
+        if not reply.settle(batch):  # cancelled just now
+            self.put_back(key, batch)
 
 
 # --- the order of puts -----------------------------------------------------------------------------------------------
@@ -475,42 +445,34 @@ class ReorderBuffer:
 
     def __init__(self, put: Callable[[Sequence[Item], float, int], Any], deadlines: Deadlines) -> None:
         self._put, self._deadlines = put, deadlines
-        self._lock = threading.Lock()
+        self._lock = ReplyLock()
         self._producers: dict[int, _Producer] = {}
 
     def put(self, rank: int, mark: SequenceMark, items: Sequence[Item], until: float) -> Any:
         """Call ``Store.put`` once all puts before this one were admitted. FULL if they do not arrive by ``until``."""
         sequence_id, number, before, first = mark
-        outcome: Any
-        reply: DeferredReply | None = None
         with self._lock:
             producer = self._producer(rank, sequence_id)
-            replies = self._admit_up_to(producer, first - 1)
-            if before > producer.last:
-                outcome = reply = DeferredReply()
-                producer.held[number] = _Held(before, items, until, reply)
-            else:
+            self._admit_up_to(producer, first - 1)
+            if before <= producer.last:
                 outcome = self._put(items, until, rank)
-                replies += self._admit_up_to(producer, number)
-        settle(replies)
-        if reply is not None:
-            give_up_at(self._deadlines, until + _HOLD_S, reply, partial(self._expire, producer, number))
-        return outcome
+                self._admit_up_to(producer, number)
+                return outcome
+            reply = DeferredReply()
+            producer.held[number] = _Held(before, items, until, reply)
+        return give_up_at(self._deadlines, until + _HOLD_S, reply, partial(self._expire, producer, number))
 
     def skip(self, rank: int, sequence_id: int, first: int) -> None:
         """Do not wait for puts before number ``first`` any more."""
         with self._lock:
-            replies = self._admit_up_to(self._producer(rank, sequence_id), first - 1)
-        settle(replies)
+            self._admit_up_to(self._producer(rank, sequence_id), first - 1)
 
     def lose(self, rank: int) -> None:
         """Do not wait for puts of this member that have not arrived by now."""
-        replies = []
         with self._lock:
             for producer in self._producers.values():
                 if producer.rank == rank and producer.held:
-                    replies += self._admit_up_to(producer, max(producer.held))
-        settle(replies)
+                    self._admit_up_to(producer, max(producer.held))
 
     @property
     def held(self) -> int:
@@ -521,10 +483,9 @@ class ReorderBuffer:
     def close(self, error: Exception) -> None:
         """End every wait with this error."""
         with self._lock:
-            waiting = [held.reply for producer in self._producers.values() for held in producer.held.values()]
+            for held in (held for producer in self._producers.values() for held in producer.held.values()):
+                self._lock.after(held.reply.settle, None, error)
             self._producers.clear()
-        for reply in waiting:
-            reply.settle(None, error)
 
     # --- under the lock ------------------------------------------------------------------------------------------
 
@@ -537,10 +498,9 @@ class ReorderBuffer:
             producer = self._producers[sequence_id] = _Producer(rank)
         return producer
 
-    def _admit_up_to(self, producer: _Producer, last: int) -> list[tuple[DeferredReply, Any]]:
-        """Wait no more for puts up to ``last``; admits those that waited for them, and returns replies to settle."""
+    def _admit_up_to(self, producer: _Producer, last: int) -> None:
+        """Wait no more for puts up to ``last``; admits those that waited for them."""
         producer.last = max(producer.last, last)
-        replies: list[tuple[DeferredReply, Any]] = []
         for number in sorted(producer.held):
             held = producer.held[number]
             if held.before > producer.last:
@@ -550,9 +510,9 @@ class ReorderBuffer:
             try:
                 outcome = self._put(held.items, held.until, producer.rank)
             except RayTorchRpcError as error:
-                outcome = error
-            replies.append((held.reply, outcome))
-        return replies
+                self._lock.after(held.reply.settle, None, error)
+            else:
+                self._lock.after(_settle, held.reply, outcome)
 
     def _expire(self, producer: _Producer, number: int) -> None:
         """Fail a put that has waited too long; puts that wait for it now wait for its predecessor."""
@@ -563,17 +523,14 @@ class ReorderBuffer:
             for other, held in producer.held.items():
                 if held.before == number:
                     producer.held[other] = held._replace(before=expired.before)
-        expired.reply.settle(FULL)
+            self._lock.after(expired.reply.settle, FULL)
 
 
-def settle(replies: Sequence[tuple[DeferredReply, Any]]) -> None:
-    for reply, outcome in replies:
-        if isinstance(outcome, DeferredReply):
-            outcome.add_done_callback(partial(_forward, reply))
-        elif isinstance(outcome, Exception):
-            reply.settle(None, outcome)
-        else:
-            reply.settle(outcome)
+def _settle(reply: DeferredReply, outcome: Any) -> None:
+    if isinstance(outcome, DeferredReply):
+        outcome.add_done_callback(partial(_forward, reply))
+    else:
+        reply.settle(outcome)
 
 
 def _forward(reply: DeferredReply, source: Any) -> None:

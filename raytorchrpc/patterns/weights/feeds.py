@@ -18,10 +18,10 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import object_services
+from raytorchrpc.patterns.waits import ReplyLock, Waits, give_up_at
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.published import Readable, Waits, lease_end
+from raytorchrpc.patterns.weights.published import Readable, lease_end
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import Layout, Snapshot, SnapshotPool, TensorSpec, VersionMemory
@@ -120,13 +120,13 @@ class Feed(Snapshot):
         layout = Layout(0, (), tuple(specs), ())
         super().__init__(version, layout, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
         self._local, self._pieces = local, pieces
-        self._changing = threading.Lock()
+        self._changing = ReplyLock()
         self._here: list[Callable[[], AbstractContextManager[None]]] = []
         """For each piece that is here: the context in which a thread sends it, on streams that follow this piece alone.
 
         A stream that followed all that the pull has queued would send no piece before the last is here.
         """
-        self._waits: Waits[int] = Waits(local, self._changing)
+        self._waits: Waits[int] = Waits(local.deadlines, self._changing)
         self._has_failed = False
         self._unread = threading.Event()
         self._unread.set()
@@ -144,9 +144,7 @@ class Feed(Snapshot):
         here = own_streams(self._pieces[number])
         with self._changing:
             self._here.append(here)
-            due = self._waits.take(lambda wanted: wanted == number)
-        for reply in due:
-            reply.settle(number)
+            self._waits.settle(number.__eq__, number)
 
     def set_read(self) -> None:
         """A reader has begun."""
@@ -164,9 +162,7 @@ class Feed(Snapshot):
         self.ended.settle(False)
         with self._changing:
             self._has_failed = True
-            waiting = self._waits.take()
-        for reply in waiting:
-            reply.settle(None, self._gone())
+            self._waits.settle(error=self._gone())
 
     def piece(self, number: int, until: float) -> DeferredReply:
         """A piece, as soon as it is here. Raises NotFound."""
@@ -197,14 +193,10 @@ class Feed(Snapshot):
             return self.is_lasting or bool(self.ended.result(0))
         reply = DeferredReply()
         self.ended.add_done_callback(lambda ended: reply.settle(ended.result(0)))
-        return give_up_at(self._local.deadlines, until, reply, lambda: _refuse(reply))
+        return give_up_at(self._local.deadlines, until, reply, partial(reply.settle, False))
 
     def _gone(self) -> NotFound:
         return NotFound(f"version {self.version} of the weights does not come any further here")
-
-
-def _refuse(reply: DeferredReply) -> None:
-    reply.settle(False)
 
 
 class Feeds(Readable):
@@ -214,10 +206,10 @@ class Feeds(Readable):
         """``homes``: the ranks of the members without which nobody asks for these weights."""
         super().__init__(local)
         self.name, self._homes = name, homes
-        self._lock = threading.Lock()
+        self._lock = ReplyLock()
         self._feeds: dict[str, Feed] = {}  # the newest, by ``Selection.signature``
         self._over: dict[str, int] = {}  # by signature: the newest version whose pull has ended here and feeds nobody
-        self._waits: Waits[tuple[str, int]] = Waits(local, self._lock)  # for the feed of a version
+        self._waits: Waits[tuple[str, int]] = Waits(local.deadlines, self._lock)  # for the feed of a version
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -231,24 +223,19 @@ class Feeds(Readable):
             old = self._feeds.get(signature)
             self._feeds[signature] = feed
             lease = self.pool.lease(feed, self._local.me.rank, None)
-            due = self._waits.take((signature, feed.version).__eq__)
-        if old is not None:
-            self.pool.retire(old)
-        for reply in due:
-            reply.settle(feed)
+            if old is not None:
+                self._lock.after(self.pool.retire, old)
+            self._waits.settle((signature, feed.version).__eq__, feed)
         return lease
 
     def fail(self, signature: str, version: int, feed: Feed | None) -> None:
         """The pull has failed: whoever is fed by it has to look elsewhere. ``feed`` None: it was not even opened."""
         with self._lock:
-            due = self._waits.take((signature, version).__eq__)
-            is_newest = feed is not None and self._is_over(signature, version, feed)
-        for reply in due:
-            reply.settle(None)
-        if feed is not None:
-            feed.fail()
-            if is_newest:
-                self.pool.retire(feed)
+            self._waits.settle((signature, version).__eq__)
+            if feed is not None:
+                self._lock.after(feed.fail)
+                if self._is_over(signature, feed):
+                    self._lock.after(self.pool.retire, feed)
 
     def end(self, signature: str, feed: Feed, patience_s: float) -> None:
         """Take a model's tensors back from a feed that has everything. Blocks while it is read, up to ``patience_s``.
@@ -256,17 +243,17 @@ class Feeds(Readable):
         What this thread queues on its streams from now on follows the reads. Readers that take longer are refused.
         """
         with self._lock:  # no reader begins any more
-            self._is_over(signature, feed.version, feed)
+            self._is_over(signature, feed)
         feed.ended.settle(True)
         feed.wait_for_readers(patience_s)
         self.pool.revoke(feed)
         for device in feed.devices:
             self._fence(device)
 
-    def _is_over(self, signature: str, version: int, feed: Feed | None) -> bool:
-        """Note that the pull of a version feeds nobody from now on; whether its feed was the newest."""
-        self._over[signature] = max(version, self._over.get(signature, version))
-        if feed is None or self._feeds.get(signature) is not feed:
+    def _is_over(self, signature: str, feed: Feed) -> bool:
+        """Note that a pull feeds nobody from now on; whether its feed was the newest."""
+        self._over[signature] = max(feed.version, self._over.get(signature, feed.version))
+        if self._feeds.get(signature) is not feed:
             return False
         del self._feeds[signature]
         return True
@@ -328,17 +315,15 @@ class Feeds(Readable):
         super().lose(rank)
         if rank in self._homes:
             with self._lock:
-                feeds, self._feeds, self._over = list(self._feeds.values()), {}, {}
-            for feed in feeds:
-                self.pool.retire(feed)
+                for feed in self._feeds.values():
+                    self._lock.after(self.pool.retire, feed)
+                self._feeds, self._over = {}, {}
             self.pool.drop_spare_memory()
 
     def close(self, error: Exception) -> None:
         """See ``Served``."""
         with self._lock:
-            waiting = self._waits.take()
-        for reply in waiting:
-            reply.settle(None, error)
+            self._waits.settle(error=error)
 
 
 class Origin(NamedTuple):

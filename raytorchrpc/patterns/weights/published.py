@@ -7,10 +7,10 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,8 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import windows
-from raytorchrpc.patterns.handle import give_up_at
 from raytorchrpc.patterns.home import object_services
+from raytorchrpc.patterns.waits import ReplyLock, Waits
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.model_tensors import ties_of
 from raytorchrpc.patterns.weights.relays import RelayPlan
@@ -40,8 +40,6 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.cuda_streams import own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
-
-K = TypeVar("K")
 
 logger = logging.getLogger(__name__)
 
@@ -79,52 +77,14 @@ class VersionLease(NamedTuple):
     ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
 
 
-class Waits(Generic[K]):
-    """Replies that wait, each for something of its own. The owner holds ``lock`` while it calls a method."""
-
-    def __init__(self, local: LocalMember, lock: threading.Lock) -> None:
-        self._deadlines, self._lock = local.deadlines, lock
-        self._waiting: list[tuple[K, DeferredReply]] = []
-
-    def add(
-        self,
-        wanted: K,
-        until: float,
-        give_up: Callable[[], tuple[Any, Exception | None]],
-        reply: DeferredReply | None = None,
-    ) -> DeferredReply:
-        """Have a reply wait for ``take``. At ``until`` it is settled with what ``give_up`` returns, under the lock."""
-        waits = wanted, reply or DeferredReply()
-
-        def end() -> None:
-            with self._lock:
-                if waits not in self._waiting:  # whoever took it settles it
-                    return
-                self._waiting.remove(waits)
-                outcome = give_up()
-            waits[1].settle(*outcome)
-
-        self._waiting.append(waits)
-        return give_up_at(self._deadlines, until, waits[1], end)
-
-    def take(self, is_due: Callable[[K], bool] = lambda wanted: True) -> list[DeferredReply]:
-        """Take the replies whose wait is over; all by default. The caller settles them without the lock."""
-        due = [reply for wanted, reply in self._waiting if is_due(wanted)]
-        self._waiting = [one for one in self._waiting if not is_due(one[0])]
-        return due
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-
 class VersionWaits:
     """Waits for versions. Thread-safe."""
 
     instance_id: int
 
     def __init__(self, local: LocalMember) -> None:
-        self._local, self._lock = local, threading.Lock()
-        self._waits: Waits[int] = Waits(local, self._lock)
+        self._local, self._lock = local, ReplyLock()
+        self._waits: Waits[int] = Waits(local.deadlines, self._lock)
         self._broken: Exception | None = None
 
     def _newest(self) -> int:
@@ -152,9 +112,7 @@ class VersionWaits:
         """See ``Served``."""
         with self._lock:
             self._broken = error
-            waiting = self._waits.take()
-        for reply in waiting:
-            reply.settle(0, error)
+            self._waits.settle(error=error)
 
 
 def complete(
@@ -356,15 +314,11 @@ class PublishedWeights(Readable, VersionWaits):
             with self._lock:
                 self._check_open()
                 self._versions[version], self._last = snapshot, version
-                surplus = 0 if staged else len(self._versions) - self._keep
-                old = [self._versions.popitem(last=False)[1] for _ in range(surplus)]
-                due = self._waits.take(lambda wanted: wanted <= version)
-            for each in old:
-                self.pool.retire(each)
+                for _ in range(0 if staged else len(self._versions) - self._keep):
+                    self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
+                self._waits.settle(lambda wanted: wanted <= version, version)
             if before is not None:
                 convert_ahead(snapshot, before, self.pool)
-        for reply in due:
-            reply.settle(version)
         return version
 
     @property

@@ -10,9 +10,8 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
-from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits, Waits
+from raytorchrpc.patterns.waits import Waits
+from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
 from raytorchrpc.patterns.weights.shards import PlaceInWhole
 
 #: The shards of one publisher.
@@ -87,7 +87,7 @@ class Coordinator(VersionWaits):
         self._committed: OrderedDict[int, Committed] = OrderedDict()
         self._highest = self._void = 0
         """The highest version that anyone has staged; versions up to ``_void`` that do not exist never will."""
-        self._behind: Waits[int] = Waits(local, self._lock)
+        self._behind: Waits[int] = Waits(local.deadlines, self._lock)
         """Publishers that are far ahead of the others, each by the version that it has staged last."""
 
     # --- publishers ----------------------------------------------------------------------------------------------
@@ -99,10 +99,8 @@ class Coordinator(VersionWaits):
         """
         with self._lock:
             self._check_open()
-            freed = self._note(publisher)
-            found = max(self._void, self._newest(), last) + 1, self._kept(publisher.number)
-        _settle(freed)
-        return found
+            self._note(publisher)
+            return max(self._void, self._newest(), last) + 1, self._kept(publisher.number)
 
     def staged(
         self, publisher: Publisher, version: int, until: float, carried: Carried = None
@@ -114,33 +112,21 @@ class Coordinator(VersionWaits):
         """
         with self._lock:
             self._check_open()
-            freed, due = self._note(publisher), list[DeferredReply]()
+            self._note(publisher)
             self._highest = max(self._highest, version)
-            is_complete, refused = False, None
             if version > max(self._void, self._newest()) and version not in self._vain:
                 there = self._staged.setdefault(version, _Staged(carried, {}))
-                if carried == there.carried:
-                    there.instances[publisher.number] = publisher.instance
-                    is_complete = len(there.instances) == len(self._publishers)
-                else:
-                    refused = self._other_parts(publisher.number, version, carried, there)
-                    freed += self._void_one(version)
-            if is_complete:
-                due = self._commit(version, there.instances)
-                freed += self._behind.take()
+                if carried != there.carried:
+                    self._void_one(version)
+                    raise self._other_parts(publisher.number, version, carried, there)
+                there.instances[publisher.number] = publisher.instance
+                if len(there.instances) == len(self._publishers):
+                    self._commit(version, there.instances)
+                    self._lock.after(self._tell_publishers, next(iter(self._committed)), publisher.number)
             mine = self._staged_by(publisher.number)
-            answer: list[int] | DeferredReply = self._kept(publisher.number)
             if version in mine and len(mine) > _AHEAD:
-                answer = self._await_others(publisher.number, version, until)
-            oldest = next(iter(self._committed), 0)
-        for waiting in due:
-            waiting.settle(version)
-        _settle(freed)
-        if is_complete:
-            self._tell_publishers(oldest, but=publisher.number)
-        if refused is not None:
-            raise refused
-        return answer
+                return self._await_others(publisher.number, version, until)
+            return self._kept(publisher.number)
 
     def _other_parts(self, publisher: int, version: int, carried: Carried, there: _Staged) -> ConfigurationError:
         mine, its = (
@@ -153,21 +139,22 @@ class Coordinator(VersionWaits):
             f"then the same only= at every publisher"
         )
 
-    def _void_one(self, version: int) -> list[DeferredReply]:
-        """This version will not exist: nobody keeps it. Returns those that wait after it."""
+    def _void_one(self, version: int) -> None:
+        """This version will not exist: nobody keeps it, and nobody waits after it."""
         if self._staged.pop(version, None) is not None:
             self._vain.add(version)
-        return self._behind.take(version.__eq__)
+        self._behind.settle(version.__eq__)
 
     def _staged_by(self, publisher: int) -> list[int]:
         return [number for number, there in self._staged.items() if publisher in there.instances]
 
-    def _note(self, publisher: Publisher) -> list[DeferredReply]:
+    def _note(self, publisher: Publisher) -> None:
         before = self._present.get(publisher.number)
         self._present[publisher.number] = publisher
-        return self._drop_staged() if before is not None and before != publisher else []
+        if before is not None and before != publisher:
+            self._drop_staged()
 
-    def _drop_staged(self) -> list[DeferredReply]:
+    def _drop_staged(self) -> None:
         """A publisher was restarted: what was staged with it must not be completed with its next state.
 
         Those that wait for it go on: the version that they have published will not exist.
@@ -175,7 +162,7 @@ class Coordinator(VersionWaits):
         self._staged.clear()
         self._vain.clear()
         self._void = self._highest
-        return self._behind.take()
+        self._behind.settle()
 
     def _kept(self, publisher: int) -> list[int]:
         """The versions that a publisher has to keep."""
@@ -185,14 +172,15 @@ class Coordinator(VersionWaits):
         with self._lock:
             return self._kept(publisher)
 
-    def _commit(self, version: int, having: dict[int, int]) -> list[DeferredReply]:
+    def _commit(self, version: int, having: dict[int, int]) -> None:
         instances = tuple(having[publisher] for publisher in range(len(self._publishers)))
         self._committed[version] = Committed(version, instances)
         while len(self._committed) > self._keep:
             self._committed.popitem(last=False)
         self._staged = {number: there for number, there in self._staged.items() if number > version}
         self._vain = {number for number in self._vain if number > version}
-        return self._waits.take(lambda wanted: wanted <= version)
+        self._waits.settle(lambda wanted: wanted <= version, version)
+        self._behind.settle()
 
     def _await_others(self, publisher: int, version: int, until: float) -> DeferredReply:
         first = min(self._staged_by(publisher))
@@ -200,7 +188,7 @@ class Coordinator(VersionWaits):
 
         def give_up() -> tuple[None, RpcTimeout]:
             if version in self._staged:  # each one that is in vain takes memory
-                self._local.deadlines.at(0.0, partial(_settle, self._void_one(version)))
+                self._void_one(version)
             return None, RpcTimeout(
                 f"weight store {self._name!r}: {self._publishers[publisher]!r} has published version {version}, "
                 f"but {', '.join(late)} not even version {first}; every publisher has to publish each version"
@@ -254,28 +242,19 @@ class Coordinator(VersionWaits):
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``. What was staged until a publisher's process ended, or until it restarted, never exists."""
         with suppress(NotAMember, ValueError):
-            number, freed = self._publishers.index(self._local.peers.route(rank).member.name), list[DeferredReply]()
+            number = self._publishers.index(self._local.peers.route(rank).member.name)
             with self._lock:
                 there = self._present.get(number)
                 if there is not None and there.process != process:
                     if process is not None:  # else its restart is still to come, and separates versions once more
                         del self._present[number]
-                    freed = self._drop_staged()
-            _settle(freed)
+                    self._drop_staged()
 
     def close(self, error: Exception) -> None:
         """See ``Served``."""
         super().close(error)
         with self._lock:
-            waiting = self._behind.take()
-        for reply in waiting:
-            reply.settle(None, error)
-
-
-def _settle(freed: Iterable[DeferredReply]) -> None:
-    """Answer publishers that wait no longer."""
-    for reply in freed:
-        reply.settle(None)
+            self._behind.settle(error=error)
 
 
 class Shards(Handle):
@@ -418,9 +397,8 @@ class PublishedShards(PublishedWeights):
 
     def _retire(self, is_over: Callable[[int], bool]) -> None:
         with self._lock:
-            old = [self._versions.pop(number) for number in list(self._versions) if is_over(number)]
-        for snapshot in old:
-            self.pool.retire(snapshot)
+            for number in filter(is_over, list(self._versions)):
+                self._lock.after(self.pool.retire, self._versions.pop(number))
 
     def end(self) -> None:
         """The store has ended: free all memory, as soon as nobody reads it."""

@@ -1,0 +1,86 @@
+"""Replies that wait at a home for something that is not there yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.process.workers import Deadlines
+
+K = TypeVar("K")
+
+
+def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], Any]) -> DeferredReply:
+    """Call ``give_up`` at ``until``, or when ``reply`` is cancelled, unless it is settled before. Returns ``reply``."""
+    cancel_deadline = deadlines.at(until, give_up)
+
+    def done(_: object) -> None:
+        cancel_deadline()
+        if reply.cancelled():
+            give_up()
+
+    reply.add_done_callback(done)
+    return reply
+
+
+class ReplyLock:
+    """Protects what replies wait for. They are settled once it is free: their callbacks may take it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._after: list[Callable[[], object]] = []
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        after, self._after = self._after, []
+        self._lock.release()
+        for call in after:
+            call()
+
+    def after(self, call: Callable[..., object], *args: Any) -> None:
+        """Call this once the lock is free. The caller holds it."""
+        self._after.append(partial(call, *args))
+
+
+class Waits(Generic[K]):
+    """Replies that wait, each for something of its own. The owner holds the lock while it calls a method."""
+
+    def __init__(self, deadlines: Deadlines, lock: ReplyLock) -> None:
+        self._deadlines, self._lock = deadlines, lock
+        self._waiting: list[tuple[K, DeferredReply]] = []
+
+    def add(
+        self,
+        wanted: K,
+        until: float,
+        give_up: Callable[[], tuple[Any, Exception | None]],
+        reply: DeferredReply | None = None,
+    ) -> DeferredReply:
+        """Have a reply wait for ``settle``; at ``until``, ``give_up``, under the lock, returns what settles it."""
+        waits = wanted, reply or DeferredReply()
+
+        def end() -> None:
+            with self._lock:
+                if waits in self._waiting:  # else it is settled
+                    self._waiting.remove(waits)
+                    self._lock.after(waits[1].settle, *give_up())
+
+        self._waiting.append(waits)
+        return give_up_at(self._deadlines, until, waits[1], end)
+
+    def settle(
+        self, is_due: Callable[[K], bool] = lambda wanted: True, value: Any = None, error: Exception | None = None
+    ) -> None:
+        """Settle the replies whose wait is over; all by default."""
+        for wanted, reply in self._waiting:
+            if is_due(wanted):
+                self._lock.after(reply.settle, value, error)
+        self._waiting = [one for one in self._waiting if not is_due(one[0])]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
