@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
@@ -279,15 +278,6 @@ def open_things() -> tuple[set[str], set[str]]:
         except OSError:
             continue  # that of the listing itself
     return threads, descriptors
-
-
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def forkserver() -> ForkServerContext:

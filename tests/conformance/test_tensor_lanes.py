@@ -30,7 +30,8 @@ from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
-from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
+from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors
+from tests.polling import wait_until
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)

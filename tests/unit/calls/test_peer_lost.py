@@ -27,7 +27,7 @@ from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, tune
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
 from tests.unit.members import Members, in_thread
 

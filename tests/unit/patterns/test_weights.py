@@ -20,7 +20,7 @@ from raytorchrpc.patterns.weights.model_pull import PulledVersions
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0
