@@ -283,7 +283,7 @@ def open_things() -> tuple[set[str], set[str]]:
 def forkserver() -> ForkServerContext:
     """Starts processes that have imported torch and this module. A process has one fork server: all tests use this."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "pytest"])
+    context.set_forkserver_preload(["tests.conformance.preloaded"])
     return context
 
 
