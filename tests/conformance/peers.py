@@ -6,6 +6,7 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray import cloudpickle
 from typing_extensions import Self
 
 from raytorchrpc.config import GroupConfig
@@ -288,7 +290,7 @@ def forkserver() -> ForkServerContext:
 
 
 class Process:
-    """A process that runs functions of an importable module, one at a time."""
+    """A process that runs functions, one at a time: those of a module in its own module, others as copies."""
 
     def __init__(self) -> None:
         context = forkserver()
@@ -298,7 +300,7 @@ class Process:
         its.close()
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        self._mine.send((function, args))
+        self._mine.send_bytes(cloudpickle.dumps((function, args)))
 
     def result(self) -> Any:
         assert self._mine.poll(60), "the process does not answer"
@@ -322,7 +324,7 @@ def _main(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         try:

@@ -25,6 +25,7 @@ from tests.conformance import test_tensor_lanes as tensor_lanes
 from tests.conformance.peers import ALL_DTYPES, Process, random, same, tensors
 from tests.conformance.pipes import PipeCarrier
 from tests.conformance.test_tensor_lanes import MIB
+from tests.polling import wait_until
 
 Make = Callable[..., list[torch.Tensor]]
 
@@ -64,7 +65,7 @@ def _go_on() -> None:
     carrier = _carrier()
     assert carrier.halfway is not None and carrier.halfway.is_set()
     carrier.halfway = None
-    assert peers.wait_until(lambda: all(channel.over() for channel in carrier.channels), 10)
+    assert wait_until(lambda: all(channel.over() for channel in carrier.channels), 10)
 
 
 def _fill_and_lose(sent: tuple[Any, list[Shape]]) -> tuple[int, bool]:

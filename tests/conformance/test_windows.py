@@ -108,7 +108,7 @@ def test_parts_of_flat_tensors_go_where_they_belong(any_pair: Pair, lend: bool) 
     for prepare in _TARGETS:
         for kept in (_ALL, slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
             any_pair.b.run(_spread, any_pair.send(_flats, lend, kept), prepare, kept)
-    if any_pair.a.run(_lane_is_shm):
+    if any_pair.a.run(lambda: tensors().lane.name == "shm"):
         assert any_pair.used() == 0, "slots are back"
 
 
@@ -121,10 +121,6 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
     lent = _lane().lend(tensor.nbytes)
     tensors().kept.setdefault("lent", []).append(lent)
     return tensor if lent is None else lent.copy_(tensor)
-
-
-def _lane_is_shm() -> bool:
-    return tensors().lane.name == "shm"
 
 
 def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor], kept: slice = _ALL) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sources import parse
+
 PACKAGE = Path(__file__).parents[2] / "raytorchrpc"
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -90,7 +92,7 @@ WITHOUT_TORCH = (
 
 @functools.cache
 def tree_of(name: str) -> ast.Module:
-    return ast.parse(FILES[name].read_text())
+    return parse(FILES[name].read_text())
 
 
 def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
@@ -232,7 +234,7 @@ def test_no_module_fills_a_registry_below_it_when_it_is_imported() -> None:
 
 
 def test_the_search_for_filled_registries_finds_them() -> None:
-    tree = ast.parse(
+    tree = parse(
         "from raytorchrpc.a import b, c\nfrom raytorchrpc.d import e as f\nfrom other import g\n"
         "b.register(1)\nb()\nx = b(1)\n@c.add('n')\ndef h():\n  b.register(2)\n@f\ndef i(): pass\n"
         "if x:\n  f['k'] = 1\ng[1] = 2\nb.hook = h\nb.y[0].z += 1"
@@ -260,7 +262,7 @@ def test_few_test_files_import_private_modules() -> None:
     for path in sorted(tests.rglob("*.py")):
         name = str(path.relative_to(tests))
         imports = "\n".join(map(str.strip, _IMPORTS.findall(path.read_text())))  # parsing all files would take long
-        used = {str(module_of(dotted)) for dotted in imported(ast.parse(imports))} - {"None", "__init__"}
+        used = {str(module_of(dotted)) for dotted in imported(parse(imports))} - {"None", "__init__"}
         if not name.startswith(SEAMS) and any(not inside(module, PURE) for module in used - PUBLIC):
             found.append(name)
     assert len(found) <= TESTS_OF_PRIVATE_MODULES, found
@@ -352,7 +354,7 @@ def test_every_private_name_in_compat_is_named_by_a_test() -> None:
 
 
 def test_the_search_for_private_names_finds_them() -> None:
-    tree = ast.parse(
+    tree = parse(
         "import torch\nimport torch.distributed.rpc as rpc\nfrom ray._private import state\n"
         "torch._C.f()\nrpc.api._g\nrpc.Options(_h=1)\nself._own\nrpc.__name__"
     )

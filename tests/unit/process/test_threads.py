@@ -28,6 +28,7 @@ from raytorchrpc.process.workers import DeferredCleanup, Workers
 from tests.conformance.peers import EMPTY, Node, answer
 from tests.polling import wait_until
 from tests.unit.callees import Deadlines
+from tests.unit.sources import parse
 
 PATIENCE_S = 10.0
 
@@ -122,7 +123,7 @@ def test_no_thread_is_started_anywhere_else() -> None:
         # The benchmark's own threads serve no member.
         if path == PACKAGE / "process" / "threads.py" or PACKAGE / "bench" in path.parents:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
             name = getattr(called, "attr", None) or getattr(called, "id", None)
             timer = name == "Timer" and isinstance(called, ast.Attribute)  # threading.Timer
