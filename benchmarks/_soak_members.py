@@ -70,62 +70,77 @@ def is_stamped(value: Any, size: str, number: int, sign: int = 1) -> bool:
     return first and torch.equal(tensor[1:], expected[1:] if sign == 1 else -expected[1:])
 
 
-class Case(NamedTuple):
-    """One call: what to send, and the expected result."""
+class Call(NamedTuple):
+    """What to send, and the expected result."""
 
     method: str
     args: tuple[Any, ...]
     right: Callable[[Any], bool]
     timeout: float | None = None
-    raises: type[BaseException] | None = None
-    may_answer: bool = False
-    """The right result is accepted as well as the exception."""
+    raises: type[BaseException] | tuple[()] = ()
+    """Accepted as well as the right result."""
     by_rref: bool = False
 
 
-def make_case(kind: str, number: int, peers: list[str]) -> Case:
+def make_call(kind: str, number: int, peers: list[str]) -> Call:
     """A call of that kind; ``number`` distinguishes it from all others."""
     name, _, size = kind.partition(" ")
-
-    def negated(back: Any) -> bool:
-        return is_stamped(back, size, number, -1)
-
-    def given(back: Any) -> bool:
-        return is_stamped(back, "20 KB", number)
-
+    turn = number // MANY
     if kind == "empty":
-        return Case("null", (), lambda back: back is None)
+        return Call("null", (), lambda back: back is None)
     if kind == "small":
         payload = {"number": number, "text": str(number) * 8, "list": [number, None, 0.5], "flag": True}
-        return Case("echo", (payload,), lambda back: back == payload)
+        return Call("echo", (payload,), lambda back: back == payload)
     if name == "many":
         many = [stamped("20 KB", number + place, size) for place in range(MANY)]
-        return Case("negate_all", (many, number), lambda back: len(back) == MANY and all(
+        return Call("negate_all", (many, number), lambda back: len(back) == MANY and all(
             is_stamped(value, "20 KB", number + place, -1) for place, value in enumerate(back)
         ))  # fmt: skip
     if name in ("tensor", "array", "cuda"):
         tensor = stamped(size, number, "cuda" if name == "cuda" else "cpu")
-        return Case("negate", (tensor.numpy() if name == "array" else tensor, size, number), negated)
+        sent = tensor.numpy() if name == "array" else tensor
+        return Call("negate", (sent, size, number), lambda back: is_stamped(back, size, number, -1))
     if kind == "grad":
         weight = torch.nn.Parameter(torch.full((300,), float(number % 1000)))
-        return Case("echo", (weight,), lambda back: back.requires_grad and torch.equal(back, weight))
+        return Call("echo", (weight,), lambda back: back.requires_grad and torch.equal(back, weight))
     if kind == "error":  # some with a tensor that the traceback keeps alive
-        ballast = stamped("1 MB", number) if number // MANY % 16 == 0 else None
-        return Case("fail", (f"number {number}", ballast), lambda _: False, raises=SoakError)
+        ballast = stamped("1 MB", number) if turn % 16 == 0 else None
+        return Call("fail", (f"number {number}", ballast), lambda _: False, raises=SoakError)
     if kind == "late":
-        size = ("1 MB", "20 KB")[number // MANY % 2]
-        right = functools.partial(is_stamped, size=size, number=number)
-        return Case("late", (0.004, size, number), right, 0.002, rtr.RpcTimeout, may_answer=True)
+        size = ("1 MB", "20 KB")[turn % 2]
+        args = (0.004, size, number)
+        return Call("late", args, lambda back: is_stamped(back, size, number), 0.002, rtr.RpcTimeout)
+    size = "20 KB"
     if kind == "no time":
-        size = "20 KB"
-        timeout = (0.0, 1e-5, 1e-4, 5e-4)[number // MANY % 4]
-        return Case("negate", (stamped(size, number), size, number), negated, timeout, rtr.RpcTimeout, True)
+        timeout, args = (0.0, 1e-5, 1e-4, 5e-4)[turn % 4], (stamped(size, number), size, number)
+        return Call("negate", args, lambda back: is_stamped(back, size, number, -1), timeout, rtr.RpcTimeout)
     if kind == "chain":
-        return Case("relay", (peers[number % len(peers)], number), given)
+        return Call("relay", (peers[number % len(peers)], number), lambda back: is_stamped(back, size, number))
     if kind == "rref":
-        return Case("give", ("20 KB", number), given, by_rref=True)
+        return Call("give", (size, number), lambda back: is_stamped(back, size, number), by_rref=True)
     assert kind == "kept", kind
-    return Case("own", (number,), lambda rref: rref.to_here() == number)
+    return Call("own", (number,), lambda rref: rref.to_here() == number)
+
+
+class Tally:
+    """The counters of one member."""
+
+    def __init__(self) -> None:
+        self.calls = self.callbacks_due = self.wrong_ones = 0
+        self.first_wrong: list[str] = []
+        self.lock = threading.Lock()
+
+    def wrong(self, what: str) -> None:
+        """Count a wrong result."""
+        with self.lock:
+            self.wrong_ones += 1
+            if len(self.first_wrong) < 3:
+                self.first_wrong.append(what[:400])
+
+    def expect_callbacks(self, change: int) -> None:
+        """Count a callback that must run, or -1 that did."""
+        with self.lock:
+            self.callbacks_due += change
 
 
 class Caller:
@@ -136,101 +151,90 @@ class Caller:
         self._random = random.Random(seed)
         self._kinds = {**KINDS, **(CUDA_KINDS if cuda else {})}
         self._number = seed << 40
-        self._kept: deque[tuple[Case, Any]] = deque()
+        self._kept: deque[tuple[Call, Any]] = deque()
 
     def drive(self, calls: int) -> None:
         """Make that many calls."""
-        for wait, drawn in self._draws(calls):
-            if wait in ALONE:
-                self._at_once(wait, *drawn[0])
-                continue
-            for call, future in self._begin(wait, drawn):
+        for then, round_of in self._rounds(calls):
+            for call, result in self._begun(then, round_of, rtr.rpc_sync if then in ALONE else rtr.rpc_async):
                 with self._judging(call):
-                    self._check(call, future.wait())
+                    self._check(call, result.wait() if isinstance(result, rtr.Future) else result(), then)
         self._drop_kept(0)
 
     async def drive_on_loop(self, calls: int) -> None:
         """The same, with ``await``."""
-        for wait, drawn in self._draws(calls):
-            if drawn[0][1].by_rref:  # torch's RRefs cannot be awaited
-                self._at_once(wait, *drawn[0])
-                continue
-            for call, future in self._begin(wait, drawn):
+        for then, round_of in self._rounds(calls):
+            for call, result in self._begun(then, round_of, rtr.rpc_async):
                 with self._judging(call):
-                    self._check(call, await future, wait)
+                    self._check(call, await result if isinstance(result, rtr.Future) else result(), then)
             await asyncio.sleep(0)
         self._drop_kept(0)
 
-    def _draws(self, calls: int) -> Iterator[tuple[str, list[tuple[str, Case]]]]:
-        """Yields (wait, [(peer, case)]) until that number of calls is reached."""
+    def _rounds(self, calls: int) -> Iterator[tuple[str, list[tuple[str, Call]]]]:
+        """Yields what to do with the results, and (peer, call) of each, until that number of calls is reached."""
         if not self._tally.calls:  # opens connections and the like before the first measurement
             for peer, kind in itertools.product(self._peers, self._kinds):
                 calls -= 1
                 self._tally.calls += 1
-                yield "wait", [(peer, self._case(kind))]
+                yield "wait", [(peer, self._call(kind))]
         while calls > 0:
-            wait = self._pick(WAITS)
-            count = min(calls, {"window": WINDOW, "abandon": ABANDONED}.get(wait, 1))
+            then = self._pick(WAITS)
+            count = min(calls, {"window": WINDOW, "abandon": ABANDONED}.get(then, 1))
             calls -= count
             self._tally.calls += count
-            drawn = [self._draw(alone=wait in ALONE) for _ in range(count)]
-            if wait == "abandon":  # the callee keeps the result until the deadline
-                drawn = [(peer, call._replace(timeout=ABANDON_S)) for peer, call in drawn]
-            yield wait, drawn
+            kinds = [self._pick(self._kinds) for _ in range(count)]
+            if then not in ALONE:
+                kinds = ["empty" if kind == "rref" or "10 MB" in kind else kind for kind in kinds]
+            yield then, [(self._random.choice(self._peers), self._call(kind)) for kind in kinds]
 
-    def _draw(self, alone: bool) -> tuple[str, Case]:
-        kind = self._pick(self._kinds)
-        if not alone and (kind == "rref" or "10 MB" in kind):
-            kind = "empty"
-        return self._random.choice(self._peers), self._case(kind)
-
-    def _case(self, kind: str) -> Case:
+    def _call(self, kind: str) -> Call:
         self._number += MANY
-        return make_case(kind, self._number, self._peers)
+        return make_call(kind, self._number, self._peers)
 
     def _pick(self, weights: dict[str, int]) -> str:
         return self._random.choices(list(weights), list(weights.values()))[0]
 
-    def _at_once(self, wait: str, peer: str, call: Case) -> None:
-        with self._judging(call):
-            if call.by_rref:
-                value = getattr(rtr.remote(peer), call.method)(*call.args).to_here()
-            else:
-                value = getattr(rtr.rpc_sync(peer, timeout=call.timeout), call.method)(*call.args)
-            self._check(call, value, wait)
+    def _begun(self, then: str, round_of: list[tuple[str, Call]], verb: Any) -> list[tuple[Call, Any]]:
+        """Send the calls; returns those to wait for, neither abandoned ones nor those with a callback.
 
-    def _begin(self, wait: str, drawn: list[tuple[str, Case]]) -> Iterator[tuple[Case, Any]]:
-        """Send the calls; returns those to wait for: neither abandoned ones, nor those with a callback."""
-        begun = []
-        for peer, call in drawn:
+        Each has its Future, or else a function that makes the whole call.
+        """
+        begun: list[tuple[Call, Any]] = []
+        for peer, call in round_of:
+            # The callee keeps the result of an abandoned call until the deadline.
+            timeout = ABANDON_S if then == "abandon" else call.timeout
             with self._judging(call):
-                begun.append((call, getattr(rtr.rpc_async(peer, timeout=call.timeout), call.method)(*call.args)))
-        if wait == "callback":
-            for call, future in begun:
-                self._tally.promised += 1
-                future.add_done_callback(functools.partial(self._called_back, call))
-        return iter(() if wait in ("abandon", "callback") else begun)
+                if call.by_rref:  # torch's RRefs cannot be awaited
+                    begun.append((call, lambda peer=peer, call=call: _by_rref(peer, call)))
+                    continue
+                method = getattr(verb(peer, timeout=timeout), call.method)
+                begun.append(
+                    (call, functools.partial(method, *call.args) if verb is rtr.rpc_sync else method(*call.args))
+                )
+        for call, future in begun if then == "callback" else ():
+            self._tally.expect_callbacks(1)
+            future.add_done_callback(functools.partial(self._called_back, call))
+        return [] if then in ("abandon", "callback") else begun
 
-    def _called_back(self, call: Case, future: Any) -> None:
+    def _called_back(self, call: Call, future: Any) -> None:
         with self._judging(call):
             self._check(call, future.wait())
-        with self._tally.lock:
-            self._tally.kept_promises += 1
+        self._tally.expect_callbacks(-1)
 
     @contextmanager
-    def _judging(self, call: Case) -> Iterator[None]:
+    def _judging(self, call: Call) -> Iterator[None]:
         """Count an exception that the call should not raise."""
         try:
             yield
         except Exception as error:
-            if call.raises is None or not isinstance(error, call.raises):
+            if not isinstance(error, call.raises):
                 self._tally.wrong(f"{call.method}: {error!r}")
 
-    def _check(self, call: Case, value: Any, wait: str = "wait") -> None:
+    def _check(self, call: Call, value: Any, then: str = "wait") -> None:
         """Verify a result; with "keep", hold it for a while, and verify it again when it is dropped."""
-        if (call.raises is not None and not call.may_answer) or not call.right(value):
+        if not call.right(value):
             self._tally.wrong(f"{call.method} returned {value!r}")
-        if wait == "keep" and value is not None:
+        if then == "keep" and value is not None:
             self._kept.append((call, value))
             self._drop_kept(KEPT)
 
@@ -239,20 +243,8 @@ class Caller:
             self._check(*self._kept.popleft())
 
 
-class Tally:
-    """The counters of one member."""
-
-    def __init__(self) -> None:
-        self.calls = self.promised = self.kept_promises = self.wrong_ones = 0
-        self.first_wrong: list[str] = []
-        self.lock = threading.Lock()
-
-    def wrong(self, what: str) -> None:
-        """Count a wrong result."""
-        with self.lock:
-            self.wrong_ones += 1
-            if len(self.first_wrong) < 3:
-                self.first_wrong.append(what[:400])
+def _by_rref(peer: str, call: Call) -> Any:
+    return getattr(rtr.remote(peer), call.method)(*call.args).to_here()
 
 
 class Soaker:
@@ -323,9 +315,7 @@ class Soaker:
 
     def settle(self, seconds: float) -> str:
         """As ``settle``, but also waits for callbacks."""
-        left = settle(seconds)
-        missing = self.tally.promised - self.tally.kept_promises
-        return left or (f"callbacks: {missing}" if missing else "")
+        return settle(seconds) or (f"callbacks: {self.tally.callbacks_due}" if self.tally.callbacks_due else "")
 
     def held(self) -> Held:
         return held()

@@ -1,9 +1,10 @@
 """How the cost of a group grows: seconds, memory and bytes by members on this host, extrapolated to 1,000.
 
-``python -m benchmarks scale [--members 8,16,32,64] [--markdown FILE] [--json FILE] [--hosts-json FILE]``. ``--json``
-stores the figures and measures only missing ones; ``--from-json`` measures nothing. ``--hosts-json`` names a list of
-objects, each with "hosts", "members" (on all hosts together) and "seconds" as ``exercise`` returns them: it works with
-actors on one host and on several (``tests/multihost``).
+``python -m benchmarks scale [--members 8,16,32,64] [--markdown FILE] [--json FILE] [--hosts-json FILE]`` prints tables;
+``--markdown`` puts them into a page, each between ``<!-- its name -->`` and ``<!-- end -->``. ``--json`` stores the
+figures and measures only missing ones; ``--from-json`` measures nothing. ``--hosts-json`` names a list of objects, each
+with "hosts", "members" (on all hosts together) and "seconds" as ``exercise`` returns them: it works with actors on one
+host and on several (``tests/multihost``).
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import json
 import os
 import pickle
 import queue
+import re
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
 import raytorchrpc as rtr
-from benchmarks import _scale_report
 from benchmarks._harness import Pick, machine
 from benchmarks._resources import footprint
+from raytorchrpc.bench.reports import grid
+from raytorchrpc.bench.results import nonnegative_terms
 from raytorchrpc.bench.site import free_memory
 from raytorchrpc.group.formation import current_owner
 from raytorchrpc.group.roster import Roster
@@ -40,6 +44,8 @@ from raytorchrpc.topology import endpoint, probe
 SIZES = (8, 16, 32, 64)
 #: Members and hosts of the group that is only planned.
 PLANNED = (1000, 16)
+#: What the tables predict for (members).
+FAR = 1000
 #: Actors that are started at once; more would only wait for each other's imports.
 _AT_ONCE = 16
 #: Free memory that the next group requires, relative to its estimated use.
@@ -181,14 +187,23 @@ def main(
     from_json: str | None = None,
     hosts_json: str | None = None,
 ) -> None:
-    """Measure, or read stored figures; print the document and write the requested files."""
+    """Measure, or read stored figures; print the tables and write the requested files."""
     sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (3,))
     keep = Path(json) if json else None
     found = _read(from_json) if from_json else measure(sizes, keep, pick(PLANNED, PLANNED, (20, 2)))
-    text = _scale_report.document(found, _read(hosts_json) if hosts_json else [])
+    shown = tables(found, _read(hosts_json) if hosts_json else [])
+    print("\n\n".join(shown.values()))
     if markdown:
-        Path(markdown).write_text(text)
-    print(text)
+        page = Path(markdown)
+        page.write_text(_PLACE.sub(lambda place: _filled(place, shown), page.read_text()))
+
+
+_PLACE = re.compile(r"(<!-- (?!end)([a-z ]+) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+
+
+def _filled(place: re.Match[str], shown: Mapping[str, str]) -> str:
+    """The place of a table in a page, with the new table if there is one."""
+    return f"{place[1]}\n{shown[place[2]]}\n\n" if place[2] in shown else place[0]
 
 
 def _read(path: str | Path) -> Any:
@@ -326,3 +341,143 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
     began = time.monotonic()
     roster.admit({one: None}, {one: probes[one]})
     return {**took, "replan_s": time.monotonic() - began}
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+_MIB = 2**20
+
+
+Group = Mapping[str, Any]
+#: By row, the steps of ``exercise`` whose seconds it shows.
+TIMES = {
+    "form the group (`init_group`)": ("form",),
+    "all-to-all calls, first time": ("first_calls",),
+    "all-to-all calls, again": ("calls",),
+    "kill every tenth member, until `on_change` has reported all": ("lost",),
+    # Ray answers for a restarted actor only after what the group has asked of it, so the second is nearly nothing.
+    "until all are back (`wait_ready`), with Ray's restart": ("ray_back", "rejoin"),
+    "all-to-all calls, after the restart": ("calls_after",),
+    "`shutdown`": ("shutdown",),
+}
+STAGES = {
+    "before": "not joined; torch and raytorchrpc imported",
+    "formed": "joined, no calls yet",
+    "neighbours": "each has called two neighbours",
+    "talked": "each has called all members",
+}
+
+
+def times(group: Group) -> dict[str, float]:
+    """Seconds, by row."""
+    return {label: sum(group["seconds"][step] for step in steps) for label, steps in TIMES.items()}
+
+
+def traffic(group: Group) -> dict[str, float]:
+    """MB that are sent to all members, by row."""
+    sent = group["sent"]
+    return {"sent to all members when the group forms": sent["form"] / 1e6,
+            "sent to all members when one comes back": sent["rejoin"] / 1e6}  # fmt: skip
+
+
+def gains(group: Group) -> dict[str, tuple[float, str]]:
+    """What a member gains by each step, and the unit, by row."""
+    steps = ("joining", "formed", "before"), ("calling two neighbours", "neighbours", "formed")
+    steps += (("calling all members", "talked", "neighbours"),)
+    held = group["weights"]
+    memory = {what: max(0.0, held[stage]["private"] - held[before]["private"]) for what, stage, before in steps}
+    return {
+        **{f"memory added by {what}, per member": (added / _MIB, "MiB") for what, added in memory.items()},
+        **{f"sockets of a member after {what}": (held[stage]["sockets"], "") for what, stage, _ in steps},
+    }
+
+
+def tables(found: Mapping[str, Any], hosts: Sequence[Group]) -> dict[str, str]:
+    """Markdown, by the name of its place in ``docs/scale.md``."""
+    planned = found["planned"]
+    by_size = {f"{group['members']}": group for group in found["groups"]}
+    by_hosts = {f"{run['hosts']} x {run['members'] // run['hosts']}": run for run in hosts}
+    on_paper = {
+        "deciding all routes": f"{show(planned['plan_s'])} s",
+        "building and pickling the announcements": f"{show(planned['tables_s'])} s",
+        "the announcements": f"{show(planned['form_bytes'] / 1e6)} MB",
+        "deciding all routes again when one member comes back": f"{show(planned['replan_s'])} s",
+        "sent when one member comes back": f"{show(planned['rejoin_bytes'] / 1e6)} MB",
+    }
+    left_out = "".join(f"\nNot measured: {reason}." for reason in found["left_out"])
+    return {
+        "machine": f"Measured with `python -m benchmarks scale` on {found['machine']}.{left_out}",
+        "time": _table("members (s)", by_size, times),
+        **({"hosts": _table("hosts x members (s)", by_hosts, times)} if hosts else {}),
+        "memory": _memory(found),
+        "traffic": _table("members (MB)", by_size, traffic),
+        "laws": _laws(found["groups"]),
+        "on paper": grid([f"{planned['members']:,} members on {planned['hosts']} hosts", ""], on_paper.items()),
+    }
+
+
+def show(value: float) -> str:
+    """Two significant digits, and no exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 1 - int(np.floor(np.log10(abs(value)))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def _table(head: str, groups: Mapping[str, Group], figures: Callable[[Group], dict[str, float]]) -> str:
+    columns = [figures(group) for group in groups.values()]
+    return grid([head, *groups], [[label, *(show(column[label]) for column in columns)] for label in columns[0]])
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    rows = [["a plain Ray actor without torch", f"{found['alone']['private'] / _MIB:.1f}", *[""] * 4]]
+    for group in found["groups"]:
+        for stage, label in STAGES.items():
+            one = group["weights"][stage]
+            memory = (f"{one[what] / _MIB:.1f}" for what in ("private", "pss"))
+            counts = (f"{one[what]:g}" for what in ("descriptors", "sockets", "threads"))
+            rows.append([f"{group['members']}: {label}", *memory, *counts])
+    return grid(["members", "private (MiB)", "PSS (MiB)", "descriptors", "of these sockets", "threads"], rows)
+
+
+def _laws(groups: Sequence[Group]) -> str:
+    rows, points = [], dict[tuple[str, str], dict[int, float]]()
+    for group in groups:
+        figures = {(label, "s"): value for label, value in times(group).items()}
+        figures |= {(label, "MB"): value for label, value in traffic(group).items()}
+        figures |= {(label, unit): value for label, (value, unit) in gains(group).items()}
+        for row, value in figures.items():
+            points.setdefault(row, {})[group["members"]] = value
+    for (label, unit), values in points.items():
+        found = law(values)
+        terms = ((found.a, ""), (found.b, " n"), (found.c, " n^2"))
+        text = " + ".join(f"{value:.2g}{power}" for value, power in terms if value) or "0"
+        far = f"{show(found.at(FAR))} {unit}".strip()
+        rows.append([label, text, f"{found.error:.0%}", far, found.dominant(FAR)])
+    return grid(["figure", "law", "off by", f"at {FAR:,}", "largest term there"], rows)
+
+
+class Law(NamedTuple):
+    """``a + b n + c n^2``."""
+
+    a: float
+    b: float
+    c: float
+    error: float
+    """The largest deviation of a measured point from it, as a part of that point."""
+
+    def at(self, n: float) -> float:
+        return self.a + self.b * n + self.c * n * n
+
+    def dominant(self, n: float) -> str:
+        """Which term is the largest at ``n`` members."""
+        parts = {"constant": self.a, "n": self.b * n, "n^2": self.c * n * n}
+        return max(parts, key=lambda name: parts[name])
+
+
+def law(points: Mapping[int, float]) -> Law:
+    """The law without negative terms that fits best, by relative error: small groups count as much as large ones."""
+    n = np.array(list(points), dtype=float)
+    values = np.maximum(np.array(list(points.values()), dtype=float), 1e-12)
+    terms, error = nonnegative_terms(np.stack([n**0, n, n * n], axis=1), values)
+    return Law(*(term if term > 1e-9 else 0.0 for term in terms), error)  # type: ignore[call-arg, misc]

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
@@ -281,19 +280,10 @@ def open_things() -> tuple[set[str], set[str]]:
     return threads, descriptors
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 def forkserver() -> ForkServerContext:
     """Starts processes that have imported torch and this module. A process has one fork server: all tests use this."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "pytest"])
+    context.set_forkserver_preload(["tests.conformance.preloaded"])
     return context
 
 

@@ -24,8 +24,9 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.nixl.agent import Agent
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
-from tests.conformance.peers import export, tensors, wait_until
+from tests.conformance.peers import export, tensors
 from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only
+from tests.polling import wait_until
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)

@@ -21,7 +21,8 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.cuda_ipc.in_message import MOST_BYTES
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
-from tests.conformance.peers import Process, TensorNode, same, tensors, wait_until
+from tests.conformance.peers import Process, TensorNode, same, tensors
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
 

@@ -30,7 +30,8 @@ from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
-from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
+from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors
+from tests.polling import wait_until
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
@@ -210,9 +211,9 @@ def _goes_direct() -> bool:
 # --- what arrives ----------------------------------------------------------------------------------------------
 
 
-def _each_dtype(index: int) -> list[torch.Tensor]:
-    tensor = random((5, 7), ALL_DTYPES[index])
-    return [tensor, tensor.T, tensor[1::2, ::3], tensor[:0], tensor[2, 3]]
+def _each_dtype() -> list[torch.Tensor]:
+    made = [random((5, 7), dtype) for dtype in ALL_DTYPES]
+    return [view for tensor in made for view in (tensor, tensor.T, tensor[1::2, ::3], tensor[:0], tensor[2, 3])]
 
 
 def _dtypes_together(repeat: int) -> list[torch.Tensor]:
@@ -266,38 +267,21 @@ def _many_small(count: int) -> list[torch.Tensor]:
     return [torch.full((1 + number % 7,), number, dtype=dtypes[number % 3]) for number in range(count)]
 
 
-def _arrives(pair: Pair, prepare: Any, make: Callable[..., list[torch.Tensor]], *args: Any) -> None:
+_KINDS_OF_TENSOR: list[tuple[Any, ...]] = [
+    *((make,) for make in (_each_dtype, _same_shapes, _empty, _empty_among_others, _scalars, _views, _expanded)),
+    *((make,) for make in (_large_view, _around_one_mib, _several_large)),
+    *((_dtypes_together, 1), (_dtypes_together, 5), (_many_small, 3000)),
+]
+
+
+@pytest.mark.parametrize("prepare", [None, _plain, _strided, _turned, _on_the_cpu])
+def test_each_kind_of_tensor(pair: Pair, prepare: Any) -> None:
     """``prepare``: makes a buffer to receive into; None: without buffers."""
-    if prepare is None:
-        pair.pass_on("", make, *args)
-    else:
-        pair.b.run(_fill, pair.send(make, *args), prepare, make, *args)
-
-
-#: Run each time; the others are slow.
-_EACH_TIME = [None, _plain, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (_strided, _turned, _on_the_cpu))]
-
-
-@pytest.mark.parametrize("prepare", _EACH_TIME)
-@pytest.mark.parametrize("index", range(len(ALL_DTYPES)), ids=str)
-def test_each_dtype(pair: Pair, index: int, prepare: Any) -> None:
-    _arrives(pair, prepare, _each_dtype, index)
-
-
-@pytest.mark.parametrize("prepare", [None, _plain, _strided])
-@pytest.mark.parametrize(
-    ("make", "args"),
-    [
-        *((make, ()) for make in (_same_shapes, _empty, _empty_among_others, _scalars, _views, _expanded)),
-        *((make, ()) for make in (_large_view, _around_one_mib, _several_large)),
-        *((_dtypes_together, (repeat,)) for repeat in (1, 5)),
-        (_many_small, (3000,)),
-    ],
-)
-def test_each_kind_of_tensor(
-    pair: Pair, make: Callable[..., list[torch.Tensor]], args: tuple[Any, ...], prepare: Any
-) -> None:
-    _arrives(pair, prepare, make, *args)
+    for make, *args in _KINDS_OF_TENSOR:
+        if prepare is None:
+            pair.pass_on("", make, *args)
+        else:
+            pair.b.run(_fill, pair.send(make, *args), prepare, make, *args)
 
 
 def test_seventy_megabytes(pair: Pair) -> None:

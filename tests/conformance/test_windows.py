@@ -100,15 +100,14 @@ _PARTS: list[list[_Described]] = [
 _ALL = slice(None)
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [tensor_lanes._plain, _column_slice, tensor_lanes._strided, tensor_lanes._turned, tensor_lanes._on_the_cpu],
-    ids=lambda made: made.__name__,
-)
+_TARGETS = (tensor_lanes._plain, _column_slice, tensor_lanes._strided, tensor_lanes._turned, tensor_lanes._on_the_cpu)
+
+
 @pytest.mark.parametrize("lend", [False, True])
-def test_parts_of_flat_tensors_go_where_they_belong(any_pair: Pair, lend: bool, prepare: Any) -> None:
-    for kept in (_ALL, slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
-        any_pair.b.run(_spread, any_pair.send(_flats, lend, kept), prepare, kept)
+def test_parts_of_flat_tensors_go_where_they_belong(any_pair: Pair, lend: bool) -> None:
+    for prepare in _TARGETS:
+        for kept in (_ALL, slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
+            any_pair.b.run(_spread, any_pair.send(_flats, lend, kept), prepare, kept)
     if any_pair.a.run(_lane_is_shm):
         assert any_pair.used() == 0, "slots are back"
 

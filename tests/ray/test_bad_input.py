@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raytorchrpc as rtr
 from raytorchrpc.group import ray_calls
 from raytorchrpc.tensors.devices import check_mapped
+from tests import insides
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
@@ -452,15 +453,7 @@ def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn
         assert_work(peers[:2])
     finally:
         for peer in peers[:2]:
-            ray.get(peer.run.remote(leave_whatever_group))
-
-
-def leave_whatever_group() -> None:
-    from raytorchrpc.membership import join
-
-    info = join.group_info()
-    if info is not None:
-        join.leave(None, info.generation)
+            ray.get(peer.run.remote(insides.leave_group))
 
 
 class _Listed(type):

@@ -20,6 +20,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.ray.actors import Latch
 from tests.ray.call_actors import LARGE, AsyncCaller, Store
 from tests.ray.conftest import Spawn
@@ -265,10 +266,7 @@ class Worker:
 
 if __name__ == "__main__":
     ray.init(
-        address=os.environ["TEST_RAY_ADDRESS"],
-        runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
-        log_to_driver=False,
-        configure_logging=False,
+        address=os.environ["TEST_RAY_ADDRESS"], log_to_driver=False, configure_logging=False,
     )
     workers = [Worker.options(num_cpus=0).remote() for _ in range(2)]
     with rtr.init_group(workers, include_driver=True):
@@ -324,9 +322,7 @@ def test_a_tensor_sent_to_oneself_is_a_copy(members: Members) -> None:
 
 
 def _kept_by_a() -> list[Any]:
-    from raytorchrpc._compat.ray_internals import actor_instance
-
-    return actor_instance().take_kept()  # type: ignore[union-attr,no-any-return]
+    return insides.actor().take_kept()  # type: ignore[no-any-return]
 
 
 # --- futures ---------------------------------------------------------------------------------------------------

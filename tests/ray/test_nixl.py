@@ -12,10 +12,11 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc._compat import nixl_package
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.call_actors import LARGE
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, TensorStore, bytes_by_lane, in_actor
+from tests.ray.test_tensor_lanes import MIB, TensorStore, bytes_by_lane
 
 pytestmark = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 LANES = ("socket", "nixl", "torchrpc")

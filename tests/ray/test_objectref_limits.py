@@ -16,8 +16,8 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 import raytorchrpc as rtr
-from raytorchrpc.process.this_process import has_ended
-from tests.conformance.peers import wait_until
+from tests.insides import has_ended
+from tests.polling import wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.limit_actors import AsyncMaker, Maker, Undecorated

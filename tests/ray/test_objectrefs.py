@@ -15,6 +15,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.ref_actors import AsyncRefPeer, RefPeer, Stranger, total_in_task
@@ -100,16 +101,8 @@ class TestWithoutAGroup:
     def test_a_source_that_left_while_the_receiver_still_believes_in_it(self, actors: dict[str, Any]) -> None:
         with rtr.init_group({"a": actors["a"], "b": actors["b"]}, name="half gone"):
             ref = ready(actors["a"].ones.remote(100_000))
-            get(actors["a"].run.remote(leave))
+            get(actors["a"].run.remote(insides.leave_group))
             assert get(actors["b"].total.remote(ref)) == 100_000
-
-
-def leave() -> None:
-    from raytorchrpc.membership import join
-
-    info = join.group_info()
-    assert info is not None
-    join.leave(None, info.generation)
 
 
 def pulled(group: rtr.Group) -> set[tuple[str, str]]:

@@ -17,10 +17,11 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Latch, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor, used
+from tests.ray.test_tensor_lanes import MIB, used
 
 LARGE = 2 * MIB  # elements of float32
 

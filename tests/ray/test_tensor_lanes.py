@@ -15,7 +15,8 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import Latch
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
@@ -91,10 +92,6 @@ class TensorStore(Store):
 
     def hidden(self, value: Any) -> None:
         """Not for the others."""
-
-
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=60)
 
 
 def checksum(value: Any) -> int:

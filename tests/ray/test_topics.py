@@ -12,10 +12,11 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor
+from tests.ray.test_tensor_lanes import MIB
 
 LARGE = MIB  # elements of float32
 

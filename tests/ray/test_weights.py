@@ -18,10 +18,11 @@ from raytorchrpc.calls.member import process_member
 from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.source_pull import SourcePull
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor, used
+from tests.ray.test_tensor_lanes import MIB, used
 from tests.ray.weight_helpers import came_from, no_group_is_left, no_readers  # noqa: F401
 
 #: Elements of float32: above and below what travels in a message.

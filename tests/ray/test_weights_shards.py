@@ -18,7 +18,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.weight_helpers import no_group_is_left, pid_of  # noqa: F401

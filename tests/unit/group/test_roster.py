@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from benchmarks import _scale_report
+from benchmarks import scale
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.group.roster import GroupState, Roster
@@ -104,13 +104,13 @@ def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:
 )
 def test_a_law_is_found_again(terms: tuple[float, float, float], dominant: str) -> None:
     a, b, c = terms
-    found = _scale_report.law({n: a + b * n + c * n * n for n in (8, 16, 32, 64)})
+    found = scale.law({n: a + b * n + c * n * n for n in (8, 16, 32, 64)})
     assert found[:3] == pytest.approx(terms, abs=1e-6)
     assert found.error < 1e-6
     assert found.dominant(1000) == dominant
 
 
 def test_a_law_has_no_negative_term() -> None:
-    found = _scale_report.law({8: 5.0, 16: 4.0, 32: 3.0, 64: 2.0})
+    found = scale.law({8: 5.0, 16: 4.0, 32: 3.0, 64: 2.0})
     assert min(found[:3]) >= 0
     assert found.error > 0.1

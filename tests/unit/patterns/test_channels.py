@@ -22,7 +22,7 @@ from raytorchrpc.patterns.queues import store
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0

@@ -17,7 +17,7 @@ from raytorchrpc.patterns.weights.plan import Transfer
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0

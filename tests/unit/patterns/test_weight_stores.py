@@ -15,7 +15,7 @@ from raytorchrpc.errors import NotFound, PeerLost
 from raytorchrpc.patterns.weights import model_pull, source_pull
 from raytorchrpc.patterns.weights.plan import Request
 from raytorchrpc.patterns.weights.published import TENSORS
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import Members, in_thread
 from tests.unit.patterns.weight_values import values
 

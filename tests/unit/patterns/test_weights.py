@@ -18,7 +18,7 @@ from raytorchrpc.lanes.shm.memory import Borrower, Lender
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import Deadlines
 
 LONG = 20.0

@@ -25,7 +25,8 @@ from raytorchrpc.lanes.shm.lane import Copier
 from raytorchrpc.process import threads
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import DeferredCleanup, Workers
-from tests.conformance.peers import EMPTY, Node, answer, wait_until
+from tests.conformance.peers import EMPTY, Node, answer
+from tests.polling import wait_until
 from tests.unit.callees import Deadlines
 
 PATIENCE_S = 10.0
