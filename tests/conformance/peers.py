@@ -28,6 +28,7 @@ from raytorchrpc.lanes.common.connections import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys, Stream
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
+from raytorchrpc.lanes.nccl.carrier import carrier as nccl_carrier
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.setup import LaneSetup
@@ -398,7 +399,8 @@ def nccl_lane(
     name, names = "abcdef"[rank], frozenset("abcdef")
     host, by_tcp = ("127.0.0.1", names) if tcp else (None, frozenset[str]())
     setup = LaneSetup(name, Credentials(secret, rank), GroupConfig(), unasked, host, by_tcp)
-    return NcclLane(name, (0,), lambda: setup.control_lane("nccl"), timeout_s=timeout_s, carrier=carrier)
+    get = nccl_carrier if carrier is None else lambda: carrier
+    return NcclLane(name, (0,), lambda: setup.control_lane("nccl"), timeout_s=timeout_s, get_carrier=get)
 
 
 def meet(peer: str, address: Any) -> None:

@@ -69,7 +69,7 @@ def test_an_interrupted_method_that_calls_a_peer_ends_well_when_it_runs_again(
     assert ray.get(members.peer.call.remote(kind, "double", 4), timeout=60) == 8
 
 
-@pytest.mark.parametrize("kind", ["sync", "threaded"])
+@pytest.mark.parametrize("kind", ["sync", pytest.param("threaded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "result"),
     [

@@ -268,6 +268,30 @@ def test_few_test_files_import_private_modules() -> None:
     assert len(found) <= TESTS_OF_PRIVATE_MODULES, found
 
 
+# --- threads ---------------------------------------------------------------------------------------------
+
+#: What starts a thread. ``asyncio``'s leave what could not be started to be run later, when nobody waits for it.
+STARTERS = {
+    *("Thread", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "ThreadPool"),
+    *("to_thread", "run_in_executor"),
+}
+
+
+def test_no_thread_is_started_outside_of_process_threads() -> None:
+    found = []
+    for name in FILES:
+        if name == "process.threads" or inside(name, {"bench"}):  # the benchmark's own threads serve no member
+            continue
+        for node in ast.walk(tree_of(name)):
+            called = node.func if isinstance(node, ast.Call) else None
+            started = getattr(called, "attr", None) or getattr(called, "id", None)
+            timer = started == "Timer" and isinstance(called, ast.Attribute)  # threading.Timer
+            based = [getattr(base, "attr", None) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if started in STARTERS or timer or "Thread" in based:
+                found.append(f"{name}:{getattr(node, 'lineno', 0)}")
+    assert not found, f"use threads.start: {found}"
+
+
 # --- private names ---------------------------------------------------------------------------------------
 
 
