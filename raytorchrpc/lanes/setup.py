@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import MessageLane
+from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
@@ -40,11 +41,19 @@ class LaneSetup:
         """Most memory for CPU tensors in flight, in bytes: ``GroupConfig.shm_bytes``, or its default."""
         return self.config.shm_bytes or default_capacity()
 
+    def make(self, row: registry.Lane) -> MessageLane | TensorLane:
+        """Make a lane as its row says, not open yet. Raises ConfigurationError if its factory makes something else."""
+        lane = registry.resolve(row, row.make)(self)
+        expected = TensorLane if row.out_of_band else MessageLane
+        if not isinstance(lane, expected) or lane.name != row.name:
+            raise ConfigurationError(f"{row.make} returned {lane!r}; expected a {expected.__name__} named {row.name!r}")
+        return lane
+
     def control_lane(self, name: str) -> MessageLane:
         """Make a message lane by which the same lane of two members makes requests, authenticated like this member.
 
         ``name``: the lane that uses, opens and closes it.
         """
-        row = registry.lane("socket")
-        made: MessageLane = registry.resolve(row, row.make)(replace(self, member=f"{self.member}-{name}"))
-        return made
+        lane = replace(self, member=f"{self.member}-{name}").make(registry.lane("socket"))
+        assert isinstance(lane, MessageLane)
+        return lane

@@ -29,7 +29,7 @@ from raytorchrpc.calls.server.exposed import exposed, take_turns
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending, TensorLane
+from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
@@ -347,7 +347,7 @@ def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
     missing = [registry.lane(name) for name in names if name not in opened]
     addresses = {}
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
-        lane = make_lane(row, setup)
+        lane = setup.make(row)
         if isinstance(lane, MessageLane):
             local.lanes.append(lane)
             addresses[row.name] = lane.open(partial(local.incoming.serve, lane), local.workers.submit)
@@ -367,15 +367,6 @@ def preload() -> None:
         if row.always or row.carries == ("cpu",):
             registry.resolve(row, row.make)
     load_where_possible()
-
-
-def make_lane(row: registry.Lane, setup: LaneSetup) -> MessageLane | TensorLane:
-    """Make a lane as its row says, not open yet. Raises ConfigurationError if its factory makes something else."""
-    lane = registry.resolve(row, row.make)(setup)
-    expected = TensorLane if row.out_of_band else MessageLane
-    if not isinstance(lane, expected) or lane.name != row.name:
-        raise ConfigurationError(f"{row.make} returned {lane!r}; expected a {expected.__name__} named {row.name!r}")
-    return lane
 
 
 # --- changes of the group: the supervisor calls these, on a thread of the member's own, busy or not ------------------
@@ -416,28 +407,9 @@ def prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
         _part(local, member.name, "it left and came back")
     add_peers(local, table, coming)
     if _joined is not None:
-        table = _merged(_joined[1], table)
+        table = _joined[1].merged(table)
     _joined = spec, table._replace(peers={**table.peers, spec.name: prepared})
     return prepared
-
-
-def _merged(known: Table, new: Table) -> Table:
-    """The known table, with the entries of ``new`` added or in place of older ones."""
-    before, now = known.info, new.info
-    coming = {member.name for member in now.members}
-    members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
-    agents = {**before.plan.agents, **now.plan.agents}
-    plan = replace(
-        before.plan,
-        agents={member.name: agents[member.name] for member in members},
-        routes={**before.plan.routes, **now.plan.routes},
-    )
-    maps = {name: dict(now.device_maps.get(name, {})) for name in agents}
-    for name, row in before.device_maps.items():
-        if name not in coming:
-            maps[name] = {**{peer: pairs for peer, pairs in row.items() if peer not in coming}, **maps.get(name, {})}
-    info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
-    return new._replace(info=info, peers={**known.peers, **new.peers})
 
 
 def activate(local: LocalMember, names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raytorchrpc.calls.peers import Member
@@ -106,6 +107,25 @@ class Table(NamedTuple):
     """Members that cannot be called for now, and why."""
     silent: tuple[str, ...] = ()
     """Members that did not answer recently: connections to them are not tested."""
+
+    def merged(self, new: Table) -> Table:
+        """This table with the entries of ``new`` added, or in place of older ones."""
+        before, now = self.info, new.info
+        coming = {member.name for member in now.members}
+        members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
+        agents = {**before.plan.agents, **now.plan.agents}
+        plan = replace(
+            before.plan,
+            agents={member.name: agents[member.name] for member in members},
+            routes={**before.plan.routes, **now.plan.routes},
+        )
+        maps = {name: dict(now.device_maps.get(name, {})) for name in agents}
+        for name, row in before.device_maps.items():
+            if name not in coming:
+                stay = {peer: pairs for peer, pairs in row.items() if peer not in coming}
+                maps[name] = {**stay, **maps.get(name, {})}
+        info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
+        return new._replace(info=info, peers={**self.peers, **new.peers})
 
 
 class Arrival(NamedTuple):

@@ -61,12 +61,6 @@ def message_kinds() -> list[str]:
 TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conformance").hex())) if ENCRYPTED else None
 
 
-def make_lane(name: str, setup: LaneSetup) -> Any:
-    """As a member makes it."""
-    row = registry.lane(name)
-    return registry.resolve(row, row.make)(setup)
-
-
 def unasked() -> Endpoint:
     raise AssertionError("no lane here asks what its process is")
 
@@ -106,7 +100,8 @@ class Node:
             process_fabric().start(spec)
         by_tcp = frozenset({"a", "b", "c"}) if self.is_tcp else frozenset()
         host = "127.0.0.1" if by_tcp else None
-        made = make_lane(kind.split()[0], LaneSetup(name, self.credentials, GroupConfig(), unasked, host, by_tcp))
+        setup = LaneSetup(name, self.credentials, GroupConfig(), unasked, host, by_tcp)
+        made = setup.make(registry.lane(kind.split()[0]))
         assert isinstance(made, MessageLane)
         return made
 
@@ -388,7 +383,7 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
 
 def cpu_lane(name: str, capacity: int, rank: int = 0) -> TensorLane:
     config = GroupConfig(shm_bytes=capacity, copy_threads=2)
-    lane = make_lane(name, LaneSetup("ab"[rank], Credentials(SECRET, rank), config, unasked))
+    lane = LaneSetup("ab"[rank], Credentials(SECRET, rank), config, unasked).make(registry.lane(name))
     assert isinstance(lane, TensorLane)
     return lane
 

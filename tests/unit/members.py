@@ -159,10 +159,12 @@ class Members:
                 self._know(local, peer.me)
 
     def _open_sockets(self) -> None:
-        row, addresses = registry.lane("socket"), []
+        row, addresses = registry.lane("socket"), list[PeerAddress]()
         for name, local in self.members.items():
             setup = LaneSetup(name, Credentials(b"s" * 32, local.me.rank), local.config, _unasked)
-            self.lanes[name] = lane = registry.resolve(row, row.make)(setup)
+            lane = setup.make(row)
+            assert isinstance(lane, MessageLane)
+            self.lanes[name] = lane
             local.lanes.append(lane)
             addresses.append(PeerAddress(name, lane.open(partial(local.incoming.serve, lane), local.workers.submit)))
         for lane in self.lanes.values():

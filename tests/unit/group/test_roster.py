@@ -1,4 +1,4 @@
-"""What grows with a group: what members are told when others come in, and the law that ``benchmarks scale`` fits."""
+"""What members are told when others come in, who may be in one group, and the law that ``benchmarks scale`` fits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from benchmarks import scale
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.roster import GroupState, Roster
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
-from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import Prepared, Probe, Table
+from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
 
@@ -76,7 +77,7 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
         if name not in coming:
             told = again.arrival(name, info, everybody, coming)
             assert {member.name for member in told.table.info.members} == set(coming)
-            same(join._merged(known[name], told.table), again.table(name, info, everybody))
+            same(known[name].merged(told.table), again.table(name, info, everybody))
 
 
 def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
@@ -114,3 +115,42 @@ def test_a_law_has_no_negative_term() -> None:
     found = scale.law({8: 5.0, 16: 4.0, 32: 3.0, 64: 2.0})
     assert min(found[:3]) >= 0
     assert found.error > 0.1
+
+
+# --- users ----------------------------------------------------------------------------------------------------------
+
+
+def form(first: Endpoint, second: Endpoint, watcher: Endpoint, across_users: bool = False) -> Roster:
+    endpoints = {"a": first, "b": second}
+    probes = {
+        name: Probe(endpoint, f"node-{endpoint.boot_id}", rank, None, None, None, None, None)
+        for rank, (name, endpoint) in enumerate(endpoints.items())
+    }
+    roster = Roster("default", GroupConfig(across_users=across_users), Owner("job", None), watcher)
+    return roster.admit(dict.fromkeys(probes), probes)
+
+
+def test_members_of_two_users_on_one_host_need_a_group_formed_across_users() -> None:
+    first, other = clusters.member(0, uid=1000), clusters.member(1, uid=1001)
+    with pytest.raises(ConfigurationError, match=r"a \(uid 1000\) and b \(uid 1001\).*across_users=True"):
+        form(first, other, first)
+    assert len(form(first, other, first, across_users=True).records) == 2
+
+
+def test_the_process_that_forms_the_group_counts_too() -> None:
+    first, second = clusters.member(0, uid=1000), clusters.member(1, uid=1000)
+    with pytest.raises(ConfigurationError, match=r"a \(uid 1000\) and the process that forms the group \(uid 0\)"):
+        form(first, second, clusters.member(2, uid=0))
+
+
+def test_members_of_two_user_namespaces_count_as_two_users() -> None:
+    first = clusters.member(0, uid=0)
+    inside = clusters.member(1, uid=0)
+    inside = inside.changed({"namespaces": {**inside.namespaces, "user": "another"}})
+    with pytest.raises(ConfigurationError, match="user namespaces"):
+        form(first, inside, first)
+
+
+def test_users_of_different_hosts_connect_by_tcp_and_need_nothing() -> None:
+    first, far = clusters.member(0, uid=1000), clusters.member(1, host=1, uid=1001)
+    assert len(form(first, far, first).records) == 2

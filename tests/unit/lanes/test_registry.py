@@ -15,8 +15,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, TensorLane
+from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.registry import LANES
-from raytorchrpc.membership.join import make_lane
+from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.distributions import MEMFD, OWN_LANES, UNIX_STREAM, install_own_lanes, write
@@ -207,6 +208,6 @@ def test_a_factory_that_makes_something_else_is_an_error() -> None:
         registry.Lane("other", ("cpu",), row.rule, row.make, out_of_band=True),
         registry.Lane(MEMFD, ("cpu",), row.rule, row.make),
     ):
-        setup: Any = object()
+        setup = LaneSetup("a", Credentials(b"s" * 32), GroupConfig(), clusters.member)
         with pytest.raises(ConfigurationError, match=r"expected a (TensorLane|MessageLane) named"):
-            make_lane(wrong, setup)
+            setup.make(wrong)

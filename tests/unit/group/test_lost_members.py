@@ -1,7 +1,8 @@
-"""How the supervisor has a restarted actor's process poll for its requests."""
+"""What a group finds out about lost members, and how it takes restarted ones back."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,88 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls.rejoin import REQUESTS, Mailbox, Process, packed
-from raytorchrpc.group import ray_calls
+from raytorchrpc.errors import BootstrapError
+from raytorchrpc.group import failure_detector, ray_calls
+from raytorchrpc.group.failure_detector import FailureDetector, Findings
 from raytorchrpc.group.ray_calls import RestartedActors
+from raytorchrpc.group.roster import GroupState, Phase
+from raytorchrpc.group.supervisor import Supervisor
+
+# --- what Ray says of them ------------------------------------------------------------------------------------------
+
+
+class Ray:
+    """What Ray says of the actor of member ``a``, whose lost process has pid 1."""
+
+    def __init__(self) -> None:
+        self.state, self.pid, self.listens = "ALIVE", 1, False
+        record = SimpleNamespace(handle="a", probe=SimpleNamespace(pid=1, node_id="node"))
+        roster: Any = SimpleNamespace(records={"a": record})
+        self.group = GroupState(roster, None, {})  # type: ignore[arg-type]
+        self.group.lose("a", "connection broke")
+        restarts: Any = SimpleNamespace(is_listening=lambda *_: self.listens)
+        nothing: Any = None
+        self._detector = FailureDetector(self.group, nothing, restarts, nothing, nothing)
+        self._detector._dial = lambda *_: None  # type: ignore[method-assign]
+
+    def poll(self, state: str, pid: int = 1, listens: bool = False) -> Findings:
+        self.state, self.pid, self.listens = state, pid, listens
+        self.group.lost["a"].next_poll = time.monotonic()
+        return self._detector.poll()
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    made = Ray()
+    states = SimpleNamespace(
+        actor_state=lambda _: SimpleNamespace(state=made.state, pid=made.pid, node_id="node", cause=""),
+        actor_id_of=lambda handle: handle,
+    )
+    monkeypatch.setattr(failure_detector, "ray_internals", states)
+    return made
+
+
+@pytest.mark.parametrize("before", [Phase.SUSPECTED, Phase.AWAY])
+@pytest.mark.parametrize("there", [("RESTARTING", 1, False), ("ALIVE", 2, False), ("ALIVE", 2, True)])
+def test_the_end_of_a_process_is_reported_before_the_next_is_admitted(
+    ray: Ray, before: Phase, there: tuple[str, int, bool]
+) -> None:
+    lost = ray.group.lost["a"]
+    lost.phase = before
+    assert ray.poll("ALIVE") == Findings([], [], []) and lost.phase is before, "it may come back as it was"
+    assert ray.poll(*there) == Findings(ended=["a"], dead=[], restarted=[])
+    lost.phase = Phase.ENDED  # announced
+    assert ray.poll("RESTARTING") == Findings([], [], [])
+    assert ray.poll("ALIVE", 2, listens=True) == Findings([], [], restarted=["a"])
+    assert ray.poll("ALIVE", 3) == Findings([], [], []) and lost.phase is Phase.ENDED
+    assert ray.poll("DEAD") == Findings([], dead=["a"], restarted=[])
+
+
+# --- readmission ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("failed", "still_there"), [(("a",), ["b"]), ((), []), (("a", "driver"), ["b"])])
+def test_members_that_could_return_do_not_wait_for_those_that_could_not(
+    failed: tuple[str, ...], still_there: list[str]
+) -> None:
+    records = {name: SimpleNamespace(handle=name) for name in "ab"}
+    roster: Any = SimpleNamespace(name="g", records=records)
+    state = GroupState(roster, None, {})  # type: ignore[arg-type]
+    for name in "ab":
+        state.lose(name, "its process ended")
+        state.lost[name].phase = Phase.RESTARTED
+
+    def admit(*_: Any) -> None:
+        raise BootstrapError("no answer", members=failed)
+
+    restarts = SimpleNamespace(call_all=None)
+    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=restarts, _admit=admit)
+    Supervisor._readmit(supervisor, ["a", "b"])
+    assert [name for name, lost in state.lost.items() if lost.phase is Phase.RESTARTED] == still_there
+
+
+# --- mailboxes ------------------------------------------------------------------------------------------------------
+
 
 THERE = ActorState("ALIVE", 7, "node", "")
 

@@ -1,10 +1,11 @@
-"""The store of a process group: what torch's functions need of it, and when it ends."""
+"""The store of a process group, and which members can have one."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from raytorchrpc.errors import PeerLost, ProcessGroupLost, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
+from raytorchrpc.group.process_groups import check_backend, check_encryption
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from tests.unit import clusters
 from tests.unit.callees import DeferredReply
 
 
@@ -176,3 +179,37 @@ def test_gloo_makes_its_connections_by_it() -> None:
     for thread in threads:
         thread.join(60)
     assert sums == {0: 6.0, 1: 6.0, 2: 6.0}
+
+
+# --- backends -------------------------------------------------------------------------------------------------------
+
+
+def on_one_gpu() -> clusters.Cluster:
+    (gpu,) = clusters.a100s(1)
+    return clusters.group(*(clusters.member(n, cuda=True, gpus=(gpu,)) for n in range(2)))
+
+
+WITHOUT_GPU = {**clusters.one_host_two_gpus(), "learner": clusters.member(7)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "cluster", "said"),
+    [
+        ("nccl", clusters.one_host_two_gpus(), None),
+        ("gloo", clusters.one_host(3), None),
+        ("nccl", WITHOUT_GPU, r"none in learner \(.*num_gpus=1.*backend='gloo'"),
+        ("nccl", on_one_gpu(), "worker_0 and worker_1 are on one GPU"),
+        *((wrong, {}, "'gloo' or 'nccl', not") for wrong in ("mpi", "NCCL", "", None, 3)),
+    ],
+)
+def test_a_backend_that_cannot_work_is_refused_with_the_members(
+    backend: object, cluster: clusters.Cluster, said: str | None
+) -> None:
+    with nullcontext() if said is None else pytest.raises(ConfigurationError, match=said):
+        check_backend(backend, cluster)
+
+
+def test_a_group_that_encrypts_has_process_groups_within_a_host_alone() -> None:
+    check_encryption("gloo", clusters.one_host(3))
+    with pytest.raises(ConfigurationError, match=r"'gloo' does not encrypt.* worker_0 and worker_1 share no network"):
+        check_encryption("gloo", clusters.two_hosts())
