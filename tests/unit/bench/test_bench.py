@@ -223,7 +223,8 @@ def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, s
     ],
 )
 def test_a_row_that_cannot_run_a_case_says_why(row: str, case: Case, device: Device, gpus: int, says: Any) -> None:
-    found = case_obstacle(PATTERN_ROW[row], case, device, gpus, 16 * GB)
+    found = case_obstacle(PATTERN_ROW[row], case, device, 16 * GB)
+    found = found or obstacle(PATTERN_ROW[row], device, site(place(gpus=gpus)))
     assert found is None if says is None else says in (found or "")
 
 
