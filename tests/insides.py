@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
+from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import ray
+
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
+from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.membership import join
+from raytorchrpc.process import fork
+from raytorchrpc.process.this_process import has_ended as has_ended
 
 saved: Any = SimpleNamespace()
 """What a test saves in a process for its next call there. Say ``insides.saved``: a module is pickled by its name."""
 
 
+def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """What the function returns in the process of an actor that has a method ``run``."""
+    return ray.get(actor.run.remote(function, *args), timeout=120)
+
+
 def actor() -> Any:
     """The actor of this process."""
     return process_member().incoming.callee.instance
+
+
+def leave_group() -> None:
+    """Leave the group that this process is in, unasked; has no effect if it is in none."""
+    info = join.group_info()
+    if info is not None:
+        join.leave(None, info.generation)
+
+
+def peers_elsewhere() -> int:
+    """How many peers are on other nodes."""
+    local = process_member()
+    return sum(route.member.node_id != local.me.node_id for route in local.peers.routes)
 
 
 def tensor_lane(name: str) -> Any:
@@ -76,3 +104,42 @@ def pretend(nodes: dict[str, str]) -> None:
         node = nodes.get(route.member.name, route.member.node_id)
         local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
     local.me = local.peers.route(local.me.rank).member
+
+
+# --- the TensorPipe agent of this process ------------------------------------------------------------------------
+
+
+def agent_url() -> str:
+    return str(process_fabric()._url)
+
+
+def agent_addresses() -> set[tuple[str, int]]:
+    return set(fork.addresses_in(agent_url()))
+
+
+def agent_listeners() -> list[int]:
+    """The descriptors that it listens on."""
+    return list(process_fabric()._listeners.values())
+
+
+def hang_up_on(url: str) -> int:
+    """Shut the connections of this process to that agent; returns how many."""
+    cut, doors = 0, set(fork.addresses_in(url))
+    for _, sock in fork.own_sockets():
+        with suppress(OSError):
+            if sock.family == socket.AF_INET and sock.getpeername()[:2] in doors:
+                sock.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    return cut
+
+
+# --- what Ray knows ----------------------------------------------------------------------------------------------
+
+
+def actor_state(handle: Any) -> ray_internals.ActorState:
+    return ray_internals.actor_state(ray_internals.actor_id_of(handle))
+
+
+def stored_keys(prefix: str) -> list[str]:
+    """What the package keeps in Ray's store."""
+    return ray_internals.stored_keys(prefix)

@@ -226,6 +226,10 @@ class Export(NamedTuple):
     """
 
 
+#: For each tensor of a message, the receiver's tensor for it or None; see ``TensorLane.fetch``.
+Into = Sequence[torch.Tensor | None] | None
+
+
 class TensorLane(PeerLane):
     """Carries tensors out of band. The sender exports, the receiver fetches.
 
@@ -260,9 +264,7 @@ class TensorLane(PeerLane):
         return self.export(tensors, peer, devices)
 
     @abstractmethod
-    def fetch(
-        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
-    ) -> list[torch.Tensor]:
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         """Receive the tensors, on the thread that will use them. Called once per descriptor.
 
         ``into``: for each tensor, a tensor of that dtype and shape to receive into, or None; on any device, with any
@@ -351,6 +353,10 @@ def prepared(parts: Sequence[Part], key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
+#: What the caller must copy itself: (target, source), where the source may be strided.
+ToCopy = list[tuple[torch.Tensor, torch.Tensor]]
+
+
 class WindowLane(TensorLane):
     """A tensor lane whose peers read memory in place: windows, which the owner fills once for many readers.
 
@@ -381,13 +387,10 @@ class WindowLane(TensorLane):
         """Tensors in the same memory will be read soon, not these. Quick; never raises."""
 
     @abstractmethod
-    def scatter_into(
-        self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
         """Like ``fetch`` with ``into``, for flat uint8 tensors of ``sizes`` bytes, but receive only parts of each.
 
-        A part outside of its flat tensor raises LaneUnavailable before any of it is copied. Returns the parts that the
-        caller must copy itself: (target, source), where the source may be strided. ``Parts`` come again: see
+        A part outside of its flat tensor raises LaneUnavailable before any of it is copied. ``Parts`` come again: see
         ``prepared``.
         """
 

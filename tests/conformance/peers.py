@@ -6,10 +6,10 @@ import importlib.util
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ray import cloudpickle
 from typing_extensions import Self
 
 from raytorchrpc.config import GroupConfig
@@ -27,6 +28,7 @@ from raytorchrpc.lanes.common.connections import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys, Stream
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
+from raytorchrpc.lanes.nccl.carrier import carrier as nccl_carrier
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.setup import LaneSetup
@@ -281,24 +283,15 @@ def open_things() -> tuple[set[str], set[str]]:
     return threads, descriptors
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 def forkserver() -> ForkServerContext:
     """Starts processes that have imported torch and this module. A process has one fork server: all tests use this."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "pytest"])
+    context.set_forkserver_preload(["tests.conformance.preloaded"])
     return context
 
 
 class Process:
-    """A process that runs functions of an importable module, one at a time."""
+    """A process that runs functions, one at a time: those of a module in its own module, others as copies."""
 
     def __init__(self) -> None:
         context = forkserver()
@@ -308,7 +301,7 @@ class Process:
         its.close()
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        self._mine.send((function, args))
+        self._mine.send_bytes(cloudpickle.dumps((function, args)))
 
     def result(self) -> Any:
         assert self._mine.poll(60), "the process does not answer"
@@ -332,7 +325,7 @@ def _main(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, args = pipe.recv()
+            function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
         try:
@@ -406,7 +399,8 @@ def nccl_lane(
     name, names = "abcdef"[rank], frozenset("abcdef")
     host, by_tcp = ("127.0.0.1", names) if tcp else (None, frozenset[str]())
     setup = LaneSetup(name, Credentials(secret, rank), GroupConfig(), unasked, host, by_tcp)
-    return NcclLane(name, (0,), lambda: setup.control_lane("nccl"), timeout_s=timeout_s, carrier=carrier)
+    get = nccl_carrier if carrier is None else lambda: carrier
+    return NcclLane(name, (0,), lambda: setup.control_lane("nccl"), timeout_s=timeout_s, get_carrier=get)
 
 
 def meet(peer: str, address: Any) -> None:

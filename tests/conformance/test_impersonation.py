@@ -17,7 +17,8 @@ from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
 from tests.conformance import peers
 from tests.conformance.on_path import Relay, Tamper
-from tests.conformance.peers import EMPTY, SECRET, Message, Node, Process, answer, wait_until
+from tests.conformance.peers import EMPTY, SECRET, Message, Node, Process, answer
+from tests.polling import wait_until
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 EXPECTED = "not the expected member"

@@ -24,6 +24,7 @@ from raytorchrpc.lanes.base import Pending
 from raytorchrpc.process import tcp
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
+from tests.polling import wait_until
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 PROCESSES = [kind for kind in peers.message_kinds() if kind != "loopback"]
@@ -93,24 +94,15 @@ def in_a(*kinds: str) -> Callable[[Callable[[], None]], Callable[[Any], None]]:
     """Make a test of a function that runs in ``a``; with ``kinds``, on a fresh pair of each of these lanes."""
 
     def make(body: Callable[[], None]) -> Callable[[Any], None]:
-        _bodies[body.__name__] = body
-
         def on_pair(pair: Pair) -> None:
-            pair.run(_run_body, body.__name__)
+            pair.run(body)
 
         def on_fresh(fresh: Pair) -> None:
-            fresh.run(_run_body, body.__name__)
+            fresh.run(body)
 
         return each(*kinds)(on_fresh) if kinds else on_pair  # type: ignore[no-any-return]
 
     return make
-
-
-_bodies: dict[str, Callable[[], None]] = {}
-
-
-def _run_body(name: str) -> None:
-    _bodies[name]()
 
 
 @contextmanager
@@ -120,7 +112,7 @@ def standing(process: Process) -> Iterator[None]:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
-    assert peers.wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+    assert wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
     try:
         yield
     finally:
@@ -167,18 +159,15 @@ SHAPES: dict[str, Callable[[], list[torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_stride(pair: Pair, shape: str) -> None:
-    pair.run(_shape_body, shape)
-
-
-def _shape_body(shape: str) -> None:
-    tensors = SHAPES[shape]()
-    reply = ask("work", *tensors, payload=b"beside")
-    assert len(reply.body.tensors) == len(tensors)
-    assert all(torch.equal(*both) for both in zip(reply.body.tensors, tensors, strict=True))
-    assert [arrived.shape for arrived in reply.body.tensors] == [tensor.shape for tensor in tensors]
-    assert bytes(reply.body.payload) == b"beside"
+@in_a()
+def test_every_shape_and_stride() -> None:
+    for shape, make in SHAPES.items():
+        tensors = make()
+        reply = ask("work", *tensors, payload=b"beside")
+        assert len(reply.body.tensors) == len(tensors), shape
+        assert all(torch.equal(*both) for both in zip(reply.body.tensors, tensors, strict=True)), shape
+        assert [arrived.shape for arrived in reply.body.tensors] == [tensor.shape for tensor in tensors], shape
+        assert bytes(reply.body.payload) == b"beside"
 
 
 @in_a()
@@ -520,7 +509,7 @@ def _connecting_body() -> None:
     threading.Thread(target=patient, daemon=True).start()
     begun.wait()
     lane: Any = node().lane
-    assert peers.wait_until(lambda: lane._connecting["b"].locked(), PATIENCE_S / 4)
+    assert wait_until(lambda: lane._connecting["b"].locked(), PATIENCE_S / 4)
     start = time.monotonic()
     with pytest.raises((PeerLost, RpcTimeout)):
         send("echo", timeout_s=0.3)
@@ -582,7 +571,7 @@ def test_a_caller_killed_in_the_middle_of_a_message_leaves_the_peer_as_it_was(fr
     try:
         another.run(_warm_body)
         settled = lambda: peers.resident_bytes(fresh.b.process.pid or 0) < before + 60_000_000  # noqa: E731
-        assert peers.wait_until(settled, PATIENCE_S), "the half of a message is still there"
+        assert wait_until(settled, PATIENCE_S), "the half of a message is still there"
     finally:
         another.kill()
 
@@ -595,9 +584,9 @@ def _begin_large_body() -> None:
         connection = lane._made["b"]
         full = select.poll()
         full.register(connection.fd, select.POLLOUT)
-        assert peers.wait_until(lambda: connection._sending.locked() and not full.poll(0), PATIENCE_S)
+        assert wait_until(lambda: connection._sending.locked() and not full.poll(0), PATIENCE_S)
     else:
-        assert peers.wait_until(lambda: _unsent_bytes() > 100_000, PATIENCE_S)
+        assert wait_until(lambda: _unsent_bytes() > 100_000, PATIENCE_S)
 
 
 def _unsent_bytes() -> int:
@@ -647,7 +636,7 @@ def test_close_leaves_nothing() -> None:
             lane.open(node().serve, node()._spawn)
             lane.connect([peer])
             ask("echo", torch.ones(3))
-        peers.wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
+        wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
         assert peers.everything_open() == before
         return
     address, kind = node().address, node().kind
@@ -672,7 +661,7 @@ def test_close_leaves_nothing() -> None:
             pending.take()
         with pytest.raises(RayTorchRpcError):
             answer(second.lane.call("c", message, 2))
-    peers.wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
+    wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
     assert peers.everything_open() == before
 
 

@@ -24,8 +24,9 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.nixl.agent import Agent
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
-from tests.conformance.peers import export, tensors, wait_until
+from tests.conformance.peers import export, tensors
 from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only
+from tests.polling import wait_until
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
@@ -113,11 +114,7 @@ def test_a_full_pool_says_so_and_a_crowded_receiver_copies(form: Callable[..., P
     assert pair.a.run(_comes_back)
     pair.pass_on("", _ones, 50 * MIB)  # other sizes: what is free makes room
     assert pair.a.run(_comes_back)
-    assert pair.a.run(_total) <= 64 * MIB
-
-
-def _total() -> int:
-    return lane()._pool._total
+    assert pair.a.run(lambda: lane()._pool._total) <= 64 * MIB
 
 
 # --- peers that break off --------------------------------------------------------------------------------------
@@ -386,7 +383,7 @@ def test_an_allocation_that_was_freed_is_not_taken_for_its_successor(form: Calla
         sent = pair.a.run(_export_full, number, size)
         pair.b.run(_fetch_full, sent, number)
         assert pair.a.run(_free_everything)
-    assert pair.a.run(_segments) <= 3
+    assert pair.a.run(lambda: len(lane()._segments._known)) <= 3
 
 
 def _fetch_full(sent: Any, number: int) -> None:
@@ -399,10 +396,6 @@ def _free_everything() -> bool:
     let_go = wait_until(lambda: lane().reap() is None and not lane().outstanding, 10)
     torch.cuda.empty_cache()
     return let_go
-
-
-def _segments() -> int:
-    return len(lane()._segments._known)
 
 
 @needs_nixl

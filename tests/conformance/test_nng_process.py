@@ -23,6 +23,7 @@ from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET
+from tests.polling import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +106,7 @@ def test_many_fetch_at_once_and_nothing_is_left(server: NngServer) -> None:
             descriptors_before
         )
 
-    assert peers.wait_until(same_but_workers, 20), peers.open_things()
+    assert wait_until(same_but_workers, 20), peers.open_things()
 
 
 def fetch_one(address: OfferAddress, server: NngServer, number: int = 0) -> None:

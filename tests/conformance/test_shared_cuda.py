@@ -21,7 +21,8 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.cuda_ipc.in_message import MOST_BYTES
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
-from tests.conformance.peers import Process, TensorNode, same, tensors, wait_until
+from tests.conformance.peers import Process, TensorNode, same, tensors
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
 
@@ -166,19 +167,11 @@ def _read_later_and_drop(name: str) -> None:
 def test_what_is_not_fetched_or_not_sent_is_given_back(pair: tuple[Process, Process]) -> None:
     a, b = pair
     sent = a.run(_share, "x", _full, OWN, 1.0)
-    b.run(_discard, sent)
+    b.run(lambda: tensors().lane.discard("a", sent[0]))
     assert a.run(_all_back)
     a.run(_share, "x", _full, OWN, 1.0)
-    a.run(_cancel)
+    a.run(lambda: tensors().exports[-1].cancel())
     assert a.run(_out) == 0
-
-
-def _discard(sent: Any) -> None:
-    tensors().lane.discard("a", sent[0])
-
-
-def _cancel() -> None:
-    tensors().exports[-1].cancel()
 
 
 def test_a_mapping_in_use_is_never_closed(pair: tuple[Process, Process]) -> None:
@@ -249,13 +242,9 @@ def test_what_a_dead_sender_shared_is_still_mapped(pair: tuple[Process, Process]
     b.run(_borrow, "x", a.run(_share, "x", _full, OWN, 6.0))
     a.kill()
     assert b.run(_is, "x", 6.0)
-    b.run(_forget, "a")
+    b.run(lambda: tensors().lane.disconnect("a"))
     assert b.run(_is, "x", 6.0)
     b.run(_drop, "x")
-
-
-def _forget(peer: str) -> None:
-    tensors().lane.disconnect(peer)
 
 
 def test_a_dead_receiver_gives_back(pair: tuple[Process, Process]) -> None:

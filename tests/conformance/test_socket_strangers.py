@@ -16,6 +16,7 @@ import pytest
 from raytorchrpc.errors import PeerLost
 from tests.conformance import peers
 from tests.conformance.peers import PATIENCE_S, Node, PeerAddress
+from tests.polling import wait_until
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 
@@ -160,12 +161,12 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
     echo(friend)
     with dial(member) as sock:
         sock.sendall(b"raytorchrpc/2\0\0\0")
-        assert peers.wait_until(
+        assert wait_until(
             lambda: any(thread.name.startswith("raytorchrpc-b-handshake") for thread in threading.enumerate()), 5
         )
         friend.lane.close()
         member.lane.close()
-        gone = peers.wait_until(
+        gone = wait_until(
             lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 2
         )
         assert gone

@@ -30,7 +30,8 @@ from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
-from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors, wait_until
+from tests.conformance.peers import ALL_DTYPES, Process, export, open_things, random, same, tensors
+from tests.polling import wait_until
 
 MIB = 1 << 20
 needs_nixl = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
@@ -128,10 +129,6 @@ def _fetch(sent: tuple[Any, list[Shape]], keep: str, make: Callable[..., Any], *
         tensors().kept[keep] = arrived
 
 
-def _discard(descriptor: Any) -> None:
-    tensors().lane.discard("a", descriptor)
-
-
 def _keep_only(keep: str, index: int) -> None:
     tensors().kept[keep] = tensors().kept[keep][index]
 
@@ -210,9 +207,9 @@ def _goes_direct() -> bool:
 # --- what arrives ----------------------------------------------------------------------------------------------
 
 
-def _each_dtype(index: int) -> list[torch.Tensor]:
-    tensor = random((5, 7), ALL_DTYPES[index])
-    return [tensor, tensor.T, tensor[1::2, ::3], tensor[:0], tensor[2, 3]]
+def _each_dtype() -> list[torch.Tensor]:
+    made = [random((5, 7), dtype) for dtype in ALL_DTYPES]
+    return [view for tensor in made for view in (tensor, tensor.T, tensor[1::2, ::3], tensor[:0], tensor[2, 3])]
 
 
 def _dtypes_together(repeat: int) -> list[torch.Tensor]:
@@ -266,38 +263,21 @@ def _many_small(count: int) -> list[torch.Tensor]:
     return [torch.full((1 + number % 7,), number, dtype=dtypes[number % 3]) for number in range(count)]
 
 
-def _arrives(pair: Pair, prepare: Any, make: Callable[..., list[torch.Tensor]], *args: Any) -> None:
+_KINDS_OF_TENSOR: list[tuple[Any, ...]] = [
+    *((make,) for make in (_each_dtype, _same_shapes, _empty, _empty_among_others, _scalars, _views, _expanded)),
+    *((make,) for make in (_large_view, _around_one_mib, _several_large)),
+    *((_dtypes_together, 1), (_dtypes_together, 5), (_many_small, 3000)),
+]
+
+
+@pytest.mark.parametrize("prepare", [None, _plain, _strided, _turned, _on_the_cpu])
+def test_each_kind_of_tensor(pair: Pair, prepare: Any) -> None:
     """``prepare``: makes a buffer to receive into; None: without buffers."""
-    if prepare is None:
-        pair.pass_on("", make, *args)
-    else:
-        pair.b.run(_fill, pair.send(make, *args), prepare, make, *args)
-
-
-#: Run each time; the others are slow.
-_EACH_TIME = [None, _plain, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (_strided, _turned, _on_the_cpu))]
-
-
-@pytest.mark.parametrize("prepare", _EACH_TIME)
-@pytest.mark.parametrize("index", range(len(ALL_DTYPES)), ids=str)
-def test_each_dtype(pair: Pair, index: int, prepare: Any) -> None:
-    _arrives(pair, prepare, _each_dtype, index)
-
-
-@pytest.mark.parametrize("prepare", [None, _plain, _strided])
-@pytest.mark.parametrize(
-    ("make", "args"),
-    [
-        *((make, ()) for make in (_same_shapes, _empty, _empty_among_others, _scalars, _views, _expanded)),
-        *((make, ()) for make in (_large_view, _around_one_mib, _several_large)),
-        *((_dtypes_together, (repeat,)) for repeat in (1, 5)),
-        (_many_small, (3000,)),
-    ],
-)
-def test_each_kind_of_tensor(
-    pair: Pair, make: Callable[..., list[torch.Tensor]], args: tuple[Any, ...], prepare: Any
-) -> None:
-    _arrives(pair, prepare, make, *args)
+    for make, *args in _KINDS_OF_TENSOR:
+        if prepare is None:
+            pair.pass_on("", make, *args)
+        else:
+            pair.b.run(_fill, pair.send(make, *args), prepare, make, *args)
 
 
 def test_seventy_megabytes(pair: Pair) -> None:
@@ -401,15 +381,11 @@ def _in_threads(work: Callable[[int], None], count: int) -> None:
 def test_a_tensor_of_more_than_2_gib() -> None:
     pair = make_pair("shm", 6 << 30)
     try:
-        sent = pair.a.run(_export_huge)
+        sent = pair.a.run(lambda: export([torch.ones(3), peers.huge(2.1)]))
         pair.b.run(_fetch_huge, sent)
         assert pair.used() == 0
     finally:
         pair.kill()
-
-
-def _export_huge() -> Any:
-    return export([torch.ones(3), peers.huge(2.1)])
 
 
 def _fetch_huge(sent: Any) -> None:
@@ -422,7 +398,7 @@ def _fetch_huge(sent: Any) -> None:
 
 def test_what_arrives_is_private_and_writable(pair: Pair) -> None:
     pair.a.run(_keep_source, _around_one_mib)
-    sent = pair.a.run(_send_source)
+    sent = pair.a.run(lambda: export(tensors().kept["source"]))
     first = pair.b.run(_fill_each, sent)
     assert first == [1, 2, 3]
     pair.a.run(_source_is, _around_one_mib)
@@ -433,10 +409,6 @@ def test_what_arrives_is_private_and_writable(pair: Pair) -> None:
 
 def _keep_source(make: Callable[[], list[torch.Tensor]]) -> None:
     tensors().kept["source"] = [tensor.to(tensors().device) for tensor in make()]
-
-
-def _send_source() -> Any:
-    return export(tensors().kept["source"])
 
 
 def _source_is(make: Callable[[], list[torch.Tensor]]) -> None:
@@ -500,7 +472,7 @@ def _make_and_drop(count: int) -> None:
 def test_what_is_not_wanted_or_not_sent_is_let_go(fresh: Pair) -> None:
     fresh.pass_on("", _around_one_mib)
     unwanted, _ = fresh.send(_several_large)
-    fresh.b.run(_discard, unwanted)
+    fresh.b.run(lambda: tensors().lane.discard("a", unwanted))
     fresh.send(_several_large)
     fresh.a.run(_cancel_twice)
     assert fresh.a.run(_all_let_go)
@@ -564,7 +536,7 @@ def test_what_was_fetched_outlives_the_sender(fresh: Pair) -> None:
     fresh.pass_on("kept", _several_large)
     fresh.a.kill()
     fresh.b.run(_kept_is, _several_large)
-    fresh.b.run(_forget, "a")
+    fresh.b.run(lambda: tensors().lane.disconnect("a"))
     fresh.b.run(_kept_is, _several_large)
     fresh.b.run(_drop, "kept")
     assert fresh.b.run(_maps_less_than, 2), "its memory is still mapped"
@@ -573,10 +545,6 @@ def test_what_was_fetched_outlives_the_sender(fresh: Pair) -> None:
 def _kept_is(make: Callable[[], list[torch.Tensor]]) -> None:
     for tensor, expected in zip(tensors().kept["kept"], make(), strict=True):
         assert same(tensor.cpu(), expected)
-
-
-def _forget(peer: str) -> None:
-    tensors().lane.disconnect(peer)
 
 
 def _maps_less_than(limit: int) -> bool:
@@ -649,10 +617,10 @@ def test_gpu_work_is_in_order_and_memory_is_let_go(kind: str) -> None:
         for number in range(20):
             sent = pair.a.run(_slow_then_export, number)
             pair.b.run(_fetch_at_once, sent, number)
-            pair.a.run(_finish)
+            pair.a.run(lambda: tensors().exports.pop().finished())
         assert pair.a.run(_all_let_go)
         unwanted, _ = pair.send(_several_large)
-        pair.b.run(_discard, unwanted)
+        pair.b.run(lambda: tensors().lane.discard("a", unwanted))
         assert pair.a.run(_all_let_go)
         failing, _ = pair.send(_several_large)
         pair.b.run(_fail_to_fetch, failing)
@@ -676,10 +644,6 @@ def _fetch_at_once(sent: Any, number: int) -> None:
 def _fail_to_fetch(descriptor: Any) -> None:
     with pytest.raises((IndexError, LaneUnavailable)):
         tensors().lane.fetch("a", descriptor, [])  # it does not know what to make room for
-
-
-def _finish() -> None:
-    tensors().exports.pop().finished()
 
 
 def _all_let_go() -> bool:

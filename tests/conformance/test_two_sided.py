@@ -26,8 +26,9 @@ from raytorchrpc.lanes.base import Export, PeerAddress
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
-from tests.conformance.peers import Process, tensors, wait_until
+from tests.conformance.peers import Process, tensors
 from tests.conformance.pipes import PipeCarrier
+from tests.polling import wait_until
 
 NAMES = "abc"
 

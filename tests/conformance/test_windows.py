@@ -100,16 +100,15 @@ _PARTS: list[list[_Described]] = [
 _ALL = slice(None)
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [tensor_lanes._plain, _column_slice, tensor_lanes._strided, tensor_lanes._turned, tensor_lanes._on_the_cpu],
-    ids=lambda made: made.__name__,
-)
+_TARGETS = (tensor_lanes._plain, _column_slice, tensor_lanes._strided, tensor_lanes._turned, tensor_lanes._on_the_cpu)
+
+
 @pytest.mark.parametrize("lend", [False, True])
-def test_parts_of_flat_tensors_go_where_they_belong(any_pair: Pair, lend: bool, prepare: Any) -> None:
-    for kept in (_ALL, slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
-        any_pair.b.run(_spread, any_pair.send(_flats, lend, kept), prepare, kept)
-    if any_pair.a.run(_lane_is_shm):
+def test_parts_of_flat_tensors_go_where_they_belong(any_pair: Pair, lend: bool) -> None:
+    for prepare in _TARGETS:
+        for kept in (_ALL, slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
+            any_pair.b.run(_spread, any_pair.send(_flats, lend, kept), prepare, kept)
+    if any_pair.a.run(lambda: tensors().lane.name == "shm"):
         assert any_pair.used() == 0, "slots are back"
 
 
@@ -122,10 +121,6 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
     lent = _lane().lend(tensor.nbytes)
     tensors().kept.setdefault("lent", []).append(lent)
     return tensor if lent is None else lent.copy_(tensor)
-
-
-def _lane_is_shm() -> bool:
-    return tensors().lane.name == "shm"
 
 
 def _spread(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor], kept: slice = _ALL) -> None:

@@ -15,8 +15,8 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
 from tests.faults.running import ray_here
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
 

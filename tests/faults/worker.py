@@ -18,7 +18,7 @@ import torch
 
 import raytorchrpc as rtr
 from benchmarks._resources import held, measurable_memory, settle
-from raytorchrpc.calls.member import process_member
+from tests import insides
 from tests.faults.control import Control
 from tests.faults.faults import MB
 from tests.faults.records import Corrupt, Recorder, check_answer, crc, payload
@@ -255,12 +255,10 @@ class Worker:
         restless = settle(seconds)
         now = held()
         names = sorted(each.name for each in threading.enumerate() if not each.name.startswith("test-"))
-        local = process_member()
-        far = sum(route.member.node_id != local.me.node_id for route in local.peers.routes)
         return {
             "restless": restless, "fds": now["fds"], "threads": now["threads"], "arena": now["arena"],
             "under way": now["in flight"], "anonymous": now["anonymous"], "names": names, "open": _descriptors(),
-            "far": far,
+            "far": insides.peers_elsewhere(),
         }  # fmt: skip
 
 

@@ -15,10 +15,6 @@ class Runner:
         return function(*args)
 
 
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=120)
-
-
 @contextmanager
 def ends(
     first: str, second: str, *, host: str = "", other: str = "other", cls: type[Runner] = Runner

@@ -19,7 +19,8 @@ from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Scatter
 from raytorchrpc.lanes.cuda_ipc.mappings import Mappings
 from raytorchrpc.patterns.weights import model_pull
 from raytorchrpc.process.cuda_driver import Kernel, driver
-from tests.gpu.ends import ends, in_actor
+from tests.gpu.ends import ends
+from tests.insides import in_actor
 
 pytestmark = pytest.mark.gpu
 

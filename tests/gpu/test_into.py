@@ -13,7 +13,8 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.gpu.ends import Runner, ends, in_actor
+from tests.gpu.ends import Runner, ends
+from tests.insides import in_actor
 
 pytestmark = pytest.mark.gpu
 
@@ -102,7 +103,7 @@ def take_shared() -> None:
 
 
 def nothing_is_out() -> bool:
-    from tests.conformance.peers import wait_until
+    from tests.polling import wait_until
 
     lane = insides.tensor_lane("cuda_ipc")
     return wait_until(lambda: not lane.outstanding, 5)

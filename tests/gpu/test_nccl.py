@@ -14,7 +14,8 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
-from tests.conformance.peers import Process, tensors, wait_until
+from tests.conformance.peers import Process, tensors
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu(2)
 

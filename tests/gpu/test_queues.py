@@ -13,8 +13,9 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
-from tests.gpu.ends import ends, in_actor
+from tests.gpu.ends import ends
+from tests.insides import in_actor
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
 

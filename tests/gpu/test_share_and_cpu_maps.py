@@ -20,7 +20,7 @@ from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
 

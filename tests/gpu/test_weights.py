@@ -13,7 +13,8 @@ import raytorchrpc as rtr
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.source_pull import SourcePull
 from tests import insides
-from tests.gpu.ends import ends, in_actor
+from tests.gpu.ends import ends
+from tests.insides import in_actor
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.quantize_kernel import QUANTIZE
-from tests.conformance.peers import wait_until
 from tests.gpu.ends import ends
+from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.gpu.ends import ends, in_actor
+from tests.gpu.ends import ends
+from tests.insides import in_actor
 
 pytestmark = pytest.mark.gpu
 

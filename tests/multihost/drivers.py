@@ -23,8 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 import raytorchrpc as rtr
 from benchmarks import scale
-from raytorchrpc.lanes.torchrpc.agent import process_fabric
-from raytorchrpc.process import fork
+from tests import insides
 
 TIMEOUT_S = 60.0
 
@@ -64,14 +63,14 @@ class Member:
     @rtr.method(concurrent=True)
     def door(self) -> tuple[str, int]:
         """Where torchrpc listens."""
-        (where,) = set(fork.addresses_in(process_fabric()._url))
+        (where,) = insides.agent_addresses()
         return where
 
     @rtr.method(concurrent=True)
     def torchrpc_ports(self) -> list[int]:
         """All that its agent listens on."""
         ports = []
-        for fd in process_fabric()._listeners.values():
+        for fd in insides.agent_listeners():
             with socket.socket(fileno=os.dup(fd)) as listener:
                 ports.append(listener.getsockname()[1])
         return ports
@@ -273,9 +272,7 @@ class Tasks:
 
     def state(self, name: str) -> str:
         """What Ray says of an actor."""
-        from raytorchrpc._compat import ray_internals
-
-        return ray_internals.actor_state(ray_internals.actor_id_of(self._actors[name])).state
+        return insides.actor_state(self._actors[name]).state
 
     def _have(self, name: str, method: str, *args: Any) -> Any:
         """By Ray, which takes a while to find its own way again after a network was cut."""

@@ -46,16 +46,6 @@ class Store(Peer):
     def total(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> float:
         return float(sum(tensor.sum() for tensor in (*args, *kwargs.values())))
 
-    @rtr.method
-    def call_on(self, target: Any, latch: Latch, timeout: float | None) -> None:
-        """Keeps how long a nested call took to fail."""
-        start = time.monotonic()
-        try:
-            rtr.rpc_sync(target, timeout=timeout).hold(latch)
-        except rtr.RpcTimeout:
-            self.kept.append(time.monotonic() - start)
-            raise
-
     def take_kept(self) -> list[Any]:
         kept, self.kept = self.kept, []
         return kept

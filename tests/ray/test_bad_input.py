@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raytorchrpc as rtr
 from raytorchrpc.group import ray_calls
 from raytorchrpc.tensors.devices import check_mapped
+from tests import insides
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
@@ -282,19 +283,6 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     ray.get(working, timeout=60)
 
 
-def test_an_actor_that_can_never_be_placed_is_named(spawn: Spawn, peers: list[Any]) -> None:
-    nowhere = spawn(Peer, scheduling_strategy=NodeAffinitySchedulingStrategy("ab" * 28, soft=False))
-    with pytest.raises(rtr.BootstrapError, match=r"'b'.*not schedulable"):
-        rtr.init_group({"a": peers[0], "b": nowhere}, timeout=5)
-
-
-def test_an_actor_whose_queue_is_full_is_named(spawn: Spawn, peers: list[Any], latch: MakeLatch) -> None:
-    full = spawn(Peer, max_pending_calls=1)
-    full.busy.remote(latch())
-    with pytest.raises(rtr.BootstrapError, match="'b'"):
-        rtr.init_group({"a": peers[0], "b": full}, timeout=5)
-
-
 def test_an_actor_that_is_in_a_group_is_refused_until_that_one_ends(peers: list[Any]) -> None:
     a, b, c = peers
     with rtr.init_group({"a": a, "b": b}, name="first"):
@@ -452,15 +440,7 @@ def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn
         assert_work(peers[:2])
     finally:
         for peer in peers[:2]:
-            ray.get(peer.run.remote(leave_whatever_group))
-
-
-def leave_whatever_group() -> None:
-    from raytorchrpc.membership import join
-
-    info = join.group_info()
-    if info is not None:
-        join.leave(None, info.generation)
+            ray.get(peer.run.remote(insides.leave_group))
 
 
 class _Listed(type):
@@ -792,31 +772,6 @@ def test_a_deadline_that_passes_ends_every_kind_of_wait(pair: tuple[Any, Any], l
         assert "b.hold did not answer by its deadline" in str(error) or "b.hold was running" in str(error)
         assert 0.15 < elapsed < 20
     assert ray.get(a.run.remote(error_of_the_call)) is None
-
-
-def test_a_result_with_a_short_patience_can_be_asked_again(pair: tuple[Any, Any], latch: MakeLatch) -> None:
-    def call(target: Any, gate: Latch) -> tuple[BaseException | None, Any]:
-        future = rtr.rpc_async(target).hold(gate)
-        impatient = _error_of(lambda: future.result(timeout=0.1))
-        gate.open()
-        return impatient, future.result()
-
-    impatient, value = ray.get(pair[0].run.remote(call, pair[1], latch()), timeout=60)
-    assert isinstance(impatient, rtr.RpcTimeout)
-    assert value == "released"
-
-
-@pytest.mark.slow
-def test_an_awaited_call_to_a_stuck_member_ends_at_its_deadline(
-    special: dict[str, Any], peers: list[Any], latch: MakeLatch
-) -> None:
-    asker = special["asynchronous"]
-    gate = latch()
-    with rtr.init_group({"asker": asker, "stuck": peers[0]}):
-        with pytest.raises(rtr.RpcTimeout, match=r"stuck.hold did not answer by its deadline"):
-            raise cause_of(asker.call.remote("stuck", "hold", gate, timeout=0.3))
-        gate.open_for_all()
-        assert ray.get(asker.call.remote("stuck", "double", 1)) == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.tensors.codec import Codec
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -256,10 +255,6 @@ def test_the_switch_interval_of_members_lasts_as_long_as_the_group(spawn: Spawn)
     assert ray.get(actor.__ray_call__.remote(interval), timeout=60) == before
 
 
-def test_a_chain_to_itself(members: Members) -> None:
-    assert ray.get(members.handles["a"].bounce.remote("a", 5), timeout=60) == ["a"] * 6
-
-
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:
     log = members.in_("caller", lambda: rtr.rpc_sync("a").fan_out(["b", "c"]))
     assert len(log) == 40
@@ -308,20 +303,11 @@ def test_coroutines_come_back_to_the_loop_that_awaits(members: Members) -> None:
 
 async def _there_and_back(me: str, depth: int) -> int:
     """From an async member to a sync one and back to its loop."""
-    if depth == 0:
-        return 1
-    return (
-        1 + await rtr.rpc_async("other").call(me, "arun", _there_and_back, me, depth - 1)
-        if False
-        else await _via(me, depth)
-    )
 
-
-async def _via(me: str, depth: int) -> int:
     def back() -> int:
         return int(rtr.rpc_sync(me).arun(_there_and_back, me, depth - 1))
 
-    return 1 + int(await rtr.rpc_async("other").give(back))
+    return 1 + int(await rtr.rpc_async("other").give(back)) if depth else 1
 
 
 @pytest.mark.parametrize("how", ["run", "arun", "crun"])
@@ -355,24 +341,3 @@ def test_an_async_actor_of_one_at_a_time(members: Members, latch: MakeLatch) -> 
     assert ray.wait([waiting], timeout=0.1) == ([], [waiting])
     gate.release(held)
     assert ray.get([staying, waiting], timeout=60) == ["released", 4]
-
-
-# --- many -----------------------------------------------------------------------------------------------------
-
-
-def test_many_threads_of_one_caller(members: Members) -> None:
-    def check() -> int:
-        results: list[int] = []
-
-        def call() -> None:
-            for number in range(20):
-                results.append(rtr.rpc_sync("other").double(number) - 2 * number)
-
-        threads = [threading.Thread(target=call) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return len(results) if not any(results) else -1
-
-    assert members.in_("caller", check) == 160

@@ -69,14 +69,6 @@ def test_collectors_and_data_parallel_learners_raise_the_return() -> None:
     assert sum(result.returns[-4:]) > 1.5 * sum(result.returns[:4])
 
 
-@pytest.mark.usefixtures("cluster")
-def test_every_row_of_a_ray_data_pipeline_arrives_once() -> None:
-    """In the Ray that RAY_ADDRESS names; Ray Data has warnings of its own."""
-    ran = script("ray_data", "--rows", "1000", "--batch", "100", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
-    assert re.search(r"batches with 2000 rows came from 2 feeders\nchecked: every row was seen once", ran.stdout)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_and_bad_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main = importlib.import_module(f"examples.{name}").main
@@ -118,6 +110,7 @@ def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
     assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_the_job_runs_without_a_job_server_and_shows_its_environment() -> None:
     """``train.py`` in the Ray that RAY_ADDRESS names; as a submitted job: ``test_jobs``."""

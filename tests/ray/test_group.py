@@ -18,8 +18,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raytorchrpc as rtr
-from raytorchrpc.process.this_process import has_ended
-from tests.conformance.peers import wait_until
+from tests.insides import has_ended
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain, PlainAsync

@@ -16,7 +16,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import guests
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.group import guest
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 

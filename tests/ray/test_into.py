@@ -14,10 +14,11 @@ from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncPeer, Latch
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, in_actor, used
+from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, used
 
 #: Elements of float32: beside the message, and in it.
 LARGE, SMALL = 2 * MIB, 100

@@ -13,10 +13,10 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import in_actor
 
 #: Above what travels in a message: these weights are read where they were published.
 LARGE = 1 << 18

@@ -12,10 +12,10 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc._compat import nixl_package
 from tests import insides
-from tests.conformance.peers import wait_until
-from tests.ray.call_actors import LARGE
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, TensorStore, bytes_by_lane, in_actor
+from tests.ray.test_tensor_lanes import MIB, TensorStore, bytes_by_lane
 
 pytestmark = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl_package.NIXL_MISSING)
 LANES = ("socket", "nixl", "torchrpc")
@@ -53,15 +53,6 @@ def all_given_back(actors: list[Any]) -> bool:
     return all(in_actor(actor, comes_to_nothing) for actor in actors)
 
 
-def test_the_plan_says_nixl(group: rtr.Group) -> None:
-    (first, *_) = group.routes().route("a", "b").lanes("cpu")
-    assert (first.lane, first.how, first.reason) == (
-        "nixl",
-        "one-sided reads over what UCX selects",
-        "asked for by name",
-    )
-
-
 def test_large_tensors_and_arrays_go_by_nixl_both_ways(stores: list[Any], group: rtr.Group) -> None:
     def exchange() -> None:
         tensor, array = torch.arange(3_000_000.0), numpy.arange(1_000_000.0)
@@ -95,14 +86,3 @@ def test_what_does_not_fit_goes_by_torchrpc(spawn: Spawn) -> None:
         lanes = bytes_by_lane(group, "p", "q")
     assert lanes["torchrpc"][0] >= 8_000_000
     assert lanes["nixl"][0] >= 1_600_000
-
-
-def test_two_groups_in_a_row(spawn: Spawn) -> None:
-    actors = [spawn(TensorStore) for _ in range(2)]
-
-    def ask() -> float:
-        return float(rtr.rpc_sync("q").ones(LARGE).sum())
-
-    for name in ("first", "second"):
-        with rtr.init_group(dict(zip("pq", actors, strict=True)), name=name, config=rtr.GroupConfig(lanes=LANES)):
-            assert in_actor(actors[0], ask) == LARGE

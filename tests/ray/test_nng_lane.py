@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.group.group import Group
 from tests import insides
+from tests.insides import in_actor
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -24,7 +23,7 @@ CONFIGS = {"ipc": CONFIG, "tcp": rtr.GroupConfig(lanes=("nng",), always_tcp=True
 
 
 @pytest.fixture(scope="module", params=["ipc", "tcp"])
-def group(request: pytest.FixtureRequest, spawn_for_module: Spawn) -> Iterator[tuple[Group, list[Any], str]]:
+def group(request: pytest.FixtureRequest, spawn_for_module: Spawn) -> Iterator[tuple[rtr.Group, list[Any], str]]:
     actors = [spawn_for_module(NngPeer, max_concurrency=2) for _ in range(2)]
     with rtr.init_group(dict(zip("ab", actors, strict=True)), config=CONFIGS[request.param]) as group:
         yield group, actors, request.param
@@ -47,11 +46,7 @@ class NngPeer(Peer):
         raise KeyError(text)
 
 
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=TIMEOUT_S)
-
-
-def test_the_road_is_named(group: tuple[Group, list[Any], str]) -> None:
+def test_the_road_is_named(group: tuple[rtr.Group, list[Any], str]) -> None:
     formed, actors, kind = group
     text = formed.explain("a", "b")
     assert f"calls: nng (nng over {kind})" in text
@@ -68,7 +63,7 @@ def large() -> None:
     assert torch.equal(rtr.rpc_sync("b").echo(tensor), tensor)
 
 
-def test_values_and_errors(group: tuple[Group, list[Any], str]) -> None:
+def test_values_and_errors(group: tuple[rtr.Group, list[Any], str]) -> None:
     in_actor(group[1][0], values_body)
 
 
@@ -88,7 +83,7 @@ def values_body() -> None:
     assert [int(future.result(TIMEOUT_S)[0]) for future in futures] == [2 * number for number in range(50)]
 
 
-def test_what_needs_torchrpc_is_refused(group: tuple[Group, list[Any], str]) -> None:
+def test_what_needs_torchrpc_is_refused(group: tuple[rtr.Group, list[Any], str]) -> None:
     in_actor(group[1][0], refused_body)
 
 

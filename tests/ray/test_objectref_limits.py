@@ -16,8 +16,8 @@ import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 import raytorchrpc as rtr
-from raytorchrpc.process.this_process import has_ended
-from tests.conformance.peers import wait_until
+from tests.insides import has_ended
+from tests.polling import wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.limit_actors import AsyncMaker, Maker, Undecorated
@@ -120,18 +120,6 @@ def test_a_tensor_that_its_actor_changes_arrives_changed(group: dict[str, Any]) 
     assert get(group["b"].look.remote(ref, total)) == 2000
 
 
-def test_an_actor_can_wait_until_its_tensor_is_free(group: dict[str, Any]) -> None:
-    def wait(maker: Maker, timeout: float) -> None:
-        ray.experimental.wait_tensor_freed(maker.last, timeout)
-
-    ref = made(group["a"].make.remote(ones))
-    with pytest.raises(TimeoutError, match="not freed"):
-        get(group["a"].run.remote(wait, 0.05))
-    assert get(group["b"].look.remote(ref, total)) == 1000
-    del ref
-    get(group["a"].run.remote(wait, PATIENCE_S))
-
-
 def test_what_arrives_is_the_receivers_own(group: dict[str, Any]) -> None:
     def change(value: torch.Tensor) -> float:
         return total(value.add_(1))
@@ -151,10 +139,6 @@ def test_a_ref_cannot_be_awaited(group: dict[str, Any]) -> None:
     ref = made(group["a"].make.remote(ones))
     with pytest.raises(RayTaskError, match=r"ray::AsyncMaker\.wait_for"):
         get(group["loop"].wait_for.remote([ref]))
-
-
-def test_an_async_actor_awaits_get(group: dict[str, Any]) -> None:
-    assert get(group["loop"].get.remote([made(group["a"].make.remote(ones))])) == 1000
 
 
 def test_one_return_value_alone(group: dict[str, Any]) -> None:
@@ -226,14 +210,6 @@ def test_any_process_may_make_and_pass_on(group: dict[str, Any]) -> None:
     assert get(group["stranger"].run.remote(orchestrate, group["a"], group["b"])) == 1000
 
 
-def test_a_ref_may_be_handed_on_in_a_list(group: dict[str, Any]) -> None:
-    def hand_on(_: Maker, refs: list[Any], sink: Any) -> float:
-        answer: float = ray.get(sink.look.remote(refs, lambda refs: total(ray.get(refs[0]))), timeout=PATIENCE_S)
-        return answer
-
-    assert get(group["b"].run.remote(hand_on, [made(group["a"].make.remote(ones))], group["c"])) == 1000
-
-
 def test_who_did_not_make_the_call_hands_on_in_a_list_alone(group: dict[str, Any]) -> None:
     def hand_on(_: Maker, refs: list[Any], sink: Any) -> None:
         ray.get(sink.look.remote(refs[0], total), timeout=PATIENCE_S)
@@ -249,15 +225,6 @@ def test_actors_of_no_group_and_of_several(group: dict[str, Any], spawn: Spawn) 
         assert get(group["a"].look.remote(far.make.remote(ones), total)) == 1000
     assert get(group["stranger"].look.remote(group["a"].make.remote(ones), total)) == 1000
     assert get(group["a"].look.remote(group["stranger"].make.remote(ones), total)) == 1000
-
-
-def test_put(group: dict[str, Any]) -> None:
-    def put(_: Maker) -> list[Any]:
-        return [ray.put(torch.ones(1000), _tensor_transport="TORCHRPC")]
-
-    (ref,) = get(group["a"].run.remote(put))
-    assert get(group["b"].look.remote([ref], lambda refs: total(ray.get(refs[0])))) == 1000
-    assert get(group["b"].look.remote(ray.put(ones(), _tensor_transport="TORCHRPC"), total)) == 1000
 
 
 @pytest.mark.parametrize("source", ["loop", "threaded"])
@@ -288,14 +255,6 @@ def test_two_objects_share_some_of_their_tensors(group: dict[str, Any]) -> None:
     assert get(group["b"].look.remote(shared, firsts)) == [1, 2]
     del shared
     assert get(group["b"].look.remote(first, firsts)) == [0, 1, 2]
-
-
-def test_into_given_tensors(group: dict[str, Any]) -> None:
-    ref = group["a"].make.remote(ones)
-    target = torch.zeros(1000)
-    ray.experimental.set_target_for_ref(ref, [target])
-    assert get(ref) is target
-    assert total(target) == 1000
 
 
 # --- for transports that are not Ray's own -----------------------------------------------------------------------
@@ -346,26 +305,6 @@ def test_async_and_threaded_actors_that_another_process_calls(group: dict[str, A
 
 
 # --- errors ------------------------------------------------------------------------------------------------------
-
-
-def test_an_exception_of_the_users_own_reaches_who_depends_on_it(group: dict[str, Any]) -> None:
-    def fail() -> torch.Tensor:
-        raise LookupError("nothing today")
-
-    with pytest.raises(LookupError, match="nothing today"):
-        get(group["b"].look.remote(group["a"].make.remote(fail), total))
-    assert get(group["b"].look.remote(group["a"].make.remote(ones), total)) == 1000
-
-
-def test_a_failed_transfer_ends_no_actor(group: dict[str, Any], spawn: Spawn) -> None:
-    source = spawn(Maker)
-    pid = get(group["b"].pid.remote())
-    ref = made(source.make.remote(ones))
-    kill(source)
-    with pytest.raises(rtr.TransferFailed):
-        get(group["b"].look.remote(ref, total))
-    assert get(group["b"].look.remote(group["a"].make.remote(ones), total)) == 1000
-    assert get(group["b"].pid.remote()) == pid
 
 
 def test_a_dead_receiver_leaves_its_source_alone(group: dict[str, Any], spawn: Spawn) -> None:

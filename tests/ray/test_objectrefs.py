@@ -15,6 +15,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.ref_actors import AsyncRefPeer, RefPeer, Stranger, total_in_task
@@ -54,7 +55,12 @@ def stranger(spawn_for_module: Spawn) -> Any:
     return spawn_for_module(Stranger)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
+def no_group_is_left() -> None:
+    """After ``TestWithoutAGroup`` one group serves all tests."""
+
+
+@pytest.fixture(scope="module")
 def members(actors: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with rtr.init_group(actors):
         yield actors
@@ -100,16 +106,8 @@ class TestWithoutAGroup:
     def test_a_source_that_left_while_the_receiver_still_believes_in_it(self, actors: dict[str, Any]) -> None:
         with rtr.init_group({"a": actors["a"], "b": actors["b"]}, name="half gone"):
             ref = ready(actors["a"].ones.remote(100_000))
-            get(actors["a"].run.remote(leave))
+            get(actors["a"].run.remote(insides.leave_group))
             assert get(actors["b"].total.remote(ref)) == 100_000
-
-
-def leave() -> None:
-    from raytorchrpc.membership import join
-
-    info = join.group_info()
-    assert info is not None
-    join.leave(None, info.generation)
 
 
 def pulled(group: rtr.Group) -> set[tuple[str, str]]:
@@ -215,12 +213,12 @@ def test_a_task_and_an_actor_outside(members: dict[str, Any], stranger: Any) -> 
         assert torch.equal(ray.get(ref), torch.ones(1_000_000))
 
 
-def test_a_driver_that_takes_part(actors: dict[str, Any]) -> None:
-    pair = {"a": actors["a"], "b": actors["b"]}
+def test_a_driver_that_takes_part(spawn: Spawn) -> None:
+    pair = {"a": spawn(RefPeer), "b": spawn(RefPeer)}
     with rtr.init_group(pair, name="with driver", include_driver=True) as group:
-        assert get(actors["a"].ones.remote(1_000_000)).sum() == 1_000_000
+        assert get(pair["a"].ones.remote(1_000_000)).sum() == 1_000_000
         put = ray.put(torch.ones(1_000_000), _tensor_transport="TORCHRPC")
-        assert get(actors["b"].total.remote(put)) == 1_000_000
+        assert get(pair["b"].total.remote(put)) == 1_000_000
         assert {("driver", "a"), ("b", "driver")} <= pulled(group)
 
 
@@ -389,9 +387,9 @@ def get_soon(refs: list[Any]) -> str:
 
 
 @pytest.mark.slow
-def test_a_source_that_is_dead(spawn: Spawn, actors: dict[str, Any]) -> None:
-    mortal = spawn(RefPeer)
-    with rtr.init_group({"mortal": mortal, "b": actors["b"], "c": actors["c"]}, name="of a mortal"):
+def test_a_source_that_is_dead(spawn: Spawn) -> None:
+    mortal, b, c = (spawn(RefPeer) for _ in range(3))
+    with rtr.init_group({"mortal": mortal, "b": b, "c": c}, name="of a mortal"):
         refs = [ready(mortal.ones.remote(100_000)) for _ in range(3)]
         os.kill(get(mortal.pid.remote()), signal.SIGKILL)
         with pytest.raises(ray.exceptions.ActorDiedError):
@@ -399,11 +397,11 @@ def test_a_source_that_is_dead(spawn: Spawn, actors: dict[str, Any]) -> None:
         begun = time.monotonic()
         told = "did not arrive from member 'mortal' of group 'of a mortal': it is gone, or cannot be reached"
         with pytest.raises(rtr.TransferFailed, match=told) as raised:
-            get(actors["b"].total.remote(refs[0]))
+            get(b.total.remote(refs[0]))
         assert refs[0].hex() in str(raised.value)
         with pytest.raises(rtr.TransferFailed, match=told):
             get(refs[1])
         with pytest.raises(rtr.TransferFailed, match=told):
-            get(actors["b"].get.remote(total_of, [refs[2]]))
+            get(b.get.remote(total_of, [refs[2]]))
         assert time.monotonic() - begun < 10
-        assert get(actors["b"].total.remote(actors["c"].ones.remote(100_000))) == 100_000
+        assert get(b.total.remote(c.ones.remote(100_000))) == 100_000

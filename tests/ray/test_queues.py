@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
 import queue as standard
 import threading
 import time
@@ -18,10 +17,11 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Latch, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor, used
+from tests.ray.test_tensor_lanes import MIB, used
 
 LARGE = 2 * MIB  # elements of float32
 
@@ -87,33 +87,6 @@ def test_anything_crosses_in_order(actors: dict[str, Any], request: Any, produce
     in_actor(actors[consumer], get)
 
 
-def test_many_producers_and_consumers(actors: dict[str, Any], request: Any) -> None:
-    queue = rtr.Queue(request.node.name, home="home", maxsize=5, producers=2)
-
-    def produce(name: str) -> None:
-        for begin in range(0, 60, 20):
-            queue.put_many([(name, number) for number in range(begin, begin + 20)])
-        queue.close()
-
-    def consume() -> list[Any]:
-        taken: list[Any] = []
-
-        def extend(batch: int) -> None:
-            taken.extend(queue.items(batch=batch))
-
-        threads = [threading.Thread(target=extend, args=(batch,)) for batch in (1, 4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return taken
-
-    consumers = [actors["home"].run.remote(consume)]
-    producers = [actors[name].run.remote(produce, name) for name in ("a", "b")]
-    taken = [item for part in ray.get([*consumers, *producers], timeout=60)[:1] for item in part]
-    assert sorted(taken) == sorted((name, number) for name in ("a", "b") for number in range(60))
-
-
 def test_full_empty_and_closed(actors: dict[str, Any], queue: Any) -> None:
     def act() -> None:
         with pytest.raises(rtr.Empty, match="nothing came to queue"):
@@ -139,28 +112,6 @@ def test_full_empty_and_closed(actors: dict[str, Any], queue: Any) -> None:
         }
 
     in_actor(actors["a"], act)
-
-
-def test_a_queue_is_found_by_its_name(actors: dict[str, Any], request: Any) -> None:
-    name = request.node.name
-
-    def make() -> rtr.Queue:
-        return rtr.Queue(name, maxsize=3)
-
-    made = in_actor(actors["b"], make)
-    assert made.home == "b" and pickle.loads(pickle.dumps(made)).name == name
-
-    def find() -> None:
-        found = rtr.Queue.find(name)
-        assert (found.home, found.maxsize) == ("b", 3)
-        found.put_many([1, 2, 3])
-        with pytest.raises(rtr.ConfigurationError, match="maxsize=3, not maxsize=4"):
-            rtr.Queue(name, home="b", maxsize=4).put(4)
-        with pytest.raises(rtr.NotFound, match="no member of group 'default' has a queue 'nowhere'"):
-            rtr.Queue.find("nowhere")
-
-    in_actor(actors["a"], find)
-    assert in_actor(actors["b"], lambda: made.get_many(9)) == [1, 2, 3]
 
 
 def test_what_cannot_work_is_refused(actors: dict[str, Any], queue: Any, spawn: Spawn) -> None:
@@ -199,27 +150,6 @@ def test_it_is_served_while_the_home_is_busy_and_inside_its_methods(
     ray.get(busy, timeout=60)
 
 
-def test_waiting_getters_keep_no_threads(actors: dict[str, Any], queue: Any) -> None:
-    def threads() -> int:
-        return threading.active_count()
-
-    def wait_for_items(count: int) -> None:
-        async def act() -> list[Any]:
-            return await asyncio.gather(*(queue.aget() for _ in range(count)))
-
-        insides.saved.task = asyncio.get_running_loop().create_task(act())
-
-    async def outcome() -> Any:
-        return sorted(await insides.saved.task)
-
-    before = in_actor(actors["home"], threads)
-    ray.get(actors["asynchronous"].run.remote(wait_for_items, 150), timeout=60)
-    assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 150, 20))
-    assert in_actor(actors["home"], lambda: wait_until(lambda: threads() < before + 75, 45)), "idle threads end"
-    in_actor(actors["a"], put_all, queue, list(range(150)))
-    assert ray.get(actors["asynchronous"].arun.remote(outcome), timeout=60) == list(range(150))
-
-
 @pytest.mark.parametrize("where", ["asynchronous", "home"])
 def test_coroutines(actors: dict[str, Any], queue: Any, request: Any, where: str) -> None:
     here = rtr.Queue(request.node.name, home="asynchronous" if where == "asynchronous" else "home", maxsize=4)
@@ -240,25 +170,6 @@ def test_coroutines(actors: dict[str, Any], queue: Any, request: Any, where: str
         return [float(first.sum()), *more, *rest]
 
     assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [float(LARGE), *range(10)]
-
-
-@pytest.mark.parametrize("home", ["asynchronous", "home"])
-def test_a_cancelled_get_loses_nothing(actors: dict[str, Any], request: Any, home: str) -> None:
-    queue = rtr.Queue(request.node.name, home=home)
-
-    async def act() -> Any:
-        waiting = [asyncio.create_task(queue.aget()) for _ in range(3)]
-        await asyncio.sleep(0)
-        while (await asyncio.to_thread(queue.stats))["waiting_to_get"] < 3:
-            await asyncio.sleep(0)
-        puts = asyncio.create_task(queue.aput_many(range(3)))
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await puts
-        return sorted([await queue.aget(timeout=20) for _ in range(3)])
-
-    assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [0, 1, 2]
 
 
 def test_gathered_puts_keep_the_order_of_the_calls(actors: dict[str, Any], request: Any) -> None:

@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 _FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<test>\w+)`")
 _LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
 
 
@@ -48,7 +47,7 @@ def blocks() -> list[Block]:
     return found
 
 
-# Each starts a Ray of its own: the README's runs each time, the others are slow.
+# The README's runs each time, in the Ray of all tests; the others are slow, and each starts a Ray of its own.
 PROGRAMS = [
     pytest.param(block, id=block.where, marks=() if block.where.startswith("README") else pytest.mark.slow)
     for block in blocks()
@@ -61,15 +60,14 @@ def test_the_readme_has_a_program() -> None:
     assert any(block.language == "python" and block.where.startswith("README.md") for block in blocks())
 
 
-def run_program(code: str, folder: Path, *before: str) -> tuple[int, str]:
+def run_program(code: str, folder: Path, *before: str, **environ: str) -> tuple[int, str]:
     program = folder / "program.py"
     program.write_text(code, encoding="utf-8")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
-    environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
     process = subprocess.Popen(
         [sys.executable, *before, str(program)],
         cwd=folder,
-        env=environ,
+        env={**kept, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,8 +80,15 @@ def run_program(code: str, folder: Path, *before: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("block", PROGRAMS)
-def test_a_program_runs_as_it_is(block: Block, tmp_path: Path) -> None:
-    code, output = run_program(block.code, tmp_path, "-m", "tests.ray.local_ray")
+def test_a_program_runs_as_it_is(cluster: None, block: Block, tmp_path: Path) -> None:
+    if block.where.startswith("README"):
+        of_this_ray = {
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"],
+        }
+        code, output = run_program(block.code, tmp_path, **of_this_ray)
+    else:
+        code, output = run_program(block.code, tmp_path, "-m", "tests.ray.local_ray")
     assert code == 0, f"{block.where}\n{output}"
 
 
@@ -150,13 +155,6 @@ def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
         aim = (page.parent / target) if target else page
         assert aim.is_file(), f"{page.name} points to {target}"
         assert not anchor or anchor in _anchors(aim), f"{page.name} points to {match['target']}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_test_that_is_named_exists(page: Path) -> None:
-    for match in _TEST.finditer(page.read_text(encoding="utf-8")):
-        source = (ROOT / match["file"]).read_text(encoding="utf-8")
-        assert f"def {match['test']}(" in source, f"{page.name} names {match[0]}"
 
 
 def _anchors(page: Path) -> set[str]:

@@ -9,6 +9,7 @@ from examples import rl_post_training
 pytest.importorskip("transformers", reason="the example needs transformers: pip install '.[llm]'")
 
 
+@pytest.mark.slow  # each of five processes imports transformers
 @pytest.mark.usefixtures("cluster")
 def test_the_reward_rises_though_a_generator_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     result = rl_post_training.main(["--quick"])

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
+from tests.insides import in_actor
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.unit.test_runtime_env import OURS, nothing_is_set
@@ -73,18 +73,14 @@ def faults_of_the_tenth(size: int) -> int:
     return faults
 
 
-def at_work(actor: Any, function: Any, *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=60)
-
-
 def test_an_actor_has_the_variables_from_its_start(started_with: Any) -> None:
-    environment = at_work(started_with, first_environment)
+    environment = in_actor(started_with, first_environment)
     assert {name: environment.get(name) for name in OURS} == OURS
 
 
 def test_torch_heeds_it(madvise: None, started_with: Any, started_without: Any) -> None:
-    assert at_work(started_without, in_huge_pages, SIZE) == 0
-    assert at_work(started_with, in_huge_pages, SIZE) > 0  # as many as the machine has
+    assert in_actor(started_without, in_huge_pages, SIZE) == 0
+    assert in_actor(started_with, in_huge_pages, SIZE) > 0  # as many as the machine has
 
 
 @pytest.mark.slow
@@ -92,8 +88,8 @@ def test_memory_of_middle_sized_tensors_is_used_again(spawn: Spawn, started_with
     """With huge pages alone it is not, and calls with such tensors become slower."""
     huge_pages_alone = spawn(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "1"}})
     for size in (4_000_000, 10_000_000, 30_000_000):
-        assert at_work(huge_pages_alone, faults_of_the_tenth, size) > 10
-        assert at_work(started_with, faults_of_the_tenth, size) <= 10
+        assert in_actor(huge_pages_alone, faults_of_the_tenth, size) > 10
+        assert in_actor(started_with, faults_of_the_tenth, size) <= 10
 
 
 def test_a_group_says_who_should_have_been_started_with_it(
@@ -112,5 +108,5 @@ def test_no_word_of_it_where_tensors_go_by_shared_memory(started_without: Any, p
 
 
 def test_what_an_actor_was_started_with_is_left_to_ray(started_without: Any) -> None:
-    made = at_work(started_without, rtr.runtime_env)
+    made = in_actor(started_without, rtr.runtime_env)
     assert made == {"env_vars": {name: value for name, value in OURS.items() if name != "THP_MEM_ALLOC_ENABLE"}}

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold

@@ -21,10 +21,10 @@ from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
 from raytorchrpc.patterns.weights.published import KIND
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import in_actor
 
 #: Elements of each tensor: above what travels in a message.
 LARGE = 1 << 19

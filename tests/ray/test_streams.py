@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.ray.conftest import Spawn
 from tests.ray.stream_actors import AsyncProducer, Producer
 

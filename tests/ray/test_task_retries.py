@@ -17,7 +17,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import ray_internals
+from tests import insides
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
@@ -69,7 +69,7 @@ def test_an_interrupted_method_that_calls_a_peer_ends_well_when_it_runs_again(
     assert ray.get(members.peer.call.remote(kind, "double", 4), timeout=60) == 8
 
 
-@pytest.mark.parametrize("kind", ["sync", "threaded"])
+@pytest.mark.parametrize("kind", ["sync", pytest.param("threaded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "result"),
     [
@@ -124,12 +124,12 @@ def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
     members.group.wait_ready(30)
     # A driver that another test killed may have left the record of its group.
     record = f"groups/{members.group.generation}"
-    assert record in ray_internals.stored_keys("groups/")
+    assert record in insides.stored_keys("groups/")
     members.group.shutdown()
-    assert record not in ray_internals.stored_keys("groups/")
+    assert record not in insides.stored_keys("groups/")
     until = time.monotonic() + 60
-    while ray_internals.stored_keys("requests/") or ray_internals.stored_keys("answers/"):
-        assert time.monotonic() < until, (ray_internals.stored_keys("requests/"), ray_internals.stored_keys("answers/"))
+    while insides.stored_keys("requests/") or insides.stored_keys("answers/"):
+        assert time.monotonic() < until, (insides.stored_keys("requests/"), insides.stored_keys("answers/"))
         time.sleep(0.05)  # the process looks into its mailbox now and then
 
 

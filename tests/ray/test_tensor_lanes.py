@@ -15,7 +15,8 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import Latch
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
@@ -93,10 +94,6 @@ class TensorStore(Store):
         """Not for the others."""
 
 
-def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=60)
-
-
 def checksum(value: Any) -> int:
     raw = value.numpy() if isinstance(value, torch.Tensor) else value
     return int(raw.view(numpy.uint8).sum(dtype=numpy.int64))
@@ -160,31 +157,6 @@ def test_large_tensors_and_arrays_go_by_shm_both_ways(stores: list[Any], group: 
     assert all_given_back(stores)
 
 
-def test_a_method_may_write_into_its_argument(stores: list[Any], group: rtr.Group) -> None:
-    def fill() -> tuple[float, float]:
-        mine = torch.zeros(LARGE)
-        return float(rtr.rpc_sync("b").fill(mine, 7).sum()), float(mine.sum())
-
-    assert in_actor(stores[0], fill) == (7.0 * LARGE, 0.0)
-    assert all_given_back(stores)
-
-
-@pytest.mark.parametrize("what", ["tensor", "view", "array", "from numpy"])
-def test_a_result_is_a_snapshot_of_the_state(stores: list[Any], group: rtr.Group, what: str) -> None:
-    def get_change_look() -> float:
-        future = rtr.rpc_async("b").get(what, LARGE)
-        rtr.rpc_sync("b").add_one(what, LARGE)
-        first = future.wait()["state"]
-        before = float(first.sum())
-        rtr.rpc_sync("b").add_one(what, LARGE)
-        second = float(rtr.rpc_sync("b").get(what, LARGE)["state"].sum())
-        assert float(first.sum()) == before
-        return second - before
-
-    assert in_actor(stores[0], get_change_look) == 2.0 * LARGE
-    assert all_given_back(stores)
-
-
 def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Group, latch: Callable[[], Latch]) -> None:
     """Python collects garbage in the middle of anything, and what it drops takes no lock of a lane's."""
     gate = latch()
@@ -214,54 +186,8 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
     assert all_given_back(stores)
 
 
-def test_what_a_member_keeps_it_keeps(stores: list[Any], group: rtr.Group) -> None:
-    def send_then_change() -> int:
-        tensor = torch.full((LARGE,), 3.0)
-        rtr.rpc_sync("b").keep(tensor)
-        tensor.zero_()
-        rtr.rpc_sync("b").total(torch.ones(LARGE))
-        return used()
-
-    def look() -> float:
-        instance = rtr_instance()
-        return float(instance.kept.pop().sum())
-
-    assert in_actor(stores[0], send_then_change) >= 4 * LARGE
-    assert in_actor(stores[1], look) == 3.0 * LARGE
-    assert all_given_back(stores)
-
-
 def rtr_instance() -> Any:
     return insides.actor()
-
-
-@pytest.mark.slow
-def test_shm_may_be_forbidden(two: list[Any], form: Callable[..., rtr.Group]) -> None:
-    group = form(two, lanes=("socket", "torchrpc"))
-    assert group.routes().route("p", "q").lanes("cpu")[0].lane != "shm"
-    assert in_actor(two[0], lambda: rtr.rpc_sync("q").checksum(torch.ones(LARGE))) == checksum(torch.ones(LARGE))
-    assert in_actor(two[0], lambda: checksum(rtr.rpc_sync("q").ones(LARGE))) == checksum(torch.ones(LARGE))
-    assert "shm" not in bytes_by_lane(group, "p", "q")
-    assert not in_actor(two[0], lambda: insides.tensor_lanes())
-
-
-def test_what_does_not_fit_goes_by_torchrpc(two: list[Any], form: Callable[..., rtr.Group]) -> None:
-    group = form(two, shm_bytes=4 * MIB)
-
-    def exchange() -> None:
-        large, fits = torch.arange(2_000_000.0), torch.arange(400_000.0)
-        for _ in range(2):
-            assert torch.equal(rtr.rpc_sync("q").echo(large), large)
-            assert torch.equal(rtr.rpc_sync("q").echo(fits), fits)
-        several = [rtr.rpc_async("q").echo(fits + number) for number in range(8)]
-        for number, future in enumerate(several):
-            assert torch.equal(future.wait(), fits + number)
-
-    in_actor(two[0], exchange)
-    lanes = bytes_by_lane(group, "p", "q")
-    assert lanes["torchrpc"][0] >= 16_000_000
-    assert lanes["shm"][0] >= 3_200_000
-    assert all_given_back(two)
 
 
 @needs_mallinfo

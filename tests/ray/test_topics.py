@@ -12,10 +12,11 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor
+from tests.ray.test_tensor_lanes import MIB
 
 LARGE = MIB  # elements of float32
 
@@ -80,30 +81,6 @@ def test_everybody_gets_what_comes_later_privately(actors: dict[str, Any], reque
     assert in_actor(actors["a"], rest) == [2, 3]
     with pytest.raises(rtr.Closed):
         in_actor(actors[publisher], topic.publish, 4)
-
-
-def test_policies(actors: dict[str, Any], request: Any) -> None:
-    topic = rtr.Topic(request.node.name, home="home")
-    in_actor(actors["a"], lambda: subscribe(topic, "drop_oldest", maxsize=3))
-    in_actor(actors["b"], subscribe, topic, "latest")
-    in_actor(actors["home"], lambda: subscribe(topic, "block", maxsize=5))
-
-    def publish() -> None:
-        for number in range(5):
-            topic.publish(number)
-        with pytest.raises(rtr.Full):
-            topic.publish(5, timeout=0.5)
-
-    in_actor(actors["a"], publish)
-    assert in_actor(actors["a"], lambda: subscription().stats()["dropped"]) == 2
-    assert in_actor(actors["home"], lambda: subscription().get_many(9)) == [0, 1, 2, 3, 4]
-    in_actor(actors["a"], topic.publish, 6)
-    in_actor(actors["a"], topic.close)
-    assert in_actor(actors["a"], rest) == [3, 4, 6]
-    assert in_actor(actors["b"], rest) == [6]
-    assert in_actor(actors["home"], rest) == [6]
-    stats = in_actor(actors["a"], topic.stats)
-    assert (stats["subscribers"], stats["put"], stats["dropped"], stats["closed"]) == (3, 6, 8, True)
 
 
 def test_coroutines(actors: dict[str, Any], request: Any) -> None:

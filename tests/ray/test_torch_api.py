@@ -15,6 +15,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.ray.call_actors import AsyncStage, Stage, make_layer
 from tests.ray.conftest import Spawn
 
@@ -176,10 +177,7 @@ def test_distributed_optimizer_on_the_actors_own_parameters(members: Members) ->
 
 
 def reset_layer(seed: int) -> None:
-    from raytorchrpc._compat.ray_internals import actor_instance
-
-    actor: Any = actor_instance()
-    actor.layer.load_state_dict(make_layer(seed).state_dict())
+    insides.actor().layer.load_state_dict(make_layer(seed).state_dict())
 
 
 # --- distributed autograd through our calls --------------------------------------------------------------------

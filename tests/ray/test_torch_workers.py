@@ -5,9 +5,6 @@ Drivers of their own, because ids depend on which actors a driver has put into g
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -244,26 +241,3 @@ def test_a_driver(code: str) -> None:
         assert ended == 0 and "fine" in out.splitlines(), err
     finally:
         script.end()
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(
-    ("name", "options", "last"),
-    [
-        pytest.param("torch_parameter_server", ("--steps", "60"), "checked: accuracy 9", id="torch_parameter_server"),
-        pytest.param(
-            "torch_rl", ("--episodes", "20"), "checked: the mean return rose", marks=pytest.mark.slow, id="torch_rl"
-        ),
-    ],
-)
-def test_torchs_tutorials_run_as_single_scripts(name: str, options: tuple[str, ...], last: str) -> None:
-    """A parameter server, and an agent with observers, whose classes are of the driver's ``__main__``."""
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options],
-        cwd=ROOT,
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert ran.returncode == 0 and ran.stdout.splitlines()[-1].startswith(last), ran.stdout + ran.stderr

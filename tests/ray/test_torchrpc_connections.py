@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,9 +16,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.lanes.torchrpc.agent import process_fabric
-from raytorchrpc.process import fork
-from tests.conformance.peers import wait_until
+from tests import insides
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -35,25 +34,6 @@ def actors(spawn_for_module: Spawn) -> dict[str, Any]:
 def members(actors: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with rtr.init_group(actors, config=rtr.GroupConfig(lanes=("torchrpc",))):
         yield actors
-
-
-def inside(actor: Any, function: Any, *args: Any) -> Any:
-    return ray.get(actor.run.remote(function, *args), timeout=LIMIT_S)
-
-
-def url() -> str:
-    return str(process_fabric()._url)
-
-
-def hang_up_on(there: str) -> int:
-    """Shut the connections of this process to an agent; returns how many."""
-    cut, doors = 0, set(fork.addresses_in(there))
-    for _, sock in fork.own_sockets():
-        with suppress(OSError):
-            if sock.family == socket.AF_INET and sock.getpeername()[:2] in doors:
-                sock.shutdown(socket.SHUT_RDWR)
-                cut += 1
-    return cut
 
 
 def double(name: str) -> float:
@@ -75,27 +55,27 @@ def until_it_works(name: str) -> list[str]:
 
 def test_a_broken_connection_costs_the_calls_on_it_and_no_later_ones(members: dict[str, Any]) -> None:
     a, b = members["a"], members["b"]
-    there = inside(b, url)
+    there = in_actor(b, insides.agent_url)
     for _ in range(2):  # the second one breaks too
-        assert inside(a, double, "b") == 6
-        assert inside(a, hang_up_on, there) >= 1
-        errors = inside(a, until_it_works, "b")
+        assert in_actor(a, double, "b") == 6
+        assert in_actor(a, insides.hang_up_on, there) >= 1
+        errors = in_actor(a, until_it_works, "b")
         assert errors and all("lost member 'b'" in error for error in errors)
-    assert inside(b, double, "a") == 6
+    assert in_actor(b, double, "a") == 6
 
 
 def test_rrefs_say_why_they_cannot_be_had_any_more(members: dict[str, Any]) -> None:
-    a, there = members["a"], inside(members["b"], url)
-    assert inside(a, double, "b") == 6
+    a, there = members["a"], in_actor(members["b"], insides.agent_url)
+    assert in_actor(a, double, "b") == 6
 
     def refused() -> str:
-        hang_up_on(there)
+        insides.hang_up_on(there)
         until_it_works("b")
         with pytest.raises(rtr.LaneUnavailable, match="were renewed") as raised:
             rtr.remote("b").double(1)
         return str(raised.value)
 
-    assert "'b'" in inside(a, refused)
+    assert "'b'" in in_actor(a, refused)
 
 
 @pytest.mark.timeout(900)
@@ -126,8 +106,8 @@ def test_a_member_that_ended_leaves_no_descriptors(spawn: Spawn, restarts: int, 
     with rtr.init_group({"a": a, "b": b}, config=config) as group:
         held, pid = [], 0
         for _ in range(restarts + 1):
-            pid = inside(a, talk, pid)
-            held.append(inside(a, descriptors, held[0] + 3 if held else 1 << 20))
+            pid = in_actor(a, talk, pid)
+            held.append(in_actor(a, descriptors, held[0] + 3 if held else 1 << 20))
             ray.kill(b, no_restart=False)
         group.wait_ready(LIMIT_S)
     print(f"{channel}: {held[0]} descriptors with the first process, then {min(held[1:])} to {max(held[1:])}")
@@ -145,18 +125,18 @@ def test_rrefs_are_refused_where_the_agent_had_to_start_anew(spawn: Spawn) -> No
         return str(raised.value)
 
     with rtr.init_group(actors, config=rtr.GroupConfig(transports=("uv",))):
-        assert inside(actors["a"], lambda: rtr.remote("b").double(1).to_here()) == 2
+        assert in_actor(actors["a"], lambda: rtr.remote("b").double(1).to_here()) == 2
     with rtr.init_group(actors, config=rtr.GroupConfig(transports=("shm", "uv"))):
-        assert "restart the actor" in inside(actors["a"], refused)
+        assert "restart the actor" in in_actor(actors["a"], refused)
 
 
 def test_without_descriptors_no_connection_is_begun(members: dict[str, Any]) -> None:
     """TensorPipe would end the process."""
 
-    there = inside(members["b"], url)
+    there = in_actor(members["b"], insides.agent_url)
 
     def crowded() -> str:
-        hang_up_on(there)
+        insides.hang_up_on(there)
         with pytest.raises(rtr.PeerLost):
             double("b")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -177,4 +157,4 @@ def test_without_descriptors_no_connection_is_begun(members: dict[str, Any]) -> 
         until_it_works("b")
         return str(raised.value)
 
-    assert "ulimit" in inside(members["a"], crowded)
+    assert "ulimit" in in_actor(members["a"], crowded)

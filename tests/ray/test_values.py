@@ -17,10 +17,12 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import ALL_DTYPES, huge, is_huge, random, resident_bytes, same, shared_mappings, wait_until
+from tests.conformance.peers import ALL_DTYPES, huge, is_huge, random, resident_bytes, same, shared_mappings
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import all_given_back, bytes_by_lane, in_actor, used
+from tests.ray.test_tensor_lanes import all_given_back, bytes_by_lane, used
 
 MIB = 1 << 20
 #: Which lanes a group may use, by the one that then carries a large CPU tensor.

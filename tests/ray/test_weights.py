@@ -18,10 +18,11 @@ from raytorchrpc.calls.member import process_member
 from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.source_pull import SourcePull
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor, used
+from tests.ray.test_tensor_lanes import MIB, used
 from tests.ray.weight_helpers import came_from, no_group_is_left, no_readers  # noqa: F401
 
 #: Elements of float32: above and below what travels in a message.
@@ -208,35 +209,6 @@ def test_inside_a_distributed_autograd_context(actors: dict[str, Any], request: 
             assert not torch.distributed.autograd.get_gradients(context)
 
     in_actor(actors["a"], follow)
-
-
-def test_waiting_for_versions(actors: dict[str, Any], request: Any) -> None:
-    store = store_in_learner(request, keep=2)
-
-    async def follow() -> tuple[int, int, bool]:
-        model = filled(-1.0)
-        first = await store.apull(model)
-        return first, await store.await_version(3), holds(model, 1.0)
-
-    def in_vain() -> None:
-        with pytest.raises(rtr.Empty, match="version 9 was not published"):
-            store.wait(9, timeout=0.5)
-        with pytest.raises(rtr.Empty):
-            rtr.WeightStore("unpublished", home="learner").pull(filled(0.0), timeout=0.5)
-
-    waits = actors["asynchronous"].arun.remote(follow)
-    in_actor(actors["a"], in_vain)
-    in_actor(actors["learner"], publish, store, 1)
-    assert in_actor(actors["a"], pull, store, 1) == 1
-
-    def publish_more() -> None:
-        for value in (2, 3):
-            publish(store, value)
-
-    in_actor(actors["learner"], publish_more)
-    first, newest, held = ray.get(waits, timeout=60)
-    assert (first, newest) in {(1, 3), (2, 3), (3, 3)} and held is (first == 1)
-    assert in_actor(actors["a"], lambda: pull(store, 2, version=2)) == 2
 
 
 def test_one_of_each_host_pulls_and_the_others_from_it(

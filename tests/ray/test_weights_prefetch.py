@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +9,10 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from tests.insides import in_actor
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, in_actor
+from tests.ray.test_tensor_lanes import MIB
 from tests.ray.weight_helpers import no_group_is_left, no_readers  # noqa: F401
 
 #: Width of the model: its largest tensor does not travel in a message.
@@ -88,25 +87,3 @@ def test_a_model_trains_while_the_next_version_arrives(actors: dict[str, Any], r
     in_actor(actors["learner"], publish, store, 1, 2, 3)
     in_actor(actors["a"], train)
     assert in_actor(actors["learner"], no_readers, store)
-
-
-def test_a_home_that_dies_during_a_prefetch(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
-    dying = spawn(Peer)
-    group.add({"dying": dying})
-    store = rtr.WeightStore("dying", home="dying")
-    in_actor(dying, publish, store, 1)
-    pid = in_actor(dying, os.getpid)
-
-    def follow() -> None:
-        model = Net(0)
-        assert store.version() == 1
-        os.kill(pid, signal.SIGSTOP)  # so that the prefetch is under way when its home dies
-        handle = store.prefetch(model)
-        with pytest.raises(rtr.RpcTimeout):
-            handle.wait(0.2)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(rtr.PeerLost, match="it is the home of weight store 'dying'"):
-            handle.swap()
-        assert is_net(model, 0)
-
-    in_actor(actors["a"], follow)

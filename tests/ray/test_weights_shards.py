@@ -18,7 +18,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.weight_helpers import no_group_is_left, pid_of  # noqa: F401
@@ -154,23 +154,6 @@ def test_a_busy_store_has_memory_for_two_versions_when_it_rests(actors: dict[str
         assert dict(its.sources).keys() == set(PUBLISHERS) and not its.held and its.mapped >= 2 * PIECE
         assert [dict(found[name].readers)[reader] for name in PUBLISHERS] == [size for _, size in its.sources]
         assert sum(size for _, size in its.sources) == its.bytes_in
-
-
-def converted(store: rtr.WeightStore) -> list[bool]:
-    """Pull columns as float32, and some as they are."""
-    model = {name: shard(name, 1, 1, 2) for name in SHAPES}
-    for name in ("matrix", "odd"):
-        model[name] = model[name]._replace(tensor=model[name].tensor.float())
-    version = store.pull(model, convert=True)
-    right = {name: shard(name, 1, 1, 2, version).tensor for name in SHAPES if SHAPES[name]}
-    return [torch.equal(model[name].tensor, right[name].to(model[name].tensor.dtype)) for name in right]
-
-
-def test_shards_are_converted(actors: dict[str, Any], store: rtr.WeightStore) -> None:
-    for version in (1, 2):
-        publish_all(actors, store, version)
-        for name in ("g0", "t1"):
-            assert all(ray.get(actors[name].run.remote(converted, store), timeout=60))
 
 
 def is_let_go(store: rtr.WeightStore) -> bool:

@@ -13,10 +13,10 @@ import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import feeds, pull_plan, source_pull
 from raytorchrpc.patterns.weights.published import KIND
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.insides import in_actor
+from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import in_actor
 from tests.ray.weight_helpers import came_from, no_group_is_left  # noqa: F401
 
 READERS = ("a", "b", "c")

@@ -10,7 +10,7 @@ import ray
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 
 
 @pytest.fixture(autouse=True)

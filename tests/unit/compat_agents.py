@@ -6,6 +6,7 @@ process has one agent, and torch keeps the first one for life.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import operator
@@ -174,8 +175,9 @@ def _error(function: Callable[[], Any]) -> str:
 
 
 if __name__ == "__main__":
-    import torch.distributed.rpc  # noqa: F401  (once, before there are two processes)
+    from raytorchrpc._compat import torch_internals  # noqa: F401  (once, before there are two processes)
 
+    faulthandler.dump_traceback_later(100, exit=True)
     here, there = multiprocessing.Pipe()
     other = multiprocessing.get_context("fork").Process(target=second, args=(there,))
     other.start()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.sources import parse
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -62,7 +64,7 @@ def distributions(requirements: list[str]) -> set[str]:
 def imports(file: str) -> set[str]:
     """Packages of others that a file imports anywhere, also when a function of it runs."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+    for node in ast.walk(parse((ROOT / file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module is not None:

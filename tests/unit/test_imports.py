@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sources import parse
+
 PACKAGE = Path(__file__).parents[2] / "raytorchrpc"
 FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
 
@@ -77,7 +79,7 @@ SEAMS = (
     *("unit/test_compat.py", "unit/compat_agents.py", "ray/test_compat.py"),
 )
 #: At most so many files import other modules of the package; see the seams in CONTRIBUTING.md.
-TESTS_OF_PRIVATE_MODULES = 103
+TESTS_OF_PRIVATE_MODULES = 92
 WITHOUT_RAY = (
     *("routing.planner", "lanes.registry", "lanes.rules", "topology.device_map", "topology.nccl_env", "tensors.codec"),
     *("config", "errors", "doctor.examination"),
@@ -90,7 +92,7 @@ WITHOUT_TORCH = (
 
 @functools.cache
 def tree_of(name: str) -> ast.Module:
-    return ast.parse(FILES[name].read_text())
+    return parse(FILES[name].read_text())
 
 
 def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
@@ -232,7 +234,7 @@ def test_no_module_fills_a_registry_below_it_when_it_is_imported() -> None:
 
 
 def test_the_search_for_filled_registries_finds_them() -> None:
-    tree = ast.parse(
+    tree = parse(
         "from raytorchrpc.a import b, c\nfrom raytorchrpc.d import e as f\nfrom other import g\n"
         "b.register(1)\nb()\nx = b(1)\n@c.add('n')\ndef h():\n  b.register(2)\n@f\ndef i(): pass\n"
         "if x:\n  f['k'] = 1\ng[1] = 2\nb.hook = h\nb.y[0].z += 1"
@@ -260,10 +262,34 @@ def test_few_test_files_import_private_modules() -> None:
     for path in sorted(tests.rglob("*.py")):
         name = str(path.relative_to(tests))
         imports = "\n".join(map(str.strip, _IMPORTS.findall(path.read_text())))  # parsing all files would take long
-        used = {str(module_of(dotted)) for dotted in imported(ast.parse(imports))} - {"None", "__init__"}
+        used = {str(module_of(dotted)) for dotted in imported(parse(imports))} - {"None", "__init__"}
         if not name.startswith(SEAMS) and any(not inside(module, PURE) for module in used - PUBLIC):
             found.append(name)
     assert len(found) <= TESTS_OF_PRIVATE_MODULES, found
+
+
+# --- threads ---------------------------------------------------------------------------------------------
+
+#: What starts a thread. ``asyncio``'s leave what could not be started to be run later, when nobody waits for it.
+STARTERS = {
+    *("Thread", "ThreadPoolExecutor", "start_new_thread", "start_joinable_thread", "ThreadPool"),
+    *("to_thread", "run_in_executor"),
+}
+
+
+def test_no_thread_is_started_outside_of_process_threads() -> None:
+    found = []
+    for name in FILES:
+        if name == "process.threads" or inside(name, {"bench"}):  # the benchmark's own threads serve no member
+            continue
+        for node in ast.walk(tree_of(name)):
+            called = node.func if isinstance(node, ast.Call) else None
+            started = getattr(called, "attr", None) or getattr(called, "id", None)
+            timer = started == "Timer" and isinstance(called, ast.Attribute)  # threading.Timer
+            based = [getattr(base, "attr", None) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if started in STARTERS or timer or "Thread" in based:
+                found.append(f"{name}:{getattr(node, 'lineno', 0)}")
+    assert not found, f"use threads.start: {found}"
 
 
 # --- private names ---------------------------------------------------------------------------------------
@@ -352,7 +378,7 @@ def test_every_private_name_in_compat_is_named_by_a_test() -> None:
 
 
 def test_the_search_for_private_names_finds_them() -> None:
-    tree = ast.parse(
+    tree = parse(
         "import torch\nimport torch.distributed.rpc as rpc\nfrom ray._private import state\n"
         "torch._C.f()\nrpc.api._g\nrpc.Options(_h=1)\nself._own\nrpc.__name__"
     )

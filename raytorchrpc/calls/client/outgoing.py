@@ -77,11 +77,11 @@ _DECIDED = (Phase.ARRIVED, Phase.FAILED, Phase.TAKEN)
 class OutgoingCall(Call):
     """One call, from its first request to its outcome."""
 
-    span: Span | None = None
+    _span: Span | None = None
     """If it is traced."""
-    counted = ""
+    _counted = ""
     """The name under which it is counted."""
-    sent_by = ""
+    _sent_by = ""
     """The lane of its payload."""
     _phase = Phase.UNSENT
     _pending: Any
@@ -102,35 +102,73 @@ class OutgoingCall(Call):
         self._payload = _NO_PAYLOAD
         self._lock = threading.Lock()
 
-    def begin(
-        self, lane: MessageLane, pending: Pending, payload: Payload, started: float, seconds: float, number: int
-    ) -> None:
-        """Its request was sent. ``seconds``: until the deadline. ``number``: see ``RequestHeader.number``."""
-        self._lane, self._payload = lane, payload
-        self._started, self._deadline, self._number = started, started + seconds, number
-        if number:
-            self.cancellable = self._is_reported = True
-        self.sent_by = payload.lane or lane.name
-        with self._lock:  # another thread may add a callback while the call is sent again
-            self._pending, self._is_fetched, self._phase = pending, False, Phase.SENT
-
-    def begin_retried(self, target: Any, args: tuple[Any, ...], kwargs: Any, retries: int, deadline: float) -> None:
-        """Send it, and again up to ``retries`` times if the peer is lost; each time once the peer is back."""
-        self._target, self._arguments, self._retries, self._deadline = target, (args, kwargs), retries, deadline
+    def send(self, args: tuple[Any, ...], kwargs: Any, retries: int = 0, target: Any = None) -> None:
+        """Send it, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
+        if not retries:
+            self._transmit(args, kwargs, self._options.timeout)
+            return
+        peer, options = self._route.member.name, self._options
+        self._deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
+        self._arguments, self._retries, self._target = (args, kwargs), retries, target
         self._scope, self._context = current_scope.get(), torch_internals.current_autograd_context()
         self._follow = follow_thread()
-        self.cancellable = self._is_reported = self._options.cancellable
+        self.cancellable = self._is_reported = options.cancellable
         self._pending = Completion()
         self._pending.complete()  # nothing to wait for, if it is not sent at all
-        self._send()
+        self._attempt()
 
-    def _send(self) -> None:
+    def _attempt(self) -> None:
         try:
-            left = self._options._replace(timeout=max(0.001, self.remaining()))
-            self._calls.transmit(self, self._route, self._method, *self._arguments, left)
+            self._transmit(*self._arguments, max(0.001, self.remaining()))
         except PeerLost as lost:
             with self._lock:
                 self._lose(lost.with_traceback(None))
+
+    def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
+        """Send its request."""
+        calls, route, method, options = self._calls, self._route, self._method, self._options
+        calls.peers.check_present(route)
+        peer, tracer, counted = route.member.name, calls.tracer, counted_name(method, args)
+        span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
+        number = next(calls.numbers) if options.cancellable else 0
+        header, body = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
+        size = body_bytes(body)
+        credit, waited_s = calls.credit.take(route.member, method, size, header.seconds)
+        payload: Payload | None = None
+        try:
+            if waited_s:
+                calls.peers.check_open()
+                calls.peers.check_present(route)
+                header = header._replace(seconds=max(0.001, header.seconds - waited_s))
+            if span is not None:
+                header = header._replace(mark=span.mark)
+                span.lap()
+            lane, payload = calls.payloads.pack_request(route, method, body, options.share)
+            started = time.monotonic()
+            message = Message(tuple(header), payload.body, manifests=payload.manifests)
+            pending = lane.call(
+                peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
+            )
+        except BaseException as error:
+            credit.give_back()
+            if payload is not None:
+                payload.cancel()
+            if span is not None:
+                span.end(bytes_in=0, error=type(error).__name__)
+            raise
+        self._lane, self._payload, self._number, self._counted = lane, payload, number, counted
+        self._started, self._deadline = started, started + header.seconds
+        self._sent_by = payload.lane or lane.name
+        if number:
+            self.cancellable = self._is_reported = True
+        calls.counters.sent(peer, self._sent_by, counted, size)
+        if span is not None:
+            span.about.update(lane=lane.name, bytes_out=size)
+            if payload.lane is not None:
+                span.beside("ship", payload.lane, started)
+            self._span = span
+        with self._lock:  # another thread may add a callback while the call is sent again
+            self._pending, self._is_fetched, self._phase = pending, False, Phase.SENT
 
     @property
     def label(self) -> str:
@@ -215,7 +253,7 @@ class OutgoingCall(Call):
                 self._options = self._options._replace(caller_waits=False)
                 self._follow()
                 with torch_internals.autograd_context(self._context):
-                    self._send()
+                    self._attempt()
         except Exception as failure:  # the peer is gone for good, or the call is not sent for another reason
             error = failure.with_traceback(None)
         finally:
@@ -241,7 +279,7 @@ class OutgoingCall(Call):
         self._is_reported = False
         if self._phase not in _DECIDED:
             return None  # another thread has waited too, and found that it is sent again
-        size, came_by, value = 0, self.sent_by, None
+        size, came_by, value = 0, self._sent_by, None
         error: BaseException | None = self._error
         lost = self._phase is Phase.FAILED and isinstance(error, PeerLost)
         if self._phase is not Phase.FAILED:
@@ -279,10 +317,10 @@ class OutgoingCall(Call):
         message.make_current()
         for export in self._payload.exports:
             export.finished()
-        came_by = self._lane.name if message.body.tensors else self.sent_by
+        came_by = self._lane.name if message.body.tensors else self._sent_by
         span = None
         if message.manifests:
-            came_by, span = message.manifests[0][0], self.span
+            came_by, span = message.manifests[0][0], self._span
         if span is not None:
             span.lap()
         pending = calls.payloads.receive(route.member.name, message.manifests) if message.manifests else []
@@ -312,7 +350,7 @@ class OutgoingCall(Call):
         unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep)
         stream: Stream[Any] = Stream(
             self.label,
-            lambda item: calls.send(route, NEXT, (number, item), {}, unlimited),
+            lambda item: calls.send(route, NEXT, (number, item), unlimited),
             partial(calls.budget, route.member.name, self._method, options.timeout),
             partial(calls.notify, route, route.calls, protocol.CLOSE, number),
             header.ahead if options.into is None else 0,
@@ -327,7 +365,7 @@ class OutgoingCall(Call):
         with self._lock:
             decided = self._error if self._phase is Phase.FAILED else None  # at this very deadline, by a worker
         late = decided if isinstance(decided, RpcTimeout) else self._late()
-        self._count(0, self.sent_by, late)
+        self._count(0, self._sent_by, late)
         return None, late
 
     def _late(self) -> RpcTimeout:
@@ -337,7 +375,7 @@ class OutgoingCall(Call):
     # --- without an outcome --------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        self._count(0, self.sent_by, CancelledError())
+        self._count(0, self._sent_by, CancelledError())
         self._is_reported, self._is_cancelled, self._retries = False, True, 0
         self._abandon()
 
@@ -382,11 +420,11 @@ class OutgoingCall(Call):
         if not self._started:  # no attempt was sent, or the last one has been counted
             return
         elapsed, self._started = time.monotonic() - self._started, 0.0
-        peer, lane = self._route.member.name, self.sent_by
-        self._calls.counters.finished(peer, lane, self.counted, came_by, size, elapsed, error)
-        if self.span is not None:
+        peer, lane = self._route.member.name, self._sent_by
+        self._calls.counters.finished(peer, lane, self._counted, came_by, size, elapsed, error)
+        if self._span is not None:
             failed = {} if error is None else {"error": type(error).__name__}
-            self.span.end(bytes_in=size, **failed)
+            self._span.end(bytes_in=size, **failed)
 
 
 class OutgoingCalls:
@@ -409,11 +447,11 @@ class OutgoingCalls:
     ) -> None:
         """``rank``: of this member. ``timeout_s``: of calls that do not say."""
         self._rank, self._timeout_s = rank, timeout_s
-        self.peers, self.payloads, self.codec, self._credit = peers, payloads, codec, credit
+        self.peers, self.payloads, self.codec, self.credit = peers, payloads, codec, credit
         self.counters, self.workers, self.deadlines = counters, workers, deadlines
         self._repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
         self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.leave)
-        self._numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
+        self.numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
     def call(
         self,
@@ -432,68 +470,14 @@ class OutgoingCalls:
         route = self.peers.route_for_call(target)
         call = OutgoingCall(self, route, method, options)
         retries = route.retries.get(method, 0) if options.retry is None else options.retry
-        if retries:
-            deadline = time.monotonic() + self.budget(route.member.name, method, options.timeout)
-            call.begin_retried(target, args, kwargs, retries, deadline)
-        else:
-            self.transmit(call, route, method, args, kwargs, options)
+        call.send(args, kwargs, retries, target)
         return call
 
-    def send(
-        self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions
-    ) -> OutgoingCall:
+    def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], options: CallOptions) -> Call:
         """As ``call``, once, by this route."""
         call = OutgoingCall(self, route, method, options)
-        self.transmit(call, route, method, args, kwargs, options)
+        call.send(args, {})
         return call
-
-    def transmit(
-        self,
-        call: OutgoingCall,
-        route: PeerRoute,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        options: CallOptions,
-    ) -> None:
-        """Send the request of a call, by this route."""
-        self.peers.check_present(route)
-        peer, tracer, counted = route.member.name, self.tracer, counted_name(method, args)
-        span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
-        number = next(self._numbers) if options.cancellable else 0
-        header, body = self._request(protocol.CALL, route, method, args, kwargs, options.timeout, number)
-        size = body_bytes(body)
-        credit, waited_s = self._credit.take(route.member, method, size, header.seconds)
-        payload: Payload | None = None
-        try:
-            if waited_s:
-                self.peers.check_open()
-                self.peers.check_present(route)
-                header = header._replace(seconds=max(0.001, header.seconds - waited_s))
-            if span is not None:
-                header = header._replace(mark=span.mark)
-                span.lap()
-            lane, payload = self.payloads.pack_request(route, method, body, options.share)
-            started = time.monotonic()
-            message = Message(tuple(header), payload.body, manifests=payload.manifests)
-            pending = lane.call(
-                peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
-            )
-        except BaseException as error:
-            credit.give_back()
-            if payload is not None:
-                payload.cancel()
-            if span is not None:
-                span.end(bytes_in=0, error=type(error).__name__)
-            raise
-        call.begin(lane, pending, payload, started, header.seconds, number)
-        call.counted = counted
-        self.counters.sent(peer, call.sent_by, counted, size)
-        if span is not None:
-            span.about.update(lane=lane.name, bytes_out=size)
-            if payload.lane is not None:
-                span.beside("ship", payload.lane, started)
-            call.span = span
 
     def submit_repeat(self, function: Callable[..., None], *args: Any) -> None:
         """Run what waits for the return of a peer on a thread."""
@@ -512,7 +496,7 @@ class OutgoingCalls:
         """Send a call whose result stays in the target; returns torch's RRef to it."""
         route = self.peers.route_for_call(target)
         self.peers.check_present(route)
-        header, body = self._request(protocol.REMOTE, route, method, args, kwargs, timeout)
+        header, body = self.request(protocol.REMOTE, route, method, args, kwargs, timeout)
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
@@ -543,9 +527,9 @@ class OutgoingCalls:
 
     def in_flight(self) -> dict[str, tuple[int, int]]:
         """By peer: calls that have no reply yet, and bytes of their arguments; see CreditWindows.in_flight."""
-        return {route.member.name: self._credit.in_flight(route.member.rank) for route in self.peers.routes}
+        return {route.member.name: self.credit.in_flight(route.member.rank) for route in self.peers.routes}
 
-    def _request(
+    def request(
         self,
         kind: int,
         route: PeerRoute,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from raytorchrpc.process import threads
 
 #: A longer pause of a Janitor can be ended by ``wake`` (seconds).
 _SHORT_S = 0.05
+#: Rounds between two checks which peers live.
+_ROUNDS_PER_CENSUS = 50
 
 
 class Janitor:
@@ -18,9 +21,12 @@ class Janitor:
     It is started with the first export.
     """
 
-    def __init__(self, name: str, reclaim: Callable[[], float | None]) -> None:
-        """``reclaim`` does one round; it returns the seconds until the next, or None if nothing is left to reclaim."""
+    def __init__(self, name: str, reclaim: Callable[[bool], float | None]) -> None:
+        """``reclaim(census)`` does one round; it returns the seconds until the next, or None if nothing is left to
+        reclaim. ``census``: whether to check too which peers live, from time to time.
+        """
         self._name, self._reclaim = name, reclaim
+        self._rounds = itertools.count(1)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._woken, self._hurry = threading.Event(), threading.Event()
@@ -48,7 +54,7 @@ class Janitor:
         self._woken.wait()
         self._woken.clear()  # before the first round: what is exported from now on wakes it again
         try:
-            while (pause := self._reclaim()) is not None:
+            while (pause := self._reclaim(next(self._rounds) % _ROUNDS_PER_CENSUS == 0)) is not None:
                 if pause > _SHORT_S:
                     self._hurry.wait(pause)
                     self._hurry.clear()

@@ -215,24 +215,20 @@ def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
     ``storage``: the tensor over the memory of ``view``, if the message may keep it; else the tensor area is copied.
     """
     try:
-        return _parsed(view, storage)
+        call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
+        begin = PREFIX_BYTES + header
+        fields, described, buffers, manifests = marshal.loads(view[PREFIX_BYTES:begin])
+        head = begin + payload
+        tensors: Sequence[torch.Tensor] = ()
+        if described:
+            head_padded = head + (-head % _ALIGN if area else 0)
+            if storage is not None or not area:
+                source = _NO_BYTES if storage is None else storage[head_padded:]
+                tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
+            else:
+                copy = bytearray(view[head_padded : head_padded + area])
+                tensors = [tensor_in(copy, offset, (DTYPES[name], shape)) for name, shape, offset in described]
+        body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
+        return Frame(kind, call, Message(fields, body, manifests=manifests))
     except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"not a frame: {error}") from error
-
-
-def _parsed(view: memoryview, storage: torch.Tensor | None) -> Frame:
-    call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
-    begin = _PREFIX.size + header
-    fields, described, buffers, manifests = marshal.loads(view[_PREFIX.size : begin])
-    head = begin + payload
-    tensors: Sequence[torch.Tensor] = ()
-    if described:
-        head_padded = head + (-head % _ALIGN if area else 0)
-        if storage is not None or not area:
-            source = _NO_BYTES if storage is None else storage[head_padded:]
-            tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
-        else:
-            copy = bytearray(view[head_padded : head_padded + area])
-            tensors = [tensor_in(copy, offset, (DTYPES[name], shape)) for name, shape, offset in described]
-    body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
-    return Frame(kind, call, Message(fields, body, manifests=manifests))

@@ -13,6 +13,7 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Into
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 
 #: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
@@ -125,9 +126,7 @@ def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def given(
-    piece: Sequence[int], into: Sequence[torch.Tensor | None] | None, device: torch.device
-) -> torch.Tensor | None:
+def given(piece: Sequence[int], into: Into, device: torch.device) -> torch.Tensor | None:
     """Return the receiver's own tensor, if the piece can arrive in it directly."""
     target = into[piece[0]] if into is not None and len(piece) == 1 else None
     return target if target is not None and target.device == device and target.is_contiguous() else None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from raytorchrpc.lanes.base import SMALL, Part
+from raytorchrpc.lanes.base import SMALL, Part, ToCopy
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel, KernelSource
 from raytorchrpc.tensors.dtypes import span_of, strided_within, view_at, within
@@ -256,9 +256,8 @@ class Scatter(NamedTuple):
         driver: Driver,
         kernel: Callable[[], Kernel | None],
         stream: int,
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Queue it on ``stream``, the current one of ``device``. Returns what the caller must copy itself: (target,
-        source).
+    ) -> ToCopy:
+        """Queue it on ``stream``, the current one of ``device``.
 
         ``parts``: those for which it was made. ``flat``: address of the flat tensor. ``kernel``: see ``Copies``.
         """

@@ -33,8 +33,6 @@ _HANDLES = 2 * FLAGS
 OUT, UNUSED, COPIED = 1, 2, 16
 #: Pause between two rounds of the janitor; the same while only shared tensors are out, which may stay long (seconds).
 _PAUSE_S, _SHARED_PAUSE_S = 0.02, 0.5
-#: Rounds between two checks whether the peers live.
-_ROUNDS_PER_CENSUS = 50
 
 
 class Offer(NamedTuple):
@@ -226,7 +224,6 @@ class Exports:
         self._numbers = itertools.cycle(range(FLAGS))
         self._out: dict[int, Exported] = {}
         self._freeing: dict[int, torch.cuda.Stream] = {}
-        self._rounds = itertools.count(1)
         self._janitor = Janitor("raytorchrpc-cuda-ipc", self._reclaim)
 
     def __len__(self) -> int:
@@ -295,11 +292,11 @@ class Exports:
             for tensor in out.tensors:
                 tensor.record_stream(stream)
 
-    def _reclaim(self) -> float | None:
+    def _reclaim(self, census: bool) -> float | None:
         """See Janitor. Needed for results, whose receivers confirm nothing."""
         self.reap()
         only_shared = all(out.shared for out in list(self._out.values()))
-        if only_shared or next(self._rounds) % _ROUNDS_PER_CENSUS == 0:
+        if only_shared or census:
             self._drop_dead()
         if not self._out:
             return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from raytorchrpc.lanes.base import Into
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.dtypes import Shape, within
@@ -67,7 +68,7 @@ def received(
     devices: Sequence[int],
     current: Callable[[int], tuple[torch.cuda.Stream, int]],
     shapes: Sequence[Shape],
-    into: Sequence[torch.Tensor | None] | None = None,
+    into: Into = None,
 ) -> list[torch.Tensor]:
     """Copy the data to the GPU, on the ``current`` stream. For ``into`` see ``TensorLane.fetch``.
 

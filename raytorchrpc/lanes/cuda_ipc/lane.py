@@ -26,9 +26,11 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import (
     MALFORMED,
     Export,
+    Into,
     Part,
     PeerAddress,
     TensorCapabilities,
+    ToCopy,
     WindowLane,
     checked,
     never_fetched,
@@ -157,9 +159,7 @@ class CudaIpcLane(WindowLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
-    def fetch(
-        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
-    ) -> list[torch.Tensor]:
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         if in_message.has(descriptor):
             return in_message.received(descriptor, self._devices, self._events.current, shapes, into)
         offer = Offer.checked(descriptor, self._devices)
@@ -184,10 +184,8 @@ class CudaIpcLane(WindowLane):
             ]
 
     @checked
-    def scatter_into(
-        self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+    def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
+        left: ToCopy = []
         if in_message.has(descriptor):
             flat = in_message.received(
                 descriptor, self._devices, self._events.current, [(torch.uint8, (size,)) for size in sizes]
@@ -242,7 +240,7 @@ class CudaIpcLane(WindowLane):
         mapped: Sequence[Mapped | None],
         places: Any,
         shapes: Sequence[Shape],
-        into: Sequence[torch.Tensor | None] | None,
+        into: Into,
         device: torch.device,
         stream: int,
     ) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """NCCL as the nccl lane needs it: channels of two processes, over the few calls of the library that torch has loaded.
 
 Communicators do not block: every call returns at once, and ``enqueued`` tells when the operation is done. So no thread
-can be stuck in NCCL when a peer dies. Tests subclass ``Carrier`` and ``Channel``, to run the lane's protocol, deadlines
-and failures without a GPU.
+can be stuck in NCCL when a peer dies. NCCL allows one thread at a time for a communicator. Tests subclass ``Carrier``
+and ``Channel``, to run the lane's protocol, deadlines and failures without a GPU.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Library:
-    """The library. As thread-safe as NCCL: one thread at a time for each communicator."""
+class Carrier:
+    """The library, in this process."""
 
     def __init__(self) -> None:
+        """Raises LaneUnavailable if there is none."""
         self._idle: dict[int, list[torch.cuda.Stream]] = {}
         """By device. No stream is destroyed: torch's allocator keeps memory by stream."""
         self._lock = threading.Lock()
@@ -97,13 +98,31 @@ class Library:
         if version.value < _CONFIG_VERSION:
             raise LaneUnavailable("nccl", f"NCCL {version.value} is too old: this lane needs 2.18.5 or newer")
 
+    def open(self, devices: Sequence[int]) -> Mapping[int, str]:
+        """Return a globally unique identity of each device."""
+        return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
+
+    def device(self, index: int) -> torch.device:
+        """Return torch's name for a device."""
+        return torch.device("cuda", index)
+
+    def mark(self, device: int) -> Mark:
+        """Return a mark behind what the calling thread has queued on this device so far."""
+        return _mark(torch.cuda.current_stream(device))
+
     def ticket(self) -> bytes:
-        """Make an ncclUniqueId. This process listens for the communicator's other end."""
+        """Make the token that both ends pass to ``join``: an ncclUniqueId, on which this process listens for the other
+        end. Raises Broken.
+        """
         unique = _UniqueId()
         self.check(self._nccl.ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
         return bytes(unique.internal)
 
-    def join(self, ticket: bytes, end: int, device: int) -> ctypes.c_void_p:
+    def join(self, ticket: bytes, end: int, device: int) -> Channel:
+        """Begin to join. ``end``: SENDER or RECEIVER. The ticket comes from the receiver. Raises Broken."""
+        return Channel(self, ticket, end, device)
+
+    def begin(self, ticket: bytes, end: int, device: int) -> ctypes.c_void_p:
         """Begin to make a communicator of two ranks."""
         undefined = (_UNDEFINED,) * 3
         config = _Config(ctypes.sizeof(_Config), _MAGIC, _CONFIG_VERSION, 0, *undefined, None, _UNDEFINED)
@@ -183,9 +202,9 @@ def _path() -> str:
 
 
 @functools.cache
-def library() -> Library:
-    """Return this process's library. Raises LaneUnavailable if there is none."""
-    return Library()
+def carrier() -> Carrier:
+    """Return this process's Carrier, which keeps its streams for all lanes. Raises LaneUnavailable."""
+    return Carrier()
 
 
 def _mark(stream: torch.cuda.Stream) -> Mark:
@@ -203,15 +222,15 @@ class Channel:
     methods by one thread at a time.
     """
 
-    def __init__(self, ticket: bytes, end: int, device: int) -> None:
-        self._end, self._device = end, device
+    def __init__(self, carrier: Carrier, ticket: bytes, end: int, device: int) -> None:
+        self._carrier, self._end, self._device = carrier, end, device
         self._lock = threading.Lock()
         self._last: Mark | None = None
-        self._stream = library().take_stream(device)
+        self._stream = carrier.take_stream(device)
         try:
-            self._comm: ctypes.c_void_p | None = library().join(ticket, end, device)
+            self._comm: ctypes.c_void_p | None = carrier.begin(ticket, end, device)
         except BaseException:
-            library().give_back(device, self._stream)
+            carrier.give_back(device, self._stream)
             raise
 
     def _with_comm(self, use: Callable[[ctypes.c_void_p], Any]) -> Any:
@@ -222,7 +241,7 @@ class Channel:
 
     def enqueued(self) -> bool:
         """Whether the device has queued the last operation (the join, or a transfer). Raises Broken."""
-        return bool(self._with_comm(library().enqueued))
+        return bool(self._with_comm(self._carrier.enqueued))
 
     def room(self, shapes: Sequence[Sequence[Shape]]) -> list[torch.Tensor]:
         """Allocate memory for each piece of a message: a tensor for one shape, a flat one for several of one dtype."""
@@ -242,7 +261,7 @@ class Channel:
 
     def _move(self, tensors: Sequence[torch.Tensor]) -> None:
         stream: int = self._stream.cuda_stream
-        self._with_comm(lambda comm: library().move(comm, self._end, tensors, stream))
+        self._with_comm(lambda comm: self._carrier.move(comm, self._end, tensors, stream))
 
     def follow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Order the next operation after what the calling thread has queued so far on its own tensors."""
@@ -277,35 +296,10 @@ class Channel:
                 self._free(comm)
 
     def _free(self, comm: ctypes.c_void_p) -> None:
-        library().abort(comm)
+        self._carrier.abort(comm)
         self._last = self.mark()
-        library().give_back(self._device, self._stream)
+        self._carrier.give_back(self._device, self._stream)
 
     def over(self) -> bool:
         """After ``abort``: whether it writes no more. Never waits."""
         return self._last is not None and self._last()
-
-
-class Carrier:
-    """The library, in this process. Thread-safe."""
-
-    def open(self, devices: Sequence[int]) -> Mapping[int, str]:
-        """Prepare the devices; returns a globally unique identity of each. Raises LaneUnavailable."""
-        library()
-        return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
-
-    def device(self, index: int) -> torch.device:
-        """Return torch's name for a device."""
-        return torch.device("cuda", index)
-
-    def mark(self, device: int) -> Mark:
-        """Return a mark behind what the calling thread has queued on this device so far."""
-        return _mark(torch.cuda.current_stream(device))
-
-    def ticket(self) -> bytes:
-        """Make the token that both ends pass to ``join``. Raises Broken."""
-        return library().ticket()
-
-    def join(self, ticket: bytes, end: int, device: int) -> Channel:
-        """Begin to join. ``end``: SENDER or RECEIVER. The ticket comes from the receiver. Raises Broken."""
-        return Channel(ticket, end, device)

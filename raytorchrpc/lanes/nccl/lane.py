@@ -26,6 +26,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import (
     Export,
+    Into,
     Message,
     MessageLane,
     PeerAddress,
@@ -36,7 +37,7 @@ from raytorchrpc.lanes.base import (
     checked,
 )
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, carrier
 from raytorchrpc.lanes.nccl.protocol import End, Kept, NotSent, TimedOut
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
@@ -80,15 +81,14 @@ class NcclLane(TensorLane):
         make_control: Callable[[], MessageLane],
         *,
         timeout_s: float = 60.0,
-        carrier: Carrier | None = None,
+        get_carrier: Callable[[], Carrier] = carrier,
     ) -> None:
         """``devices``: local CUDA indices that tensors come from or arrive on. ``make_control``: makes the
         lane for requests to the same lane of peers. ``timeout_s``: for one fetch. The caller sets NCCL's variables
         before the first lane of the process opens.
         """
         self._me, self._devices, self._make_control = me, tuple(devices), make_control
-        self._timeout_s = timeout_s
-        self._carrier = carrier or Carrier()
+        self._timeout_s, self._get_carrier = timeout_s, get_carrier
         self._lock = threading.Lock()
         self._peers: dict[str, NcclAddress] = {}
         self._watches: dict[str, Pending] = {}
@@ -109,6 +109,7 @@ class NcclLane(TensorLane):
         return len(self._kept)
 
     def open(self) -> NcclAddress:
+        self._carrier = self._get_carrier()
         self._identities = dict(self._carrier.open(self._devices))
         self._control = self._make_control()
         try:
@@ -213,21 +214,24 @@ class NcclLane(TensorLane):
         if kind == DISCARD:
             self._take(peer, *request)
         else:
-            self._end_of_peer(peer, *request)
+            for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
+                if (end.peer, end.ticket) == (peer, request[0]):
+                    self._abort(end, request[1])
         reply(_answer(None))
         return None
-
-    def _end_of_peer(self, peer: str, ticket: bytes, cause: str) -> None:
-        for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
-            if (end.peer, end.ticket) == (peer, ticket):
-                self._abort(end, cause)
 
     # --- sending -------------------------------------------------------------------------------------------
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
         opened = {own: its for own, its in devices.items() if own in self._identities}
         source = packing.source_of(tensors, opened, self.name)
-        self._check_apart(peer, source, devices[source])
+        address, target = self._peers.get(peer), devices[source]
+        if address is None or self._closed:
+            raise LaneUnavailable(self.name, f"member {peer!r} is unknown here, or has left")
+        if target not in address.devices:
+            raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{target} for this lane")
+        if (gpu := self._identities[source]) and address.devices[target] == gpu:
+            raise LaneUnavailable(self.name, f"both ends are on GPU {gpu} and NCCL needs two; allow cuda_ipc")
         try:
             watch = self._watch(peer, time.monotonic() + self._timeout_s)
         except (PeerLost, RpcTimeout) as error:
@@ -239,19 +243,8 @@ class NcclLane(TensorLane):
         if watch.wait(0):
             self._kept.pop(number, None)
             raise LaneUnavailable(self.name, f"the connection to {peer!r} has just ended")
-        descriptor = (number, source, devices[source], tuple(piece.nbytes for piece in pieces))
+        descriptor = (number, source, target, tuple(piece.nbytes for piece in pieces))
         return Export(descriptor, partial(self._kept.pop, number, None), kept.precede)
-
-    def _check_apart(self, peer: str, mine: int, its: int) -> None:
-        address = self._peers.get(peer)
-        if address is None or self._closed:
-            raise LaneUnavailable(self.name, f"member {peer!r} is unknown here, or has left")
-        if its not in address.devices:
-            raise LaneUnavailable(self.name, f"{peer!r} has not opened cuda:{its} for this lane")
-        if self._identities[mine] and address.devices[its] == self._identities[mine]:
-            raise LaneUnavailable(
-                self.name, f"both ends are on GPU {self._identities[mine]} and NCCL needs two; allow cuda_ipc"
-            )
 
     def _take(self, peer: str, number: int) -> Kept | None:
         """Remove and return the export of that number, if it is for this peer."""
@@ -315,9 +308,7 @@ class NcclLane(TensorLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
-    def fetch(
-        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
-    ) -> list[torch.Tensor]:
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         number, source, target, sizes = descriptor
         if target not in self._devices:
             raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")

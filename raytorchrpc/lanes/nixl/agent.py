@@ -109,7 +109,6 @@ class Agent:
         self._nixl = nixl = _library(package)
         self._types = {"cpu": nixl.DRAM_SEG, "cuda": nixl.VRAM_SEG}
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self.name = f"raytorchrpc-{secrets.token_hex(8)}"
         config = nixl.nixlAgentConfig()
         config.useProgThread = True

@@ -27,7 +27,7 @@ import torch
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, checked
+from raytorchrpc.lanes.base import Export, Into, PeerAddress, TensorCapabilities, TensorLane, checked
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
@@ -37,8 +37,6 @@ from raytorchrpc.tensors.dtypes import Shape, view_at, within
 
 #: Pause between two rounds of the janitor (seconds).
 _PAUSE_S = 0.02
-#: Rounds between two checks whether the receivers of exports live.
-_ROUNDS_PER_CENSUS = 50
 _CLOSE_S = 1.5
 _PROBE = b""  # an empty notice: sending it shows that a peer is lost
 
@@ -88,7 +86,6 @@ class NixlLane(TensorLane):
         """Reads that no thread waits for any more, with the memory that they may still write."""
         self._landing: dict[int, torch.cuda.Stream] = {}
         self._cuda_obstacle: str | None = None
-        self._rounds = itertools.count(1)
         self._janitor = Janitor("raytorchrpc-nixl", self._reclaim)
 
     @property
@@ -178,13 +175,13 @@ class NixlLane(TensorLane):
                 if out is not None and out.link.name == name:
                     self._release(int(notice))
 
-    def _reclaim(self) -> float | None:
+    def _reclaim(self, census: bool) -> float | None:
         """See Janitor. Needed for results, whose receivers confirm nothing, and for abandoned reads."""
         if self._closed:
             return None
         self.reap()
         self._drop_abandoned()
-        if next(self._rounds) % _ROUNDS_PER_CENSUS == 0:
+        if census:
             self._drop_lost()
         return _PAUSE_S if self._out or self._abandoned else None
 
@@ -205,9 +202,7 @@ class NixlLane(TensorLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
-    def fetch(
-        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
-    ) -> list[torch.Tensor]:
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         try:
             link = self._link(peer)
         except LaneUnavailable as error:

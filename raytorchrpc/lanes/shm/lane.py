@@ -24,9 +24,11 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import (
     MALFORMED,
     Export,
+    Into,
     Part,
     PeerAddress,
     TensorCapabilities,
+    ToCopy,
     WindowLane,
     checked,
     never_fetched,
@@ -59,7 +61,7 @@ class Copier:
         self._closed = False
 
     def move(self, target: int, source: int, size: int) -> None:
-        """Copy ``size`` bytes from one address to another. Blocks. Raises RuntimeError after ``close``."""
+        """See WindowLane.move."""
         parts = min(self._threads, size // _PART)
         if parts < 2:
             ctypes.memmove(target, source, size)
@@ -67,7 +69,7 @@ class Copier:
         step = -(-size // parts) + 64 & -64
         with self._lock:
             if self._closed:
-                raise RuntimeError("closed")
+                raise LaneUnavailable("shm", "this member is leaving the group")
             pool = self._pool = self._pool or Workers("raytorchrpc-copy", self._threads - 1)
         waiting: list[threading.Event] = []
         try:
@@ -235,30 +237,18 @@ class ShmLane(WindowLane):
                 self._former_peers.discard(address)
 
     def move(self, target: int, source: int, size: int) -> None:
-        try:
-            self._copier.move(target, source, size)
-        except RuntimeError as error:
-            raise LaneUnavailable(self.name, "this member is leaving the group") from error
+        self._copier.move(target, source, size)
 
     @checked
-    def fetch(
-        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
-    ) -> list[torch.Tensor]:
+    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         flats, places, crowded = self._opened(peer, descriptor)
-        if into is None and len(descriptor) == 2:
-            into = [None] * len(places)
-        if into is not None:
-            rooms = [(flat.data_ptr(), flat.nbytes) for flat in flats]
-            found = zip(places, shapes, into, strict=True)
-            return [
-                target
-                if target is not None and self._copied_directly(target, rooms[number], offset)
-                else self._result(view_at(flats[number], offset, shape), target, crowded)
-                for (number, offset), shape, target in found
-            ]
-        if crowded:
-            flats = [flat.clone() for flat in flats]
-        return [view_at(flats[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
+        if into is None and not crowded:
+            found = zip(places, shapes, strict=True)
+            return [view_at(flats[number], offset, shape) for (number, offset), shape in found]
+        return [
+            self._copied(flats[number], offset, shape, target, crowded)
+            for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)
+        ]
 
     def _opened(self, peer: str, descriptor: Any) -> tuple[list[torch.Tensor], Sequence[tuple[int, int]], bool]:
         """The memory that a descriptor names, where in it each tensor lies, and whether to copy them out."""
@@ -276,11 +266,9 @@ class ShmLane(WindowLane):
         return [torch.from_numpy(base) for base in bases], places, crowded
 
     @checked
-    def scatter_into(
-        self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
         flats, places, _ = self._opened(peer, descriptor)
-        left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        left: ToCopy = []
         for (number, start), size, its in zip(places, sizes, parts, strict=True):
             within(start, size, flats[number].nbytes)
             begin = flats[number].data_ptr() + start
@@ -294,19 +282,15 @@ class ShmLane(WindowLane):
                 left += [(part.target, part.view_of(flat)) for part in rest]
         return left
 
-    def _copied_directly(self, target: torch.Tensor, room: tuple[int, int], offset: int) -> bool:
-        """Copy out of ``room``, (address, bytes), to a contiguous CPU tensor; returns False for any other tensor.
-
-        Raises OutOfBounds.
-        """
-        if not target.is_cpu or not target.is_contiguous():
-            return False
-        if size := target.nbytes:
-            within(offset, size, room[1])
-            self.move(target.data_ptr(), room[0] + offset, size)
-        return True
-
-    def _result(self, view: torch.Tensor, target: torch.Tensor | None, crowded: bool) -> torch.Tensor:
+    def _copied(
+        self, flat: torch.Tensor, offset: int, shape: Shape, target: torch.Tensor | None, crowded: bool
+    ) -> torch.Tensor:
+        if target is not None and target.is_cpu and target.is_contiguous():
+            if size := target.nbytes:
+                within(offset, size, flat.nbytes)
+                self._copier.move(target.data_ptr(), flat.data_ptr() + offset, size)
+            return target
+        view = view_at(flat, offset, shape)
         if target is None:
             return copied(view) if crowded else view
         if target.is_cpu:

@@ -39,7 +39,7 @@ class SocketLane(ConnectedLane[Connection]):
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._selector: Selector[Connection] = Selector(me, self._read, self._accept, self.close)
+        self._selector: Selector[Connection] = Selector(me, self._read, self._acceptor.accept, self.close)
 
     # --- the interface -------------------------------------------------------------------------------------
 
@@ -78,9 +78,6 @@ class SocketLane(ConnectedLane[Connection]):
 
     def _poll(self, fd: int) -> None:
         self._selector.listen_to(fd)
-
-    def _accept(self, fd: int) -> bool:
-        return self._acceptor.accept(fd)
 
     def _register(
         self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float

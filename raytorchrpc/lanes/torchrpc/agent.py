@@ -98,8 +98,6 @@ class KnownPeer:
     peer: FabricPeer
     worker: Any
     """torch's WorkerInfo."""
-    renewed: bool
-    """It has a local worker id here, not its own."""
     opened: bool = False
     """Otherwise the next call opens its connections."""
     connected: bool = False
@@ -220,7 +218,7 @@ class Fabric:
         self._highest_id = max(self._highest_id, spec.worker_id)
         self._spec, self._devices = spec, spec.devices
         me = FabricPeer(spec.name, spec.worker_id, self._url, {})
-        self._me = KnownPeer(me, self._agent.get_worker_info(), renewed=False, opened=True, connected=True)
+        self._me = KnownPeer(me, self._agent.get_worker_info(), opened=True, connected=True)
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
@@ -258,7 +256,7 @@ class Fabric:
                 peer = peer._replace(worker_id=fresh)
         agent, (name, number, url, inverse) = self._agent, peer
         torch_internals.add_peer(agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
-        self._peers[name] = KnownPeer(peer, agent.get_worker_info(name), renew)
+        self._peers[name] = KnownPeer(peer, agent.get_worker_info(name))
 
     def renew(self, name: str, broken: Any) -> None:
         """Have the next call to a peer open new connections. ``broken``: the WorkerInfo with the broken ones.
@@ -330,13 +328,19 @@ class Fabric:
             yield
             known.connected = True
 
-    def can_rref(self) -> bool:
-        """Whether torch's RRefs work here, which they do as long as the first agent lives."""
-        return self._agent is not None and self._agents_started == 1
-
-    def is_renewed(self, name: str) -> bool:
-        """Whether a peer's connections broke and were renewed, under a worker id local to this process."""
-        return name in self._peers and self._peers[name].renewed
+    def rref_obstacle(self, known: KnownPeer) -> str | None:
+        """Why torch's RRefs to a peer do not work; None if they do."""
+        if self._agent is None or self._agents_started != 1:
+            return (
+                "torch's RRefs only work with the first agent of a process, and this process restarted its agent for "
+                "another group (other devices, transports, interface or worker id); restart the actor"
+            )
+        if known.peer.worker_id in OWN_NUMBERS:
+            return (
+                "the connections to this member broke and were renewed, and torch's RRefs only work with the first "
+                "ones; restart either actor"
+            )
+        return None
 
     def remove_peer(self, name: str) -> None:
         """Remove a peer. Calls to it in flight end by their deadline."""

@@ -88,19 +88,9 @@ class TorchRpcLane(MessageLane):
 
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
         """Like ``call``, but the result stays at the peer. Returns torch's RRef to it at once."""
-        if not self._fabric.can_rref():
-            raise LaneUnavailable(
-                "torchrpc",
-                "torch's RRefs only work with the first agent of a process, and this process restarted its agent for "
-                "another group (other devices, transports, interface or worker id); restart the actor",
-            )
         known = self._known(peer, message.body.tensors)
-        if self._fabric.is_renewed(self._rpc_names.get(peer, "")):
-            raise LaneUnavailable(
-                "torchrpc",
-                f"the connections to {peer!r} broke and were renewed, and torch's RRefs only work with the first ones; "
-                f"restart either actor",
-            )
+        if (obstacle := self._fabric.rref_obstacle(known)) is not None:
+            raise LaneUnavailable(self.name, f"no RRef to {peer!r}: {obstacle}")
         try:
             with self._fabric.connecting(known):
                 return rpc.remote(known.worker, _serve_value, args=_as_torch(message), timeout=timeout_s)

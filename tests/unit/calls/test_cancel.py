@@ -23,7 +23,7 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.scope import on_loop
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.spans import Tracer
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import DeferredReply, Exposed, exposed
 from tests.unit.members import Members, in_thread
 

@@ -17,7 +17,7 @@ from raytorchrpc.errors import NotFound, RpcTimeout
 from raytorchrpc.lanes.base import Capabilities, Message
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, DeferredReply, exposed, make_callee
 
 

@@ -15,19 +15,15 @@ import pytest
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.client.outgoing import OutgoingCall
-from raytorchrpc.calls.counters import CallCounters
-from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.payload import Payload
 from raytorchrpc.calls.peers import Absence
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.socket.connection import Connection, tune
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
 from tests.unit.members import Members, in_thread
 
@@ -245,81 +241,53 @@ def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -
 
 # --- results that are lost after the method ran ------------------------------------------------------------------
 
-
-class Answer(Pending):
-    def __init__(self, message: Message) -> None:
-        self.message = message
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def add_done_callback(self, callback: Any) -> None:
-        callback()
-
-    def take(self) -> Message:
-        return self.message
-
-
-class Caller(SimpleNamespace):
-    """The calls of a member: what it fetches with fails, and its peer is gone or not."""
-
-    codec = Codec()
-    counters = CallCounters()
-
-    def __init__(self, gone: bool, failure: RayTorchRpcError) -> None:
-        super().__init__()
-        self.gone, self.failure, self.peers, self.payloads = gone, failure, self, self
-
-    def why_unreachable(self, route: Any) -> str | None:
-        return "its actor died" if self.gone else None
-
-    def receive(self, peer: str, manifests: Any) -> Any:
-        raise self.failure
-
-    def unpack(self, message: Message, pending: Any, *, keep: bool) -> Any:
-        return message.body
-
-    def control(self, *_: Any) -> Pending:
-        if isinstance(self.failure, NotAMember):  # what the peer answers
-            return Answer(Message((RAISED,), encode_exception(self.codec, UNSEEN)))
-        raise self.failure
-
-
 UNSEEN = PeerLost("b", "it belongs to another generation of the group", may_have_run=False)
 WITH_TENSORS = Message((OK,), NOTHING, manifests=BESIDE)
 KEPT_THERE = Message((KEPT, 3), NOTHING)
+REFUSED = Message((RAISED,), encode_exception(Codec(), UNSEEN))
 
 
-def outcome_after(answer: Message, gone: bool, failure: RayTorchRpcError) -> BaseException | None:
-    lane: Any = SimpleNamespace(name="lane")
-    route: Any = SimpleNamespace(member=SimpleNamespace(name="b"), calls=lane, tensors=lane, heavy_results=set())
-    caller: Any = Caller(gone, failure)
-    call = OutgoingCall(caller, route, "f", CallOptions())
-    call.begin(lane, Answer(answer), Payload(NOTHING), time.monotonic(), 10.0, 0)
-    assert call.wait(0)
-    outcome = call.outcome()
-    assert outcome is not None
-    return outcome[1]
+def outcome_after(members: Members, reply: Message, gone: bool, fetched: Message | RayTorchRpcError) -> Any:
+    """The error of a call whose result cannot be fetched after its reply."""
+    local, lane = members.members["a"], members.lanes["a"]
+    lane.holds = lambda method: True
+
+    def fetch(*_: Any, **__: Any) -> Pending:
+        if isinstance(fetched, RayTorchRpcError):
+            raise fetched
+        pending = Pending()
+        pending.settle(fetched)
+        return pending
+
+    with members.acting("a"):
+        future = rtr.rpc_async("home").f()
+    if gone:
+        local.peers.mark_away(0, Absence("its actor died", for_good=True))
+    lane.call = local.payloads.receive = fetch  # type: ignore[method-assign,assignment]
+    lane.held.pop()[1].settle(reply)
+    return future.exception()
 
 
-@pytest.mark.parametrize("answer", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
+@pytest.mark.parametrize("reply", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
 @pytest.mark.parametrize("failure", [LaneUnavailable("shm", "not mapped"), UNSEEN], ids=["lane", "peer"])
-def test_a_result_that_went_with_its_process_has_been_made(answer: Message, failure: RayTorchRpcError) -> None:
-    error = outcome_after(answer, True, failure)
+def test_a_result_that_went_with_its_process_has_been_made(
+    members: Members, reply: Message, failure: RayTorchRpcError
+) -> None:
+    error = outcome_after(members, reply, True, failure)
     assert isinstance(error, PeerLost)
-    assert (error.peer, error.may_have_run) == ("b", True)
+    assert (error.peer, error.may_have_run) == ("b" if failure is UNSEEN else "home", True)
 
 
-def test_a_process_that_does_not_know_of_a_kept_result_is_another_one() -> None:
-    error = outcome_after(KEPT_THERE, True, NotAMember("it answers"))
-    assert isinstance(error, PeerLost)
-    assert error.may_have_run
+def test_a_process_that_does_not_know_of_a_kept_result_is_another_one(members: Members) -> None:
+    error = outcome_after(members, KEPT_THERE, True, REFUSED)
+    assert isinstance(error, PeerLost) and error.may_have_run
 
 
-@pytest.mark.parametrize("answer", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
-def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(answer: Message) -> None:
-    failure = LaneUnavailable("shm", "not mapped")
-    error = outcome_after(answer, False, failure)
+@pytest.mark.parametrize("reply", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
+def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(
+    members: Members, reply: Message
+) -> None:
+    error = outcome_after(members, reply, False, LaneUnavailable("shm", "not mapped"))
     assert isinstance(error, LaneUnavailable) and error.reason == "not mapped"
 
 

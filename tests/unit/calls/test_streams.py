@@ -17,7 +17,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import in_turn
 from raytorchrpc.calls.server.streams import ServedStream
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import Exposed, exposed
 from tests.unit.members import Members, in_thread
 

@@ -11,7 +11,7 @@ import pytest
 
 import raytorchrpc as rtr
 from raytorchrpc.calls.peers import Absence
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import exposed
 from tests.unit.members import Members, in_thread
 

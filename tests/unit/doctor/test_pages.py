@@ -9,6 +9,7 @@ from pathlib import Path
 from raytorchrpc.doctor.report import LANES
 from raytorchrpc.topology import nccl_env
 from tests.unit.doctor.pages import FINDINGS
+from tests.unit.sources import parse
 
 ROOT = Path(__file__).parents[3]
 DOCTOR = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
@@ -20,7 +21,7 @@ ADDERS = {"ok": 0, "note": 0, "warning": 0, "problem": 0, "finding": 1}
 def test_the_table_of_findings_is_that_of_the_code() -> None:
     said: dict[str, set[str]] = {}
     for file in (ROOT / "raytorchrpc" / "doctor").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ADDERS:
                 name = node.args[ADDERS[node.func.id]]
                 assert isinstance(name, ast.Constant), f"{file.name}: an id is written out"

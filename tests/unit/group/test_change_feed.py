@@ -13,7 +13,7 @@ import pytest
 from raytorchrpc.group import detached
 from raytorchrpc.group.changes import Change, ChangeLog
 from raytorchrpc.group.detached import ChangeFeed
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 
 
 def change(name: str) -> Change:

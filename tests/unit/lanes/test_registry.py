@@ -21,6 +21,7 @@ from raytorchrpc.routing.planner import plan
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.distributions import MEMFD, OWN_LANES, UNIX_STREAM, install_own_lanes, write
 from tests.unit import clusters
+from tests.unit.sources import parse
 
 PACKAGE = Path(registry.__file__).parents[1]
 OWN = "own-lanes 0.1"
@@ -70,7 +71,7 @@ def test_nothing_but_the_table_and_a_lane_itself_asks_for_a_lane_by_name() -> No
     of_torch = {"membership/process_group.py"}  # "nccl" is a backend of torch.distributed there
     for package in ("routing", "calls", "membership", "group", "patterns", "tensors", "rdt"):
         for file in (PACKAGE / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in ast.walk(parse(file.read_text())):
                 if isinstance(node, ast.Compare) and str(file.relative_to(PACKAGE)) not in of_torch:
                     compared = {side.value for side in ast.walk(node) if isinstance(side, ast.Constant)}
                     assert not compared & names, f"{file.name}:{node.lineno}"

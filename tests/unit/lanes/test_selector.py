@@ -13,7 +13,7 @@ import pytest
 
 from raytorchrpc.lanes.socket.selector import BRIEF_S, Selector
 from raytorchrpc.process import threads
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 
 PATIENCE_S = 20.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pickle
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from raytorchrpc.patterns.queues import store
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -474,10 +475,33 @@ def test_max_bytes_bounds_what_waits(members: Members) -> None:
         queue.put_nowait(torch.ones(500))  # more than all the room, when nothing else is there
 
 
-def test_waiting_producers_keep_no_threads(members: Members) -> None:
+def test_a_queue_is_found_by_its_name(members: Members) -> None:
+    with members.acting("b"):
+        made = rtr.Queue("q", maxsize=3)
+        assert made.home == "b" and pickle.loads(pickle.dumps(made)).name == "q"
+    with members.acting("a"):
+        found = rtr.Queue.find("q")
+        assert (found.home, found.maxsize) == ("b", 3)
+        found.put_many([1, 2, 3])
+        with pytest.raises(rtr.ConfigurationError, match="maxsize=3, not maxsize=4"):
+            rtr.Queue("q", home="b", maxsize=4).put(4)
+        with pytest.raises(rtr.NotFound, match="no member of group 'group' has a queue 'nowhere'"):
+            rtr.Queue.find("nowhere")
+    with members.acting("b"):
+        assert made.get_many(9) == [1, 2, 3]
+
+
+def test_what_waits_keeps_no_threads(members: Members) -> None:
     count = 100
 
     async def act() -> None:
+        gets = [asyncio.create_task(queue.aget()) for _ in range(count)]
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == count)
+        await until(lambda: threading.active_count() < before + count // 2)
+        for number in range(count):
+            await queue.aput(number)
+        assert await asyncio.gather(*gets) == list(range(count))
+        await queue.aput(0)
         puts = [asyncio.create_task(queue.aput(number)) for number in range(1, count)]
         await until(lambda: at_home(members).stats()["waiting_to_put"] == count - 1)
         # Idle threads end after some time; those that wait would stay.
@@ -489,7 +513,6 @@ def test_waiting_producers_keep_no_threads(members: Members) -> None:
 
     with members.acting("a"):
         queue = made(maxsize=1)
-        queue.put(0)
         before = threading.active_count()
         asyncio.run(act())
 
@@ -679,15 +702,6 @@ def test_a_subscription_that_is_cancelled_while_the_home_is_away_ends(
         assert list(subscription) == []
         members.reunite("b")
         assert wait_until(lambda: at_home(members, "topic").stats()["buffers"] == 0, LONG)
-
-
-def test_nothing_is_sent_back_to_a_member_that_was_removed(members: Members) -> None:
-    with members.acting("a") as local:
-        queue = made()
-        members.lanes["a"].break_connection()
-        told = queue._send_urgently(local, WITHDRAW, (*queue._address, "", 1), retry=1)
-        local.peers.remove_peer(0)
-        assert isinstance(told.exception(LONG), rtr.RayTorchRpcError)
 
 
 # --- on an event loop ----------------------------------------------------------------------------------------

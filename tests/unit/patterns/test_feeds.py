@@ -17,7 +17,7 @@ from raytorchrpc.patterns.weights.plan import Transfer
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0
@@ -65,23 +65,6 @@ def lease(feeds: Feeds, rank: int = 1, version: int = 1) -> Any:
     return feeds.serve_lease(rank, "same", version, LONG, LONG)
 
 
-def test_pieces_come_as_soon_as_they_are_here(feeds: Feeds) -> None:
-    early = lease(feeds)
-    feed = lasting(feeds)
-    own = feeds.open("same", feed)
-    assert isinstance(early, DeferredReply)
-    number = early.outcome()
-    feed.add()
-    assert len(feeds.serve_piece(1, number, 0, LONG).outcome()) == 1
-    second = feeds.serve_piece(1, number, 1, LONG)
-    assert isinstance(second, DeferredReply) and not second.done()
-    feed.add()
-    assert len(second.outcome()) == 1
-    feeds.pool.release(own)
-    assert feeds.serve_confirm(1, number, LONG) is True
-    assert feeds.pool.readers == 0
-
-
 def test_who_is_fed_hears_that_no_more_comes(feeds: Feeds) -> None:
     feed = lasting(feeds)
     feeds.open("same", feed)
@@ -106,12 +89,6 @@ def test_waits_end(feeds: Feeds) -> None:
     number = lease(feeds)
     assert isinstance(feeds.serve_piece(1, number, 0, 0.02).exception(LONG), NotFound)
     assert not feeds._waits and not feed._waits
-
-
-def test_an_older_version_is_not_waited_for(feeds: Feeds) -> None:
-    feeds.open("same", lasting(feeds, 2))
-    assert lease(feeds, version=1) == 0
-    assert isinstance(lease(feeds, version=3), DeferredReply)
 
 
 def test_a_model_is_taken_back_once_it_is_read(feeds: Feeds) -> None:
@@ -183,12 +160,3 @@ def test_slices_of_strided_regions() -> None:
         assert strides is not None
         piece.copy_(source.as_strided(extents, strides, first))
     assert torch.equal(source[:, 3:5], target)
-
-
-def test_a_piece_that_never_came_is_refused_as_such(feeds: Feeds) -> None:
-    feed = lasting(feeds)
-    feeds.open("same", feed)
-    reply = feeds.serve_piece(1, lease(feeds), 0, LONG)
-    feeds.fail("same", 1, feed)
-    with reply.context(), pytest.raises(NotFound):
-        reply.outcome()

@@ -14,7 +14,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls import guests
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import GENERATION, DirectLane, Members
 
 CONFIG = rtr.GroupConfig(rpc_timeout_s=20)

@@ -55,20 +55,6 @@ def test_publishers_in_any_order_are_one_store(members: Members) -> None:
         assert first.home == second.home and first.publishers == second.publishers
 
 
-def test_since_brings_the_shards_that_have_changed(members: Members) -> None:
-    publish(members, 1.0, 1.0, track=True)
-    with members.acting("home"):
-        model, handle = torch.zeros(6), store(track=True)
-        version = handle.pull({"w": model})
-        model.fill_(-1.0)  # shows what is brought
-        assert handle.pull({"w": model}, since=version) == 1
-        assert model.tolist() == [-1.0] * 6
-    publish(members, 1.0, 2.0, track=True)
-    with members.acting("home"):
-        assert handle.pull({"w": model}, since=version) == 2
-    assert model.tolist() == [-1.0] * 3 + [2.0] * 3
-
-
 def test_shards_and_fused_parameters_of_a_store_with_one_home(members: Members) -> None:
     with members.acting("a"):
         rtr.WeightStore("w").publish({"q": torch.arange(8.0), "k": torch.arange(4.0)})

@@ -167,18 +167,6 @@ def subscribed(deadlines: Deadlines, maxsize: int, policy: Policy = "block") -> 
     return store
 
 
-def test_a_subscriber_that_was_away_and_lives_misses_nothing(deadlines: Deadlines) -> None:
-    store = subscribed(deadlines, maxsize=4)
-    assert store.put(items(3), 0) is True
-    store.lose(1)  # as for one that joins
-    store.keep_only(1, "old")
-    assert store.put(items(4), 0) is True
-    assert store.put(items(5), 0) is None, "it holds publishers up again"
-    assert values(store.take("sub", 9, 0)) == [1, 2, 3, 4]
-    store.end()
-    assert store.take("sub", 9, 0) is False
-
-
 def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(deadlines: Deadlines) -> None:
     store = Store(deadlines)
     store.add_buffer("sub", Buffer(1, 1000, "block", 1, "old"))

@@ -14,7 +14,7 @@ from raytorchrpc.calls.peers import Absence
 from raytorchrpc.patterns.weights.model_pull import PATIENCE_S
 from raytorchrpc.patterns.weights.published import LEASE
 from raytorchrpc.patterns.weights.publishers import SHARDS
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0

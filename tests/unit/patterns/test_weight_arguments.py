@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import Members
 
 X, Y = torch.ones(3, 4), torch.arange(5)

@@ -165,6 +165,16 @@ def test_it_is_made_once_for_each_version_and_memory_is_used_again(
     assert len(set(made)) == 1, "what was made of a retired version is overwritten"
 
 
+def test_half_the_bytes_cross(members: Members) -> None:
+    weight, brought = torch.randn(256, 256).bfloat16(), []
+    published(members, {"w": weight})
+    for model, convert in ((target((256, 256)), rtr.BlockFp8()), ({"w": torch.zeros_like(weight)}, False)):
+        pulled(members, model, convert=convert)
+        with members.acting("a"):
+            brought.append(rtr.WeightStore.find("w").stats().brought)
+    assert brought[1] == weight.nbytes and brought[0] < 0.51 * weight.nbytes
+
+
 def test_since_brings_the_scales_of_what_has_changed(members: Members) -> None:
     given = {"w": torch.ones(4, 4), "other": torch.ones(3)}
     published(members, given, track=True)

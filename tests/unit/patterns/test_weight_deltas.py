@@ -196,6 +196,28 @@ def test_only_what_differs_little_comes_as_a_delta(members: Members) -> None:
     assert same(model["little"][moved], now["little"][moved]) and same(model["little"][~moved], marks[~moved])
 
 
+@pytest.mark.parametrize("publishers", [("home",), ("home", "b")])
+def test_one_percent_of_the_elements_takes_few_of_the_bytes(members: Members, publishers: tuple[str, ...]) -> None:
+    def publish_rows(tensor: torch.Tensor) -> None:
+        for number, name in enumerate(publishers):
+            with members.acting(name):
+                rows = tensor.chunk(len(publishers))[number]
+                shard = rtr.Shard(rows, tuple(tensor.shape), (number * len(rows), 0))
+                rtr.WeightStore("s", publishers=publishers, track=True).publish({"w": shard})
+
+    tensor, came = noise(torch.bfloat16, 4 * ROWS), list[int]()
+    model = {"w": torch.zeros_like(tensor)}
+    with members.acting("a"):
+        handle = rtr.WeightStore("s", publishers=publishers, track=True)
+    for version in (1, 2, 3):
+        publish_rows(tensor)
+        with members.acting("a"):
+            assert handle.pull(model, since=version - 1) == version and same(model["w"], tensor)
+            came.append(handle.stats().brought)
+        tensor = changed(tensor, seed=version)
+    assert came[0] == tensor.nbytes and max(came[1:]) < 0.15 * tensor.nbytes
+
+
 def test_tiny_tensors_alone_come_whole(members: Members) -> None:
     tensor = noise(torch.float32, rows=2)
     handle, model = first_pull(members, tensor)

@@ -17,7 +17,7 @@ from raytorchrpc.errors import NotAMember, PeerLost
 from raytorchrpc.patterns.weights.model_buffers import BufferSpec, ModelBuffers
 from raytorchrpc.patterns.weights.published import LEASE, TENSORS
 from raytorchrpc.process import fork
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit.members import Members
 from tests.unit.patterns.weight_values import values
 

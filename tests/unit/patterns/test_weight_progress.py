@@ -12,7 +12,7 @@ from raytorchrpc.calls.spans import Event, Tracer
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.patterns.weights import source_pull
 from raytorchrpc.patterns.weights.published import TENSORS
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 from tests.unit import members as members_module
 from tests.unit.members import Members
 

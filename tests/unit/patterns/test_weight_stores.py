@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from typing import Any
@@ -14,7 +15,8 @@ from raytorchrpc.errors import NotFound, PeerLost
 from raytorchrpc.patterns.weights import model_pull, source_pull
 from raytorchrpc.patterns.weights.plan import Request
 from raytorchrpc.patterns.weights.published import TENSORS
-from tests.unit.members import Members
+from tests.polling import wait_until
+from tests.unit.members import Members, in_thread
 from tests.unit.patterns.weight_values import values
 
 #: Bytes of each tensor.
@@ -188,6 +190,29 @@ def test_plans_of_like_models_end_with_their_layout(members: Members) -> None:
         another = model(0.0)
         store.pull(another)
         assert values(another) == [3.0] * len(another), "no pull into this very model has come before"
+
+
+def test_waiting_for_versions(members: Members) -> None:
+    async def follow() -> tuple[int, int]:
+        return await store.apull(mine), await store.await_version(3)
+
+    with members.acting("home"):
+        home = rtr.WeightStore("w", keep=2)
+    with members.acting("a"):
+        store, mine = rtr.WeightStore.find("w"), model(0.0)
+        with pytest.raises(rtr.Empty, match="version 9 was not published"):
+            store.wait(9, timeout=0.05)
+        with pytest.raises(rtr.Empty):
+            store.pull(mine, timeout=0.05)
+        following, waiting = in_thread(lambda: asyncio.run(follow())), in_thread(lambda: store.wait(2))
+        with members.acting("home"):
+            home.publish(model(1.0))
+            assert wait_until(lambda: values(mine) == [1.0] * 5, 20)
+            home.publish(model(2.0))
+            assert waiting() == 2
+            home.publish(model(3.0))
+        assert following() == (1, 3)
+        assert store.pull(mine, version=2) == 2 and values(mine) == [2.0] * 5
 
 
 def test_what_does_not_fit_is_named_up_to_ten_tensors(members: Members) -> None:

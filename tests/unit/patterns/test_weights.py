@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +15,11 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import Borrower, Lender
-from raytorchrpc.patterns.weights.model_pull import PulledVersions
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
-from tests.conformance.peers import wait_until
-from tests.unit.callees import Deadlines, DeferredReply
+from tests.polling import wait_until
+from tests.unit.callees import Deadlines
 
 LONG = 20.0
 
@@ -162,19 +160,6 @@ def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: 
     assert weights.pool.readers == 0
 
 
-def test_versions_that_were_pulled_are_known_by_the_life_of_their_store() -> None:
-    pulled = PulledVersions()
-    pulled.add(1, 5, 0)
-    assert pulled.has(1, 5) and not pulled.has(2, 5) and not pulled.has(1, 4)
-    pulled.forget(1)
-    assert not pulled.has(1, 5)
-    pulled.add(1, 5, 0)
-    assert not pulled.has(1, 5), "that pull began before another failed, which may have left a torn model"
-    for version in range(2000):
-        pulled.add(version % 100, version, pulled.failures)
-    assert pulled.has(99, 1999) and not pulled.has(0, 0), "the last are remembered"
-
-
 def test_changes_are_seen_however_they_were_made(deadlines: Deadlines) -> None:
     weights = store(deadlines, track=True)
     layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
@@ -222,34 +207,6 @@ def test_bits_are_compared() -> None:
     ones = [torch.tensor([0.0, 1.0]), torch.tensor([float("nan")]), torch.tensor([1, 2]), torch.ones(2, 2).T]
     others = [torch.tensor([-0.0, 1.0]), torch.tensor([float("nan")]), torch.tensor([1, 2]), torch.ones(2, 2)]
     assert equal_bits(ones, others) == [False, True, True, True]
-
-
-def test_conversion_is_made_once_for_each_version(deadlines: Deadlines) -> None:
-    weights = store(deadlines)
-    for value in (1.5, 2.5):
-        weights.publish({"half": torch.full((8,), value, dtype=torch.float16), "single": torch.full((8,), value)}, None)
-        found = look(weights)
-        wanted = [(0, "float32"), (1, "bfloat16"), (1, None)]
-        tensors = read(weights, found.lease, *wanted)
-        assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16, torch.float32]
-        assert all(bool((tensor == value).all()) for tensor in tensors)
-        again = read(weights, found.lease, *wanted)
-        assert [tensor.data_ptr() for tensor in again] == [tensor.data_ptr() for tensor in tensors]
-        weights.pool.release(found.lease)
-
-
-def test_waiting_for_a_version(deadlines: Deadlines) -> None:
-    weights = store(deadlines)
-    first = weights.wait(1, time.monotonic() + LONG)
-    third = weights.wait(3, time.monotonic() + LONG)
-    in_vain = weights.wait(9, time.monotonic() + 0.02)
-    assert isinstance(in_vain, DeferredReply) and in_vain.result(LONG) == 0
-    weights.publish(model(1), None)
-    assert isinstance(first, DeferredReply) and first.result(0) == 1
-    assert isinstance(third, DeferredReply) and not third.done()
-    weights.publish(model(4), 4)
-    assert third.result(0) == 4
-    assert weights.wait(2, 0) == 4
 
 
 # --- between hosts -------------------------------------------------------------------------------------------

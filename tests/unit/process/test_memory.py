@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from raytorchrpc.process.this_process import MallocTrimmer
-from tests.conformance.peers import wait_until
+from tests.polling import wait_until
 
 BLOCK, BLOCKS = 64 << 10, 6400
 
