@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raytorchrpc.errors import BootstrapError, RpcTimeout
-from raytorchrpc.group.changes import Announcer, RequestedChange
+from raytorchrpc.group.changes import Announcer, Change, EventBus, RequestedChange
 from raytorchrpc.group.roster import GroupState
 from raytorchrpc.process.threads import ThreadShortage
 from tests.shortage import Shortage, shortage
@@ -77,3 +77,19 @@ def test_a_member_that_could_not_be_resynchronised_is_so_later(shortage: Shortag
     threading.Event().wait(max(0.0, due - time.monotonic()))
     announcer.resync_due()
     assert callable(submitted.get(timeout=PATIENCE_S))
+
+
+def test_callbacks_hear_of_a_change_though_others_fail(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(change: Change) -> None:
+        raise MemoryError
+
+    bus, told = EventBus("g"), queue.SimpleQueue[Change]()
+    bus.listen(fail)
+    bus.listen(told.put)
+    thread = bus.start()
+    bus.put(Change("lost", ("a",)))
+    bus.put(Change("back", ("a",)))
+    assert [told.get(timeout=PATIENCE_S).kind for _ in range(2)] == ["lost", "back"]
+    bus.stop()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and "a callback of group 'g' raised" in caplog.text
