@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,55 +45,34 @@ def footprint() -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class Held:
-    """The resources of one member at one moment. Memory in bytes."""
-
-    anonymous: int
-    """Heaps and stacks: memory that is neither a file nor shared."""
-    arena_used: int
-    """Bytes of the shm lane's arena that are in use, by its own count."""
-    fds: int
-    threads: int
-    python_threads: tuple[str, ...]
-    in_flight: int
-    """Outgoing calls in flight, methods that run or wait here, exports of CUDA tensors."""
-    kept: int
-    deadlines: int
-    objects: int
-    """Live instances of the package's classes, except deadlines, ``mapped``, and counters (one per peer and lane)."""
-    mapped: int
-    """Segments of peers' GPU memory that the cuda_ipc lane keeps mapped."""
-    by_class: Counter[str] = field(repr=False)
-    gpu_allocated: int = 0
-
-
-def held() -> Held:
-    """Measure this process, after collecting garbage and returning free memory to the kernel."""
+def held() -> dict[str, int]:
+    """What this process holds, after collecting garbage and returning free memory to the kernel. Memory in bytes."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-    member = process_member()
-    by_class = Counter(f"{cls.__module__}.{cls.__qualname__}" for cls in map(type, gc.get_objects()) if _ours(cls))
-    return Held(
-        anonymous=smaps()["Anonymous"],
-        arena_used=_arena_used(),
-        fds=len(os.listdir("/proc/self/fd")),
-        threads=len(os.listdir("/proc/self/task")),
-        python_threads=tuple(sorted(thread.name for thread in threading.enumerate())),
-        in_flight=in_flight(),
-        kept=member.incoming.callee.replies.kept(),
-        deadlines=len(member.deadlines._heap),
-        objects=sum(by_class.values()) - by_class[_MAPPED],
-        mapped=by_class[_MAPPED],
-        by_class=by_class,
-        gpu_allocated=torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
-    )
+    member, ours = process_member(), objects()
+    return {
+        "anonymous": smaps()["Anonymous"],  # heaps and stacks: memory that is neither a file nor shared
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "arena": _arena_used(),
+        "in flight": in_flight(),
+        "kept": member.incoming.callee.replies.kept(),
+        "deadlines": len(member.deadlines._heap),
+        "objects": sum(ours.values()) - ours[_MAPPED],
+        "mapped": ours[_MAPPED],
+        "gpu": torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0,
+    }
+
+
+def objects() -> Counter[str]:
+    """Live instances by class of the package, except deadlines and counters (one per peer and lane)."""
+    return Counter(f"{cls.__module__}.{cls.__qualname__}" for cls in map(type, gc.get_objects()) if _ours(cls))
 
 
 def in_flight() -> int:
-    """Number of calls in flight in this process, in both directions; 0 at rest."""
+    """Outgoing calls in flight, methods that run or wait here, exports of CUDA tensors; 0 at rest."""
     member = process_member()
     lanes = {lane.name: lane for lane in member.lanes}
     connections: list[Any] = list(lanes["socket"]._selector.connections.values())  # type: ignore[attr-defined]
@@ -127,6 +105,7 @@ def settle(seconds: float) -> str:
 
 
 def _arena_used() -> int:
+    """By the shm lane's own count."""
     lane: Any = process_member().tensor_lanes.get("shm")
     return lane.in_use() if lane is not None else 0
 

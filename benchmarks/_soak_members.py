@@ -8,7 +8,7 @@ import itertools
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ import torch
 import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
-from benchmarks._resources import Held, held, measurable_memory, settle
+from benchmarks._resources import held, measurable_memory, objects, settle
 
 #: Elements of the int64 tensors and arrays.
 SIZES = {"20 KB": 2_500, "32 KB": 4_000, "1 MB": 125_000, "10 MB": 1_250_000}
@@ -317,8 +317,9 @@ class Soaker:
         """As ``settle``, but also waits for callbacks."""
         return settle(seconds) or (f"callbacks: {self.tally.callbacks_due}" if self.tally.callbacks_due else "")
 
-    def held(self) -> Held:
-        return held()
+    def held(self) -> tuple[dict[str, int], dict[str, Counter[str]]]:
+        """As ``held``, and what the objects and threads are."""
+        return held(), {"objects": objects(), "threads": Counter(thread.name for thread in threading.enumerate())}
 
     def score(self) -> tuple[int, int, list[str]]:
         """(calls, wrong results, the first of those)."""

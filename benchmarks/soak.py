@@ -8,17 +8,16 @@ of its pool, or if a single byte was wrong.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import ray
 
 import raytorchrpc as rtr
 from benchmarks._harness import Pick
-from benchmarks._resources import Held
 from benchmarks._soak_members import AsyncSoaker, Soaker
 from raytorchrpc.bench.reports import Table, plain
 from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
@@ -33,28 +32,28 @@ class Limit(NamedTuple):
     """How much one resource may grow, and why."""
 
     what: str
-    field: str
-    """Of ``Held``."""
     growth: int
     reason: str
     unit: int = 1
 
 
 _OF_HEAP = "fragmentation that does not depend on calls; a leak of 35 bytes per call is as much"
-_OF_THREADS = "as many workers as ran at once in the last 30 s; four listeners"
 _AT_REST = "there are none at rest"
-LIMITS = (
-    Limit("anonymous memory, MiB", "anonymous", 8 * MIB, _OF_HEAP, MIB),
-    Limit("file descriptors", "fds", 0, "none is opened after the first calls"),
-    Limit("threads", "threads", 16, _OF_THREADS),
-    Limit("arena bytes out", "arena_used", 0, _AT_REST),
-    Limit("calls in flight", "in_flight", 0, _AT_REST),
-    Limit("results kept", "kept", 0, _AT_REST),
-    Limit("deadlines", "deadlines", 64, "cancelled ones are removed when there are more than 64"),
-    Limit("objects of the package", "objects", 0, "a call leaves none"),
-    Limit("GPU segments mapped", "mapped", MAPPINGS, "one per segment of a peer's allocator"),
-    Limit("GPU memory in use, MiB", "gpu_allocated", 0, _AT_REST, MIB),
-)
+#: By the name in ``held``.
+LIMITS = {
+    "anonymous": Limit("anonymous memory, MiB", 8 * MIB, _OF_HEAP, MIB),
+    "fds": Limit("file descriptors", 0, "none is opened after the first calls"),
+    "threads": Limit("threads", 16, "as many workers as ran at once in the last 30 s; four listeners"),
+    "arena": Limit("arena bytes out", 0, _AT_REST),
+    "in flight": Limit("calls in flight", 0, _AT_REST),
+    "kept": Limit("results kept", 0, _AT_REST),
+    "deadlines": Limit("deadlines", 64, "cancelled ones are removed when there are more than 64"),
+    "objects": Limit("objects of the package", 0, "a call leaves none"),
+    "mapped": Limit("GPU segments mapped", MAPPINGS, "one per segment of a peer's allocator"),
+    "gpu": Limit("GPU memory in use, MiB", 0, _AT_REST, MIB),
+}
+#: What a member holds, and details of some of it.
+Held = tuple[dict[str, int], dict[str, Counter[str]]]
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,13 @@ class Verdict:
     def grown(self) -> list[str]:
         """The resources that grew beyond their limits, as text."""
         found = []
-        for name, after in self.after.items():
-            before = self.before[name]
-            details = {"objects": dict(after.by_class - before.by_class)}
-            details["threads"] = sorted(set(after.python_threads) - set(before.python_threads))
-            for what, field, growth, _, unit in LIMITS:
-                if (grew := getattr(after, field) - getattr(before, field)) > growth:
+        for name, (now, details) in self.after.items():
+            before, known = self.before[name]
+            for resource, (what, growth, _, unit) in LIMITS.items():
+                if (grew := now[resource] - before[resource]) > growth:
                     text = f"{name}: {what} grew by {grew / unit:g}, {growth / unit:g} allowed"
-                    found.append(f"{text} ({details[field]})" if field in details else text)
+                    more = f" ({dict(details[resource] - known[resource])})" if resource in details else ""
+                    found.append(text + more)
         return found
 
 
@@ -130,22 +128,19 @@ def soak(calls: int, seed: int = 1, rounds: int = 20, progress: Callable[[str], 
 
 
 def _line(calls: int, seconds: float, now: dict[str, Held], wrong: int) -> str:
-    def each(field: str, unit: int = 1) -> str:
-        return "/".join(f"{round(getattr(held, field) / unit, 1):g}" for held in now.values())
-
-    return (
-        f"  {calls:>8} calls, {calls / seconds:>6.0f}/s: anonymous {each('anonymous', MIB)} MiB, fds {each('fds')}, "
-        f"threads {each('threads')}, objects {each('objects')}, wrong {wrong}"
-    )
+    figures = []
+    for name in ("anonymous", "fds", "threads", "objects"):
+        what, unit = LIMITS[name].what, LIMITS[name].unit
+        figures.append(f"{what} " + "/".join(f"{held[name] / unit:.4g}" for held, _ in now.values()))
+    return f"  {calls:>8} calls, {calls / seconds:>6.0f}/s: {', '.join(figures)}, wrong {wrong}"
 
 
 def table(verdict: Verdict) -> str:
     """What each member held after the first calls -> at the end."""
     rows = []
-    for what, field, growth, reason, unit in LIMITS:
-        of = attrgetter(field)
-        both = zip(map(of, verdict.before.values()), map(of, verdict.after.values()), strict=True)
-        cells = (f"{before / unit:.4g} -> {after / unit:.4g}" for before, after in both)
+    for name, (what, growth, reason, unit) in LIMITS.items():
+        both = zip(verdict.before.values(), verdict.after.values(), strict=True)
+        cells = (f"{before[name] / unit:.4g} -> {after[name] / unit:.4g}" for (before, _), (after, _) in both)
         rows.append((what, *cells, f"{growth / unit:g}", reason))
     heads = ("", *verdict.after, "may grow", "because")
     return plain(Table("Held after the first calls -> at the end", heads, tuple(rows)))

@@ -16,14 +16,12 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import size_in_bytes
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
-Kind = Literal["lane", "peer", "limit"]
+Kind = Literal["raytorchrpc", "for comparison", "limit"]
 
 #: What a row may need; ``site.obstacle`` defines when each is met.
 Need = Literal[
     "one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL", "NCCL RDMA", "NCCL GPUDirect", "pynng", "nixl"
 ]
-
-KIND_TEXT: Mapping[Kind, str] = {"lane": "raytorchrpc", "peer": "for comparison", "limit": "limit"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +83,8 @@ def _lane(name: str, what: str, *lanes: str, published: str = "", **more: Any) -
     """A row with one lane forced, by default the first of ``lanes``; ``published``: scope of the published figures."""
     config = {**({"lanes": lanes} if lanes else {}), **more.pop("config", {})}
     more.setdefault("carries", lanes[:1])
-    return Row(name, "lane", "group", what, config=config, published=(published, name) if published else None, **more)
+    known = (published, name) if published else None
+    return Row(name, "raytorchrpc", "group", what, config=config, published=known, **more)
 
 
 def _torchrpc(name: str, what: str, transports: tuple[str, ...], channels: tuple[str, ...], **more: Any) -> Row:
@@ -104,7 +103,7 @@ def _rdt(name: str, what: str, tensor_transport: str, **more: Any) -> Row:
 
 
 def _peer(name: str, transport: str, what: str, **more: Any) -> Row:
-    return Row(name, "peer", transport, what, **more)
+    return Row(name, "for comparison", transport, what, **more)
 
 
 def _limit(name: str, transport: str, what: str, **more: Any) -> Row:
@@ -173,7 +172,7 @@ PATTERN_ROWS: tuple[Row, ...] = (
     _peer("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
     _peer("ray", "ray", "Ray actor calls"),
     _peer("ray-graph", "graph", "a Ray Compiled Graph, called by the driver", own_turn=True),
-    _peer("bare-nccl", "nccl", "NCCL send and receive with an acknowledgement, no call"),
+    _peer("bare-nccl", "nccl", "NCCL send and receive with an acknowledgement, no call", needs=("two GPUs", "NCCL")),
     _limit(FLOOR, "echo", "a bare echo of as many bytes over a Unix socket, paced alike, no call", **_CPU),
 )
 
@@ -306,12 +305,8 @@ def shape(row: Row, case: Case) -> Shape:
     return Shape(case.members, 1, case.concurrency)
 
 
-def case_obstacle(row: Row, case: Case, device: Device, gpus: int, memory: int) -> str | None:
-    """Why the row has no figure for the case of a pattern, given the usable bytes of host memory; None if it can be
-    measured.
-    """
-    if device == "cuda" and not gpus:
-        return "Ray has no GPU"
+def case_obstacle(row: Row, case: Case, device: Device, memory: int) -> str | None:
+    """Why the row cannot have a figure for the case of a pattern; ``memory``: usable bytes of the host."""
     pairs = case.members * (case.members - 1) if case.together else 1
     if (device == "cpu" or row.transport == "ray") and (needed := _COPIES * case.size * pairs) > memory:
         return f"needs {show_size(needed)} of memory, {show_size(memory)} is usable"
@@ -328,11 +323,8 @@ def case_obstacle(row: Row, case: Case, device: Device, gpus: int, memory: int) 
             return "a compiled graph runs one call at a time"
         if device == "cuda":
             return "the driver has no GPU"
-    if row.transport == "nccl":
-        if device == "cpu" or case.pattern != "quiet" or not case.size:
-            return "measured only for CUDA tensors in the quiet pattern"
-        if gpus < 2:
-            return "needs two GPUs, and there is one"
+    if row.transport == "nccl" and (device == "cpu" or case.pattern != "quiet" or not case.size):
+        return "measured only for CUDA tensors in the quiet pattern"
     return None
 
 

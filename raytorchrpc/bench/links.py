@@ -237,10 +237,6 @@ class NcclLink(Link):
         dist.recv(self._ack, 1)
         torch.cuda.current_stream().synchronize()
 
-    def payload(self, device: Device, case: Case, produce: Callable[[Device, Case], Any]) -> list[Any]:
-        """The arguments of the calls of that case. ``produce`` makes the tensors."""
-        return [produce(device, case)] if case.size else []
-
     def serve(self, like: torch.Tensor, count: int) -> None:
         for _ in range(count):
             dist.recv(like, 0)
@@ -312,12 +308,8 @@ class SocketLink(Link):
                 (length,) = _LENGTH.unpack(head)
                 if len(self._parts[number]) != length:
                     self._parts[number] = memoryview(bytearray(length))
-                view = self._parts[number]
-                while view:
-                    got = stream.recv_into(view)
-                    if not got:
-                        return
-                    view = view[got:]
+                if stream.recv_into(self._parts[number], length, socket.MSG_WAITALL) < length:
+                    return
                 stream.sendall(b"+")
 
     def received(self) -> Digest | None:

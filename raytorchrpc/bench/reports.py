@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from raytorchrpc.bench.cases import FLOOR, KIND_TEXT, OURS, PATTERN_ROWS
+from raytorchrpc.bench.cases import FLOOR, OURS, PATTERN_ROWS
 from raytorchrpc.bench.results import Cell, Device, RowResult, Run, fit, published, published_sizes, show_size
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import paragraph
@@ -96,7 +96,7 @@ def _choice(run: Run, device: Device) -> Table | None:
     rows = []
     for label in run.labels(device):
         ours = run.cell(OURS, device, label)
-        rivals = [_fastest(run, device, label, KIND_TEXT[kind]) for kind in ("lane", "peer")]
+        rivals = [_fastest(run, device, label, kind) for kind in ("raytorchrpc", "for comparison")]
         if ours is not None and ours.median is not None and any(rivals):
             against = [text for cell in rivals for text in (cell.row if cell else "-", _ratio(ours, cell))]
             rows.append((label, ours.via or "?", *against))
@@ -276,7 +276,7 @@ def document(runs: Sequence[Run], plots: Sequence[str | None]) -> str:
             parts += [f"### {table.title}", grid(table.heads, table.rows)]
         measured = {cell.row for cell in run.cells if cell.median is not None}
         about = {row.row: (row.row, row.kind, row.what) for row in run.rows if row.row in measured}
-        about = about or {row.name: (row.name, KIND_TEXT[row.kind], row.what) for row in PATTERN_ROWS}
+        about = about or {row.name: (row.name, row.kind, row.what) for row in PATTERN_ROWS}
         parts += ["### The rows", grid(("row", "kind", "what it is"), about.values(), left=3)]
         if missing := not_measured(run):
             lines = "\n".join(f"- {line}" for line in missing)

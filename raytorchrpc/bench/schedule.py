@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 
 from raytorchrpc import __version__
 from raytorchrpc.bench.actors import Window
-from raytorchrpc.bench.cases import KIND_TEXT, Case, Options, Row, Shape, case_obstacle, shape
+from raytorchrpc.bench.cases import Case, Options, Row, Shape, case_obstacle, shape
 from raytorchrpc.bench.links import Failed, Stuck
 from raytorchrpc.bench.results import Cell, Device, RowResult, Run
 from raytorchrpc.bench.site import MemoryLimits, Site, examine, needed, obstacle, size_obstacle
@@ -80,7 +80,7 @@ def measure(options: Options, command: str, report: Report) -> Run:
     for device in options.devices:
         for row in (row for row in options.rows if device in row.devices):
             known: Any = {"what": row.what, "published": row.published, "comparable": not row.one_gpu}
-            rows.append(RowResult(row=row.name, device=device, kind=KIND_TEXT[row.kind], **known))
+            rows.append(RowResult(row=row.name, device=device, kind=row.kind, **known))
     return Run(
         version=__version__,
         started=started.isoformat(timespec="seconds"),
@@ -449,7 +449,8 @@ class PatternsRunner(Runner):
 
     def _obstacle(self, series: Series, case: Case) -> str | None:
         usable = MemoryLimits.of(self.site, None).host
-        return case_obstacle(series.row, case, series.device, len(self.place.gpus), usable)
+        known = case_obstacle(series.row, case, series.device, usable)
+        return known or obstacle(series.row, series.device, self.site)
 
     def _blocks(self, them: Sequence[Series]) -> Iterator[tuple[Sequence[Series], Sequence[Case]]]:
         groups = groupby(self.options.cases, lambda case: (case.pattern, case.members, case.concurrency))

@@ -147,7 +147,8 @@ def run(*, workers: int, target: float, max_steps: int, seed: int, address: str 
                 if final.accuracy >= target:
                     console.print("\n[bold]Routes[/bold]: the lane between each pair of members, and why")
                     console.print(str(group.routes()), markup=False, highlight=False, soft_wrap=True)
-                    _show_stats(console, group)
+                    console.print("\n[bold]Statistics[/bold] of the training calls")
+                    console.print(str(group.stats()), markup=False, highlight=False, soft_wrap=True)
                     _show_comparison(console, ray.get(team[0].compare.remote(server, exchanges)))
     except (rtr.RayTorchRpcError, RayError, ConnectionError) as error:
         raise _failure(str(error)) from error
@@ -177,16 +178,6 @@ def _train(console: Console, server: Any, team: list[Any], target: float) -> Pro
         except BaseException:  # also Ctrl-C: the workers leave their loops, so the group ends at once
             server.stop.remote()
             raise
-
-
-def _show_stats(console: Console, group: rtr.Group) -> None:
-    console.print("\n[bold]Statistics[/bold] of the training calls")
-    numbers = (Column(heading, justify="right") for heading in ("calls", "MB out", "MB in", "ms per call"))
-    table = Table("caller", "peer", "lane", *numbers)
-    for row in group.stats():
-        sizes = (f"{size / 1e6:.1f}" for size in (row.bytes_out, row.bytes_in))
-        table.add_row(row.caller, row.peer, row.lane, str(row.calls), *sizes, f"{row.seconds / row.calls * 1e3:.2f}")
-    console.print(table)
 
 
 def _show_comparison(console: Console, seconds: dict[str, list[float]]) -> None:

@@ -36,7 +36,7 @@ from raytorchrpc.doctor.report import WATCHED, Evidence, GpuLink
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.process import threads
 from raytorchrpc.topology import nccl_env, probe, sysfs
-from raytorchrpc.topology.endpoint import Endpoint, Gpu, Interface
+from raytorchrpc.topology.endpoint import Endpoint, Gpu, Hca, Interface
 
 LIVE = Path("/")
 _RESOLVING_S = 5.0
@@ -79,26 +79,20 @@ def gather_from(root: Path) -> Evidence:
     """Examine a file tree. Raises ConfigurationError if it is not one, or if its ``evidence.json`` is invalid."""
     if not (root / "sys").is_dir() and not (root / "proc").is_dir():
         raise ConfigurationError(f"{root} has neither sys nor proc; --sysfs-root must be a directory that holds them")
-    uid = _number(root / "proc/self/status", "Uid:")
     limit = _number(root / "proc/self/limits", "Max locked memory")
-    probed = probe.probe(node_ip="", wants_gpu=False, root=root)
-    endpoint = probed.changed(
-        {
-            "hostname": sysfs.read(root / "proc/sys/kernel/hostname") or "",
-            "pid": 0,
-            "uid": uid or 0,
-            "interfaces": _interfaces(root, probed),
-            "gpus": from_files(root),
-            "memlock_bytes": None if sysfs.may_lock_all(root) else limit,
-            "huge_pages": "forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
-            "torch_version": "",
-            "cuda_version": None,
-            "python_version": "",
-            "tensorpipe_transports": (),
-            "tensorpipe_channels": (),
-            "nixl": False,
-            "wants_gpu": True,
-        }
+    facts = probe.file_facts(root)
+    endpoint = Endpoint(
+        **facts,
+        hostname=sysfs.read(root / "proc/sys/kernel/hostname") or "",
+        pid=0,
+        uid=_number(root / "proc/self/status", "Uid:") or 0,
+        node_ip="",
+        interfaces=_interfaces(root, facts["hcas"]),
+        gpus=from_files(root),
+        memlock_bytes=None if sysfs.may_lock_all(root) else limit,
+        huge_pages="forbidden" if sysfs.huge_pages(root)[0] == "never" else None,
+        torch_version="",
+        wants_gpu=True,
     )
     evidence = Evidence(endpoint=endpoint, live=False, **_from_files(root, environment_of(root)))
     text = sysfs.read(root / "evidence.json")
@@ -138,9 +132,9 @@ def _number(file: Path, name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def _interfaces(root: Path, probed: Endpoint) -> tuple[Interface, ...]:
+def _interfaces(root: Path, hcas: Sequence[Hca]) -> tuple[Interface, ...]:
     addresses: dict[str, dict[str, None]] = {}
-    for gid in (gid for hca in probed.hcas for port in hca.ports for gid in port.gids):
+    for gid in (gid for hca in hcas for port in hca.ports for gid in port.gids):
         if gid.interface and gid.ipv4:
             addresses.setdefault(gid.interface, {})[gid.ipv4] = None
     for name, address in sysfs.ipv6_addresses(root):

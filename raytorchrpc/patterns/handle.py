@@ -53,10 +53,7 @@ _blocking = _Blocking()
 
 
 def run(steps: Steps[T]) -> T:
-    """Run an operation on this thread. Blocks, and lets other methods of a sync actor run meanwhile.
-
-    On an event loop, an operation that has to wait raises RayTorchRpcError, before it sends anything.
-    """
+    """Run an operation on this thread; on an event loop it raises RayTorchRpcError if it has to wait."""
     if not on_loop():
         return _run(steps)
     before, _blocking.a_loop = _blocking.a_loop, True
@@ -118,10 +115,9 @@ async def arun(steps: Steps[T]) -> T:
 
 
 def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[LocalMember, float]]:
-    """Begin an operation: return this process's member, and how many seconds the operation may wait at the home.
+    """Begin an operation: this process's member, or a guest's, and how many seconds it may wait at the home.
 
-    ``timeout`` None: ``rpc_timeout_s``. ``home``: a process that is no member may do this too, as a guest of the group
-    with this member. A restarted actor waits here until it is a member of its group again.
+    A restarted actor waits here until it is a member of its group again.
     """
     local, since = current_local(), time.monotonic()
     if local is None and home is not None and (found := guests.own_groups.find(home)) is not None:
@@ -141,9 +137,8 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
 
 
 def member_name(target: Any, argument: str) -> str:
-    """The name of the member that ``target`` stands for: a name, rank or handle, or a Member.
+    """The name of a member in this process's group, or in those that it formed; without any, a name is taken as it is.
 
-    In this process's group, or in those that it formed or fetched. Where it has no group, a name is taken as it is.
     Raises NotAMember, and ConfigurationError naming ``argument``.
     """
     local = current_local()
@@ -200,13 +195,7 @@ class Handle:
     kind: ClassVar[str]
 
     def __init__(self, name: str, home: Any, settings: Any) -> None:
-        """Create the object if this process is its home, else when the handle is first used.
-
-        Args:
-            name: of the object, unique among those of its kind in its home.
-            home: a member's name, rank or handle, or a Member. None: this member.
-            settings: to create it with; an existing object must have the same.
-        """
+        """Create the object if this process is its home, else when the handle is first used."""
         given: Any = name
         if not isinstance(given, str) or not given:
             raise ConfigurationError(f"a {self.kind} needs a name, not {name!r}")
@@ -313,10 +302,7 @@ class Handle:
         return local.peers.route(self._home).member.rank == local.me.rank
 
     def _bind(self, local: LocalMember, wait_s: float | None = None) -> Steps[bool]:
-        """Bind to the object, which is created if its home has none; returns ``_is_home``.
-
-        Every operation does this first; no later request creates an object. ``wait_s``: as for ``_request``.
-        """
+        """Bind to the object, which is created if there is none; whether this is its home. Operations begin with it."""
         if self._instance_id is None:
             args = (self.kind, self._name, self._settings)
             instance_id = yield from self._request(local, OPEN, args, wait_s)
@@ -328,10 +314,7 @@ class Handle:
     def _request(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None = None
     ) -> Steps[Any]:
-        """Run a service at the home and return its answer. The home itself sends no message.
-
-        ``wait_s``: how long the operation may wait at the home; None: as long as a call.
-        """
+        """Run a service at the home, where it may wait for ``wait_s`` (None: as a call). The home sends no message."""
         if self._is_home(local):
             answer = local.incoming.services[service].function(local, local.me.rank, *args)
             return (yield answer) if isinstance(answer, DeferredReply) else answer

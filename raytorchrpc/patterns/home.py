@@ -33,10 +33,7 @@ def services() -> dict[str, Exposed]:
 
 
 def object_services(methods: Mapping[str, Callable[..., Any]]) -> dict[str, Exposed]:
-    """Services that call ``function(object, caller's rank, *args)``, by name, for requests to an object's address.
-
-    A request to an object that the member does not have raises NotFound.
-    """
+    """Services that call ``function(object, caller's rank, *args)``; they raise NotFound without the object."""
     return {name: service(_of_object(function)) for name, function in methods.items()}
 
 

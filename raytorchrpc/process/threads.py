@@ -33,7 +33,8 @@ _HOPELESS_S = 30.0
 
 _pause = threading.Lock()
 _pause.acquire()
-_reported: dict[tuple[str, type[BaseException]], float] = {}
+_reported: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}
+"""When a failure was logged last, and how many have not been since."""
 
 
 class ThreadShortage(RayTorchRpcError):
@@ -170,18 +171,21 @@ def pause() -> None:
 
 
 def report(error: BaseException, what: str) -> None:
-    """Log a failure after which the process continues. Never raises. Repetitions are rarely logged."""
+    """Log a failure after which the process continues. Never raises. Repetitions are counted, and rarely logged."""
     try:
         now, key = time.monotonic(), (what, type(error))
-        if now - _reported.get(key, -_REPORT_S) < _REPORT_S:
+        last, more = _reported.get(key, (-_REPORT_S, 0))
+        if now - last < _REPORT_S:
+            _reported[key] = last, more + 1
             return
         if len(_reported) > 256:
             _reported.clear()
-        _reported[key] = now
+        _reported[key] = now, 0
+        others = f" (and {more} more such failures before)" if more else ""
         if is_shortage(error):
-            logger.warning("%s: %s", what, str(error) or "no memory")
+            logger.warning("%s%s: %s", what, others, str(error) or "no memory")
         else:
-            logger.error("%s", what, exc_info=error)
+            logger.error("%s%s", what, others, exc_info=error)
     except Exception:  # no memory for that either
         return
 

@@ -15,7 +15,7 @@ import re
 import resource
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.topology import sysfs
@@ -55,21 +55,15 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
 
     transports, channels = tensorpipe_backends()
     return Endpoint(
+        **file_facts(root),
         name=name,
         hostname=socket.gethostname(),
         pid=os.getpid(),
-        boot_id=sysfs.read(root / "proc/sys/kernel/random/boot_id") or "",
-        namespaces=sysfs.namespaces(root),
         uid=os.getuid(),
         node_ip=node_ip,
         interfaces=_interfaces(root),
         gpus=tuple(_gpu(root, index) for index in range(_gpu_count())) if wants_gpu else (),
-        hcas=tuple(_hca(root, hca) for hca in sysfs.listing(root / "sys/class/infiniband")),
-        peer_memory=any(
-            (root / "sys/kernel/mm/memory_peers" / client / "version").exists() for client in _PEER_MEMORY_CLIENTS
-        ),
         memlock_bytes=sysfs.memlock_bytes(root),
-        shm_free_bytes=sysfs.shm_free_bytes(root),
         huge_pages=_huge_pages(root),
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda,
@@ -79,6 +73,18 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
         nixl=nixl_package.nixl_package() is not None,
         wants_gpu=wants_gpu,
     )
+
+
+def file_facts(root: Path) -> dict[str, Any]:
+    """The fields of an ``Endpoint`` that are read in the same way from a machine and from a copy of its files."""
+    clients = root / "sys/kernel/mm/memory_peers"
+    return {
+        "boot_id": sysfs.read(root / "proc/sys/kernel/random/boot_id") or "",
+        "namespaces": sysfs.namespaces(root),
+        "hcas": tuple(_hca(root, hca) for hca in sysfs.listing(root / "sys/class/infiniband")),
+        "peer_memory": any((clients / client / "version").exists() for client in _PEER_MEMORY_CLIENTS),
+        "shm_free_bytes": sysfs.shm_free_bytes(root),
+    }
 
 
 @functools.lru_cache(maxsize=1)

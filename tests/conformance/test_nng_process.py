@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.nng.offers import NngServer, OfferAddress, fetch
+from raytorchrpc.lanes.nng.offers import NngClient, NngServer, OfferAddress
 from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
@@ -26,6 +26,7 @@ from tests.conformance.peers import SECRET
 from tests.polling import wait_until
 
 ROOT = Path(__file__).parents[2]
+CLIENT = NngClient()
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def elsewhere(address: OfferAddress) -> OfferAddress:
 
 def fetched(address: OfferAddress) -> tuple[float, list[int], str]:
     """In a process that is no member."""
-    value = Codec().decode(*fetch(address, SECRET, "key", 20))
+    value = Codec().decode(*CLIENT.fetch(address, SECRET, "key", 20))
     value["weights"] += 1
     return float(value["weights"].sum()), value["array"].tolist(), value["name"]
 
@@ -66,19 +67,19 @@ def test_what_is_not_offered_and_who_may_not(server: NngServer) -> None:
     address = server.open()
     value = Codec().encode(torch.arange(4))
     server.offer("key", value)
-    assert torch.equal(Codec().decode(*fetch(address, SECRET, "key", 10)), torch.arange(4))
+    assert torch.equal(Codec().decode(*CLIENT.fetch(address, SECRET, "key", 10)), torch.arange(4))
     with pytest.raises(LaneUnavailable, match="'other'"):
-        fetch(address, SECRET, "other", 10)
+        CLIENT.fetch(address, SECRET, "other", 10)
     with pytest.raises(PeerLost, match="secret"):
-        fetch(address, b"another secret", "key", 10)
+        CLIENT.fetch(address, b"another secret", "key", 10)
     with pytest.raises(LaneUnavailable, match="CPU"):
         server.offer("meta", value._replace(tensors=[torch.empty(1, device="meta")]))
     server.withdraw("key")
     with pytest.raises(LaneUnavailable, match="'key'"):
-        fetch(address, SECRET, "key", 10)
+        CLIENT.fetch(address, SECRET, "key", 10)
     server.close()
     with pytest.raises(PeerLost):
-        fetch(address, SECRET, "key", 10)
+        CLIENT.fetch(address, SECRET, "key", 10)
 
 
 def test_many_fetch_at_once_and_nothing_is_left(server: NngServer) -> None:
@@ -111,7 +112,7 @@ def test_many_fetch_at_once_and_nothing_is_left(server: NngServer) -> None:
 
 def fetch_one(address: OfferAddress, server: NngServer, number: int = 0) -> None:
     server.offer(f"{number}", Codec().encode(torch.full((500_000,), number)))
-    value = Codec().decode(*fetch(address, SECRET, f"{number}", 20))
+    value = Codec().decode(*CLIENT.fetch(address, SECRET, f"{number}", 20))
     assert value.eq(number).all()
 
 

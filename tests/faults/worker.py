@@ -202,12 +202,12 @@ class Worker:
         """Have the peers keep what they get from here, until it lies in shared memory no longer. Returns how many."""
         count = 0
         for count in range(1, 40):
-            before = held().arena_used
+            before = held()["arena"]
             try:
                 rtr.rpc_sync(peers[count % len(peers)], timeout=5).keep(payload(count, size))
             except rtr.RayTorchRpcError:
                 continue
-            if held().arena_used <= before:
+            if held()["arena"] <= before:
                 break
         return count
 
@@ -254,10 +254,10 @@ class Worker:
         """What this process holds, once it has come to rest."""
         restless = settle(seconds)
         now = held()
-        names = sorted(name for name in now.python_threads if not name.startswith("test-"))
+        names = sorted(each.name for each in threading.enumerate() if not each.name.startswith("test-"))
         return {
-            "restless": restless, "fds": now.fds, "threads": now.threads, "arena": now.arena_used,
-            "under way": now.in_flight, "anonymous": now.anonymous, "names": names, "open": _descriptors(),
+            "restless": restless, "fds": now["fds"], "threads": now["threads"], "arena": now["arena"],
+            "under way": now["in flight"], "anonymous": now["anonymous"], "names": names, "open": _descriptors(),
             "far": insides.peers_elsewhere(),
         }  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.bench.results import read_run
-from raytorchrpc.cli.bench import run
+from tests.unit import command_line
 
 LANES = ("auto", "cuda-shared-tensor", "torchrpc-TCP")
 PEERS = ("ray", "bare-torchrpc", "gpu-copy")
@@ -23,8 +23,10 @@ PEERS = ("ray", "bare-torchrpc", "gpu-copy")
     ],
 )
 def test_rows_between_gpus_have_figures(pattern: str, rows: tuple[str, ...], tmp_path: Path) -> None:
-    more = {"pattern": [pattern], "quick": True} if pattern else {}
-    run(rows=rows, sizes=["20KB", "10MB"], device="cuda", budget_s=200, json=tmp_path / "r.json", **more)
+    chosen = ["--rows", ",".join(rows), "--sizes", "20KB,10MB", "--device", "cuda", "--budget", "200"]
+    more = ["--pattern", pattern, "--quick"] if pattern else []
+    ran = command_line.run("bench", *chosen, *more, "--json", str(tmp_path / "r.json"))
+    assert ran.exit_code == 0, ran
     result = read_run(tmp_path / "r.json")
     assert not [(cell.row, cell.pattern, cell.label, cell.reason) for cell in result.cells if cell.reason]
     assert {cell.row for cell in result.cells if cell.median and cell.median > 0} == set(rows)

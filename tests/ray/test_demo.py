@@ -48,15 +48,20 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_make_demo_ends_with_commands_to_go_on_with() -> None:
-    ran = make("-o", f"{sys.prefix}/.installed", "demo", f"VENV={sys.prefix}", "ARGS=--help")
+def test_make_demo_ends_with_commands_to_go_on_with(tmp_path: Path) -> None:
+    program = tmp_path / "bin/raytorchrpc"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho given: $*\n")
+    program.chmod(0o755)
+    ran = make("-o", f"{tmp_path}/.installed", "demo", f"VENV={tmp_path}", "ARGS=--workers 3")
     assert ran.returncode == 0, ran.stderr
     before, _, after = ran.stdout.partition("\nNext:\n")
-    assert "Train a classifier" in before
+    assert before == "given: demo --workers 3\n"
     following = [line.split() for line in after.splitlines()]
     assert len(following) == 3
-    for program, argument, *_ in following:
-        assert os.access(program, os.X_OK)
+    for name, argument, *_ in following:
+        assert Path(name).parent == program.parent
+        assert os.access(Path(sys.prefix, "bin", Path(name).name), os.X_OK)
         assert argument in ("doctor", "bench") or (ROOT / argument).is_file()
 
 

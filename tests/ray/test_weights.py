@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,6 @@ import torch
 import torch.distributed as dist
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.counters import PullCounter
-from raytorchrpc.calls.member import process_member
-from raytorchrpc.patterns.weights.feeds import Requests
-from raytorchrpc.patterns.weights.source_pull import SourcePull
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import wait_until
@@ -276,20 +273,17 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     store = rtr.WeightStore("weights", home="learner2")
     in_actor(dying["learner2"], publish, store, 1)
 
-    def begin_to_read() -> int:
-        assert store.version() == 1
-        local = process_member()
-        requests = Requests(local, time.monotonic() + 60, PullCounter(("weights", "home")))
-        pull = SourcePull(store, requests, None, None, None)
-        pull.ask(None, None, caller_waits=True)
-        lease = pull.answer()
-        return 0 if lease is None else lease.lease
+    def begin_to_read() -> None:
+        def carry(version: int, tensors: Any) -> None:
+            time.sleep(60)
+
+        threading.Thread(target=store.pull, args=(filled(0.0),), kwargs={"carry": carry}, daemon=True).start()
 
     def readers() -> int:
         return int(insides.at_home(store).pool.readers)
 
-    assert in_actor(dying["reader"], begin_to_read)
-    assert in_actor(dying["learner2"], readers) == 1
+    in_actor(dying["reader"], begin_to_read)
+    assert wait_until(lambda: in_actor(dying["learner2"], readers) == 1, 20)
     ray.kill(dying["reader"])
     assert wait_until(lambda: in_actor(dying["learner2"], readers) == 0, 20)
     ray.kill(dying["learner2"])

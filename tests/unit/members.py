@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,19 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.patterns.home import OPEN as OPEN
 from raytorchrpc.patterns.home import services
+from raytorchrpc.patterns.queues.services import PUT as PUT
+from raytorchrpc.patterns.queues.services import PUT_BACK as PUT_BACK
+from raytorchrpc.patterns.queues.services import SUBSCRIBE as SUBSCRIBE
+from raytorchrpc.patterns.queues.services import TAKE as TAKE
+from raytorchrpc.patterns.queues.services import WITHDRAW as WITHDRAW
+from raytorchrpc.patterns.weights.published import DELTAS as DELTAS
+from raytorchrpc.patterns.weights.published import EQUAL as EQUAL
+from raytorchrpc.patterns.weights.published import LEASE as LEASE
+from raytorchrpc.patterns.weights.published import PIECES as PIECES
+from raytorchrpc.patterns.weights.published import TENSORS as TENSORS
+from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.topology.endpoint import Endpoint
 
 GENERATION = "generation"
@@ -186,6 +199,21 @@ class Members:
         finally:
             set_local(before)
 
+    def served(self, kind: str, name: str, member: str = "home") -> Any:
+        """The queue, topic or weights of this name that live in a member."""
+        return self.members[member].services.find(kind, name, None, member)
+
+    def shards(self, member: str) -> list[Any]:
+        """The shards of weights that a member publishes with others."""
+        services = self.members[member].services
+        return [services.get(SHARDS, name) for name in services.names(SHARDS)]
+
+    def forget_shards(self, member: str) -> None:
+        """They are gone, as with the process of the member."""
+        served = self.members[member].services._served
+        for key in [key for key in served if key[0] == SHARDS]:
+            del served[key]
+
     def part(self, name: str) -> None:
         """The home is told that this member is away; the connection between them is gone."""
         self.lanes[name].break_connection()
@@ -217,6 +245,19 @@ def _unasked() -> Endpoint:
 
 def _member(name: str, rank: int, incarnation: int = 0) -> Member:
     return Member(rank, name, None, "node", 0, name, rank + 1, incarnation)
+
+
+def spied(monkeypatch: Any, path: str) -> list[tuple[Any, ...]]:
+    """The arguments of each call of the function with this path, from now on."""
+    module, _, name = path.rpartition(".")
+    calls, function = list[tuple[Any, ...]](), getattr(importlib.import_module(module), name)
+
+    def note(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    monkeypatch.setattr(path, note)
+    return calls
 
 
 def in_thread(function: Callable[[], Any]) -> Callable[[], Any]:

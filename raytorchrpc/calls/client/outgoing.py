@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import secrets
 import threading
 import time
@@ -39,7 +38,7 @@ from raytorchrpc.errors import (
     shown,
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
-from raytorchrpc.process import fork
+from raytorchrpc.process import fork, threads
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, Workers
@@ -48,12 +47,8 @@ from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
 
-logger = logging.getLogger(__name__)
-
 #: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
 _NOTICE_S = 10.0
-#: After a failure was logged, others of this kind, of the same method, are only counted for this time (seconds).
-_QUIET_S = 10.0
 _NO_PAYLOAD = Payload(NOTHING)
 
 
@@ -397,13 +392,13 @@ class OutgoingCall(Call):
         with contextlib.suppress(Exception):
             if fork.forked():
                 return
-            unretrieved = self._calls.unretrieved
+            leave, calls = self._calls.payloads.leave, self._calls
             if self._phase in _UNDER_WAY:
                 if self._is_reported:
-                    unretrieved.watch(self._pending, self.label, self._deadline)
+                    leave(calls.watch_dropped, self._pending, self.label, self._deadline)
                 self._discard()
             elif self._is_reported and self._error is not None:
-                unretrieved.report(self.label, self._error)
+                leave(calls.report_dropped, self.label, self._error)
 
     def _discard(self) -> None:
         calls, route = self._calls, self._route
@@ -450,7 +445,6 @@ class OutgoingCalls:
         self.peers, self.payloads, self.codec, self.credit = peers, payloads, codec, credit
         self.counters, self.workers, self.deadlines = counters, workers, deadlines
         self._repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
-        self.unretrieved = UnretrievedFailures(peers, codec, workers, deadlines, payloads.leave)
         self.numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
     def call(
@@ -562,6 +556,39 @@ class OutgoingCalls:
             raise RpcTimeout(f"no time left to call {peer}.{method}: the deadline has passed")
         return budget
 
+    # --- failures of calls whose futures were dropped before anybody asked for the outcome --------------------------
+
+    def watch_dropped(self, pending: Pending, label: str, deadline: float) -> None:
+        """Log the failure of a call when it fails, or did."""
+        if pending.done:
+            self._check_dropped(pending, label)
+            return
+        late = RpcTimeout(f"{label} did not answer by its deadline; it may still run there")
+        cancel = self.deadlines.at(deadline, lambda: self.workers.submit(self.report_dropped, label, late))
+
+        def done() -> None:
+            cancel()
+            self._check_dropped(pending, label)
+
+        pending.add_done_callback(done)
+
+    def _check_dropped(self, pending: Pending, label: str) -> None:
+        try:
+            message = pending.take()
+        except Exception as error:
+            self.workers.submit(self.report_dropped, label, error.with_traceback(None))
+            return
+        if ReplyHeader(*message.header).kind == protocol.RAISED:
+            self.workers.submit(self.report_dropped, label, message)  # unpickling it may run any code
+
+    def report_dropped(self, label: str, failure: Message | BaseException) -> None:
+        """Log a failure, unless it is the end of the group."""
+        with contextlib.suppress(RayTorchRpcError):
+            self.peers.check_open()
+            if not isinstance(failure, BaseException):
+                failure = decode_exception(self.codec, failure.body, label)
+            threads.report(failure, f"the exception of a call of {label} was never retrieved: its future was dropped")
+
 
 def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SerializationError:
     """The error for an argument that is an ObjectRef: Ray would pass its value, and we would pass the reference."""
@@ -571,63 +598,3 @@ def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Se
         f"{which} of {label} is an ObjectRef, which direct calls do not resolve: pass ray.get(ref), or its method call "
         f"as .remote(ref); to pass the reference itself, put it in a list: [ref]"
     )
-
-
-class UnretrievedFailures:
-    """Logs the failures of calls whose futures were dropped before anybody asked for the outcome. Thread-safe."""
-
-    def __init__(
-        self, peers: PeerTable, codec: Codec, workers: Workers, deadlines: Deadlines, leave: Callable[..., object]
-    ) -> None:
-        self._peers, self._codec = peers, codec
-        self._workers, self._deadlines, self._leave = workers, deadlines, leave
-        self._lock = threading.Lock()
-        self._logged: dict[tuple[str, type[BaseException]], tuple[float, int]] = {}
-        """By call and kind of failure: when it was logged last, and how many were not since."""
-
-    def watch(self, pending: Pending, label: str, deadline: float) -> None:
-        """Log the failure of a call when it fails, or did. For finalizers: takes no lock."""
-        self._leave(self._watch, pending, label, deadline)
-
-    def report(self, label: str, error: BaseException) -> None:
-        """Log a failure. For finalizers: takes no lock."""
-        self._leave(self._log, label, error)
-
-    def _watch(self, pending: Pending, label: str, deadline: float) -> None:
-        if pending.wait(0):
-            self._check(pending, label)
-            return
-        late = RpcTimeout(f"{label} did not answer by its deadline; it may still run there")
-        cancel = self._deadlines.at(deadline, lambda: self._workers.submit(self._log, label, late))
-
-        def done() -> None:
-            cancel()
-            self._check(pending, label)
-
-        pending.add_done_callback(done)
-
-    def _check(self, pending: Pending, label: str) -> None:
-        try:
-            message = pending.take()
-        except Exception as error:
-            self._workers.submit(self._log, label, error.with_traceback(None))
-            return
-        if ReplyHeader(*message.header).kind == protocol.RAISED:
-            self._workers.submit(self._log, label, message)  # unpickling it may run any code
-
-    def _log(self, label: str, failure: Message | BaseException) -> None:
-        try:
-            self._peers.check_open()  # a call that ends with the group has not failed
-        except RayTorchRpcError:
-            return
-        if not isinstance(failure, BaseException):
-            failure = decode_exception(self._codec, failure.body, label)
-        key, now = (label, type(failure)), time.monotonic()
-        with self._lock:
-            last, more = self._logged.get(key, (0.0, 0))
-            quiet = last and now < last + _QUIET_S
-            self._logged[key] = (last, more + 1) if quiet else (now, 0)
-        if not quiet:
-            others = f" (and {more} more such failures before)" if more else ""
-            text = "the exception of a call of %s was never retrieved: its future was dropped%s"
-            logger.error(text, label, others, exc_info=failure)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Values that an NngServer sends at a time.
 _SENDING = 4
+#: Connections that an NngClient keeps, each with a thread and three descriptors.
+_CONNECTIONS = 16
 _SERVER = "the process that offers values"
 
 
@@ -91,65 +93,51 @@ def _answer(reply: Reply, offered: Encoded | Callable[[], Encoded] | None) -> No
         logger.debug("a requested value could not be delivered: %s", error)
 
 
-def fetch(address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
-    """Fetch a value that an NngServer offers; its tensors are private copies. Works in any process. Blocks.
-
-    Raises LaneUnavailable if no value is offered under this key, PeerLost, RpcTimeout.
-    """
-    lane = _connected(address, secret)
-    try:
-        return _fetch(lane, key, timeout_s)
-    finally:
-        lane.close()
-
-
-def _connected(address: OfferAddress, secret: bytes) -> NngLane:
-    """A lane to one NngServer, to which it connects when it is first used."""
-    by_tcp = frozenset[str]() if address.network == _network() else frozenset({_SERVER})
-    lane = NngLane("fetch", Credentials(secret), tcp_host=None, by_tcp=by_tcp)
-    lane.start_reader()
-    lane.connect([PeerAddress(_SERVER, address.nng)])
-    return lane
-
-
-def _fetch(lane: NngLane, key: str, timeout_s: float) -> Encoded:
-    deadline = time.monotonic() + timeout_s
-    pending = lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
-    if not pending.wait(deadline - time.monotonic()):
-        raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:.3g} s")
-    message = pending.take()
-    if not message.header[0]:
-        raise LaneUnavailable("nng", message.header[1] or f"nothing is offered under {key!r} (any more)")
-    return message.body
-
-
 class NngClient:
-    """Fetches like ``fetch``, and keeps the connections used last. Thread-safe."""
+    """Fetches values that NngServers offer, and keeps the connections used last. Works in any process. Thread-safe."""
 
-    def __init__(self, connections: int = 16) -> None:
-        """``connections``: most to keep, each with a thread and three descriptors."""
-        self._most = connections
+    def __init__(self) -> None:
         self._open: OrderedDict[tuple[OfferAddress, bytes], NngLane] = OrderedDict()  # oldest first
         self._lock = threading.Lock()
 
     def fetch(self, address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
-        """See ``fetch``."""
-        evicted = None
-        with self._lock:
-            lane = self._open.pop((address, secret), None) or _connected(address, secret)
-            self._open[address, secret] = lane
-            if len(self._open) > self._most:
-                _, evicted = self._open.popitem(last=False)
-        if evicted is not None:
-            evicted.close()
+        """Fetch a value; its tensors are private copies. Blocks.
+
+        Raises LaneUnavailable if no value is offered under this key, PeerLost, RpcTimeout.
+        """
+        deadline = time.monotonic() + timeout_s
+        lane = self._lane(address, secret)
         try:
-            return _fetch(lane, key, timeout_s)
+            pending = lane.call(_SERVER, Message((key,), NOTHING), timeout_s)
+            if not pending.wait(deadline - time.monotonic()):
+                raise RpcTimeout(f"{key!r} did not arrive within {timeout_s:.3g} s")
+            message = pending.take()
         except (PeerLost, RpcTimeout):  # it is lost, or too slow to keep
             with self._lock:
                 if self._open.get((address, secret)) is lane:
                     del self._open[address, secret]
             lane.close()
             raise
+        if not message.header[0]:
+            raise LaneUnavailable("nng", message.header[1] or f"nothing is offered under {key!r} (any more)")
+        return message.body
+
+    def _lane(self, address: OfferAddress, secret: bytes) -> NngLane:
+        """A lane to one NngServer, to which it connects when it is first used."""
+        evicted = None
+        with self._lock:
+            lane = self._open.pop((address, secret), None)
+            if lane is None:
+                by_tcp = frozenset[str]() if address.network == _network() else frozenset({_SERVER})
+                lane = NngLane("fetch", Credentials(secret), tcp_host=None, by_tcp=by_tcp)
+                lane.start_reader()
+                lane.connect([PeerAddress(_SERVER, address.nng)])
+            self._open[address, secret] = lane
+            if len(self._open) > _CONNECTIONS:
+                _, evicted = self._open.popitem(last=False)
+        if evicted is not None:
+            evicted.close()
+        return lane
 
 
 def _network() -> str:

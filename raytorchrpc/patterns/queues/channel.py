@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -88,41 +88,32 @@ class Channel(Handle):
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         sequence = running_sequence((local.incoming.token, self.kind, self._home, self._name), in_turn)
-        turn = None
-        if in_turn and sequence is not None:
-            turn = yield from sequence.enter(until, local.deadlines)
-            if turn is None:
-                raise self._full(0)
-        try:
-            yield from self._put_messages(local, values, until, sequence, turn)
-        finally:
-            if turn is not None:
-                turn.leave()
-
-    def _put_messages(
-        self, local: LocalMember, values: Sequence[Any], until: float, sequence: PutSequence | None, turn: Turn | None
-    ) -> Steps[None]:
-        at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
-        parts = list(messages(self._encode(local, values), self._message_length))
-        accepted = 0
-        for number, items in enumerate(parts, 1):
-            outcome: Any
-            response = None
-            if at_home:
-                outcome = self._object(local).put([private_copy(item) for item in items], until)
-            else:
-                response = self._send_items(local, items, max(0.0, until - time.monotonic()), sequence)
-            if turn is not None and number == len(parts):
-                turn.leave()
-            if response is not None:
-                outcome = yield from response
-            elif isinstance(outcome, DeferredReply):
-                outcome = yield outcome
-            if outcome is FULL:
-                raise self._full(accepted)
-            if outcome is ENDED:
-                raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
-            accepted += total_length(items)
+        with ExitStack() as turn:
+            if in_turn and sequence is not None:
+                if not (yield from sequence.enter(until, local.deadlines)):
+                    raise self._full(0)
+                turn.callback(sequence.pass_on)
+            at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
+            parts = list(messages(self._encode(local, values), self._message_length))
+            accepted = 0
+            for number, items in enumerate(parts, 1):
+                outcome: Any
+                response = None
+                if at_home:
+                    outcome = self._object(local).put([private_copy(item) for item in items], until)
+                else:
+                    response = self._send_items(local, items, max(0.0, until - time.monotonic()), sequence)
+                if number == len(parts):
+                    turn.close()
+                if response is not None:
+                    outcome = yield from response
+                elif isinstance(outcome, DeferredReply):
+                    outcome = yield outcome
+                if outcome is FULL:
+                    raise self._full(accepted)
+                if outcome is ENDED:
+                    raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
+                accepted += total_length(items)
 
     def _full(self, accepted: int) -> Full:
         return Full(f"{self.kind} {self._name!r} in {self._home!r} had no room in time", accepted)
@@ -159,10 +150,7 @@ class Channel(Handle):
     # --- taking --------------------------------------------------------------------------------------------------
 
     def _take_from(self, key: str, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
-        """Take items from a buffer: at least ``least``, unless the timeout or the end of the stream comes first.
-
-        Returns a list of values, EMPTY or ENDED.
-        """
+        """Take ``least`` items or more, unless the timeout or the end comes first: values, EMPTY or ENDED."""
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         at_home = yield from self._bind(local, wait_s)
@@ -294,10 +282,7 @@ class Channel(Handle):
         return self._send_urgently(local, PUT_BACK, (*self._address, key, batch.batch_id, pack(batch)), RETURNS)
 
     def _notify_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
-        """Send a request as ``_send_urgently`` does, but wait for no answer and ignore errors.
-
-        On an event loop a worker thread sends it: the connection may be busy for as long as a large message takes.
-        """
+        """Send a request without waiting: on an event loop by a worker thread, as a connection may be busy for long."""
 
         def send() -> None:
             with suppress(RayTorchRpcError):
@@ -309,10 +294,7 @@ class Channel(Handle):
             send()
 
     def _send_urgently(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int) -> Future[None]:
-        """Send a request beside the limits on calls in flight, and even if the current deadline has passed.
-
-        ``retry``: how often it is sent again, by a worker thread, while the home cannot be reached.
-        """
+        """Send a request beside the limits on calls in flight, and even if the current deadline has passed."""
         before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # with flow control of its own
         try:
             sent = Future[None](local.outgoing.call(self._home, service, args, {}, CallOptions(_RETURN_S, retry=retry)))
@@ -328,19 +310,6 @@ class Channel(Handle):
 # Coroutines number the puts they have in flight, and the home admits them in that order: messages of one producer may
 # take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread that blocks in
 # ``put`` has one put in flight and needs no number.
-
-
-class Turn:
-    """The right to send the next put of a PutSequence."""
-
-    def __init__(self, sequence: PutSequence) -> None:
-        self._sequence: PutSequence | None = sequence
-
-    def leave(self) -> None:
-        """Pass the right to the next coroutine. Idempotent."""
-        sequence, self._sequence = self._sequence, None
-        if sequence is not None:
-            sequence.pass_on()
 
 
 class PutSequence:
@@ -364,23 +333,19 @@ class PutSequence:
         """The number of the first unanswered put; of the next put if all are answered."""
         return next(iter(self._unanswered), self._last + 1)
 
-    def enter(self, until: float, deadlines: Deadlines) -> Steps[Turn | None]:
-        """Wait for the turn to send, first come, first served; None at ``until``.
-
-        A coroutine keeps it for long only if it sends several messages, or has to bind its handle first.
-        """
+    def enter(self, until: float, deadlines: Deadlines) -> Steps[bool]:
+        """Wait for the turn to send, first come, first served; whether it came before ``until``."""
         if not self._sending:
             self._sending = True
-            return Turn(self)
+            return True
         reply = DeferredReply()
         self._waiting.append(reply)
         try:
-            granted = yield give_up_at(deadlines, until, reply, partial(reply.settle, False))
+            return (yield give_up_at(deadlines, until, reply, partial(reply.settle, False)))  # type: ignore[no-any-return]
         except BaseException:
             if not reply.cancel() and reply.outcome():  # granted just now
                 self.pass_on()
             raise
-        return Turn(self) if granted else None
 
     def pass_on(self) -> None:
         while self._waiting:
@@ -411,10 +376,7 @@ _lock = threading.Lock()
 
 
 def running_sequence(key: Any, create: bool) -> PutSequence | None:
-    """Return the sequence of the event loop that runs on this thread into the object that ``key`` names, if any.
-
-    ``create``: make one if there is none yet.
-    """
+    """The sequence of the event loop that runs on this thread into the object that ``key`` names, if any."""
     loop = asyncio._get_running_loop()
     if loop is None:
         return None

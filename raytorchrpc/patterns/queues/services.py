@@ -94,9 +94,7 @@ class HomeStore(Store):
         return convert(taken)
 
     def _pack_taken(self, caller: int, key: str, taken: Any) -> tuple[BatchId, PackedItems] | bool | None:
-        """Pack items for a consumer. If no lane can bring it the first one, that is lost and raises; the others go
-        back.
-        """
+        """Pack items for a consumer. If no lane can bring the first one, it is lost and raises; others go back."""
         if not taken:
             return taken  # type: ignore[no-any-return]
         for place, item in enumerate(taken):

@@ -51,10 +51,7 @@ class Deltas(NamedTuple):
         return [(place, delta.at.numel()) for place, delta in self.by_place.items()]
 
     def read(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
-        """Return the elements of these spans, one after the other, in few flat tensors: pairs of indices and bits.
-
-        On CUDA, queued on this thread's current stream. Raises NotFound for a place without a delta.
-        """
+        """The elements of these spans in few flat tensors: pairs of indices and bits. Raises NotFound."""
         if any(place not in self.by_place for place, *_ in spans):
             raise NotFound("this version of the weights has no such delta")
         groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[Delta]] = {}
@@ -103,10 +100,7 @@ def _most_changed(tensor: torch.Tensor) -> int:
 def find_deltas(
     base: int, places: Sequence[int], ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> Deltas:
-    """Find the deltas from ``others``, version ``base``, to ``ones``, both contiguous, where few elements have changed.
-
-    Waits for each GPU once.
-    """
+    """Find the deltas from version ``base`` to ``ones``, where few elements have changed. Waits for each GPU once."""
     found: dict[int, Delta] = {}
     on_gpu: dict[torch.device, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
     with torch.inference_mode(False), torch.no_grad():

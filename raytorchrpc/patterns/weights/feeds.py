@@ -99,8 +99,7 @@ CONFIRM = "raytorchrpc.weights.confirm"
 class Feed(Snapshot):
     """What one pull brings, in pieces that others can read as soon as they are here. Thread-safe.
 
-    Like each snapshot it keeps its memory as long as it has readers. A feed of the model's own tensors
-    (``is_lasting`` False) has none: it ends with the pull.
+    A feed of the model's own tensors (``is_lasting`` False) ends with the pull.
     """
 
     def __init__(
@@ -112,10 +111,7 @@ class Feed(Snapshot):
         pool: SnapshotPool,
         pieces: Sequence[Sequence[torch.Tensor]],
     ) -> None:
-        """``memory`` None: the pieces are tensors that the program will use when the pull has ended.
-
-        ``pieces``: in the order in which they will come.
-        """
+        """``memory`` None: the pieces, in the order in which they come, are the program's own tensors."""
         self.is_lasting = memory is not None
         layout = Layout(0, (), tuple(specs), ())
         super().__init__(version, layout, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
@@ -238,10 +234,7 @@ class Feeds(Readable):
                     self._lock.after(self.pool.retire, feed)
 
     def end(self, signature: str, feed: Feed, patience_s: float) -> None:
-        """Take a model's tensors back from a feed that has everything. Blocks while it is read, up to ``patience_s``.
-
-        What this thread queues on its streams from now on follows the reads. Readers that take longer are refused.
-        """
+        """Take a model's tensors back. Blocks while they are read, up to ``patience_s``; slower readers are refused."""
         with self._lock:  # no reader begins any more
             self._is_over(signature, feed)
         feed.ended.settle(True)
@@ -335,10 +328,7 @@ class Origin(NamedTuple):
 
 
 def feeds_of(requests: Requests, origin: Origin) -> Feeds:
-    """The feeds of this member for the weights at an origin.
-
-    To be called before the home hears of a pull that might feed others: they come at once.
-    """
+    """The feeds of this member. To be called before the home hears of a pull that might feed others."""
     local, (_, name, instance) = requests.local, origin.address
     name = f"{name} {instance}"  # of this instance of the store
     ranks = [local.peers.route(home).member.rank for home in origin.homes]
@@ -386,12 +376,7 @@ class ChainedPull:
         fetch: Callable[[Selection], Future[Any]],
         check_lease: Callable[[], None],
     ) -> None:
-        """
-        Args:
-            what: the version, and ``Selection.signature``.
-            fetch: sends a request for a message to the home.
-            check_lease: raises if the home may have changed them meanwhile.
-        """
+        """``what``: the version, and ``Selection.signature``. ``fetch``: sends a request for a message to the home."""
         self._requests, self._local, self._origin = requests, requests.local, origin
         self._what, self._selection, self._pace = what, selection, pace
         self._fetch, self._check_lease = fetch, check_lease
@@ -399,10 +384,7 @@ class ChainedPull:
         self._mine = feeds_of(requests, origin)
 
     def bring_between_hosts(self) -> None:
-        """Bring the tensors from another host. The member of a host that leads keeps them for all others.
-
-        Raises as requests to the home do.
-        """
+        """Bring the tensors from another host. The member of a host that leads keeps them for all others."""
         pieces = self._pieces(self._selection)
         for _ in range(_ATTEMPTS):
             request = *self._origin.address, self._what, len(pieces)
@@ -437,10 +419,9 @@ class ChainedPull:
             raise
 
     def bring_on_a_host(self, source: int | None) -> bool:
-        """Bring the tensors on one host, where several GPUs pull the same: each one copies from the one before it.
+        """Copy from the GPU before this one, or from the home; meanwhile feed the next from the model's tensors.
 
-        Feeds the next one from the model's own tensors, so only for as long as the pull takes. Returns False if they
-        cannot be copied from the home's memory. Raises as requests to the home do. ``source``: see ``Advice``.
+        Returns False if the home's memory cannot be copied from.
         """
         (version, signature), began = self._what, time.monotonic()
         pieces = self._pieces(self._selection)
@@ -483,7 +464,7 @@ class ChainedPull:
     ) -> int:
         """Bring pieces from a member that leads; returns how many it has brought before it failed.
 
-        ``confirms``: the member may have taken back what came, and says so at the end: then none.
+        ``confirms``: it may have taken back what came, and says so at the end: then none.
         """
         requests, address, brought = self._requests, (KIND, self._mine.name, None), 0
 

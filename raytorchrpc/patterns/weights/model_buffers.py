@@ -72,12 +72,7 @@ class ModelTensors:
     """A model's tensors by name, at one moment."""
 
     def __init__(self, model: Model, store: str, known: KnownSpecs | None = None) -> None:
-        """Raises ConfigurationError for anything that is not a model.
-
-        Args:
-            store: its name, for errors.
-            known: of the model's last prefetch.
-        """
+        """``known``: of the model's last prefetch. Raises ConfigurationError for anything that is not a model."""
         self._model, self._store, self._state = model, store, _state_of(model)
         self.own = self._state.saved
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
@@ -119,10 +114,7 @@ class ModelTensors:
         return ModelTensors(self._model, self._store, self.known)
 
     def is_as_it_was(self, before: ModelTensors) -> bool:
-        """Whether these are the same tensors, in the same memory, and torch has counted no write to them since.
-
-        It counts none through ``.data`` or numpy.
-        """
+        """Whether these are the same tensors and memory, without a write that torch counts: not through ``.data``."""
         same = all(map(operator.is_, self.own.values(), before.own.values()))
         mine, others = ((its._form, its._memory, its._writes) for its in (self, before))
         return same and mine == others
@@ -287,10 +279,9 @@ class ModelBuffers:
             self._keep_for_current_streams()
 
     def exchange(self, model: ModelTensors, version: int | None) -> None:
-        """Give the model's tensors the memory of the buffers, and the buffers that of the model: all, or none.
+        """Exchange the memory of the model and the buffers: all, or none. Raises ConfigurationError.
 
-        ``version``: that the model holds, if that is known. Raises ConfigurationError. CUDA: the caller's current
-        streams wait for the pull, and the next pull waits for them.
+        ``version``: that the model holds, if known. This thread's streams wait for the pull, and the next for them.
         """
         model.check_unchanged(self.specs)
         model.check_replaceable(self.names)
@@ -345,10 +336,7 @@ class BuffersByModel:
         self._buffers = WeakIdKeyDictionary()
 
     def of(self, model: Model, store: str) -> tuple[ModelBuffers, ModelTensors]:
-        """Return the buffers of a model, and its tensors; the buffers of a mapping live as long as its first tensor.
-
-        ``store``: its name, for errors. Raises ConfigurationError.
-        """
+        """The buffers of a model (of a mapping: as long as its first tensor lives), and its tensors."""
         known: ModelBuffers | None = None
         if isinstance(model, torch.nn.Module):
             with self._lock:

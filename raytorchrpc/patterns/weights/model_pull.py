@@ -36,40 +36,28 @@ _REMEMBERED = 1024
 
 
 class PulledVersions:
-    """The versions that this process has pulled, by the instance of their store. Thread-safe.
-
-    A version number alone does not identify weights: another store of the same name has the same numbers.
-    """
+    """The versions that this process has pulled, by the instance of their store. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions: OrderedDict[tuple[int, int, tuple[str, ...], Hashable], None] = OrderedDict()
         self.failures = 0  # how many pulls have failed and may have left a model with tensors of several versions
 
-    def add(
-        self, instance_id: int, version: int, failures: int, only: tuple[str, ...] = (), form: Hashable = None
-    ) -> None:
-        """Note that a version has been pulled.
-
-        Args:
-            failures: when the pull began; no effect if there are more now. Otherwise it would count for the model of
-                another thread, whose pull has failed meanwhile.
-            only: the globs of its tensors; none for all.
-            form: see ``Options.form``.
-        """
+    def add(self, instance_id: int, version: int, options: Options, failures: int) -> None:
+        """Note a pull. No effect if another has failed since there were ``failures``: it may have torn this model."""
+        pulled = instance_id, version, options.only, options.form
         with self._lock:
             if failures != self.failures:
                 return
-            self._versions[instance_id, version, only, form] = None
-            self._versions.move_to_end((instance_id, version, only, form))
+            self._versions[pulled] = None
+            self._versions.move_to_end(pulled)
             if len(self._versions) > _REMEMBERED:
                 self._versions.popitem(last=False)
 
-    def has(self, instance_id: int, version: int, only: tuple[str, ...] = (), form: Hashable = None) -> bool:
+    def has(self, instance_id: int, version: int, options: Options) -> bool:
         """Whether a model of this process may have this version in this form, or these tensors of it."""
         with self._lock:
-            pulled = self._versions
-            return (instance_id, version, (), form) in pulled or (instance_id, version, only, form) in pulled
+            return any((instance_id, version, only, options.form) in self._versions for only in ((), options.only))
 
     def forget(self, instance_id: int) -> None:
         """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
@@ -125,10 +113,7 @@ class UsableSources:
         return 1 if route.member.node_id == self._local.me.node_id else 2
 
     def silent(self, pulls: Sequence[SourcePull]) -> list[SourcePull]:
-        """Wait for the answers to requests for leases that were sent just now; returns the pulls without one.
-
-        Waits for ``PATIENCE_S``. Does not wait at all if there is no choice: then it returns none.
-        """
+        """Wait for ``PATIENCE_S`` for the leases that were asked for, if there is a choice; the pulls without."""
         if self._waits or not self._several:
             return []
         until = time.monotonic() + PATIENCE_S
@@ -202,13 +187,7 @@ class ModelPull:
         wait: Callable[[int, float], Any],
         carry: Carry | None,
     ) -> None:
-        """
-        Args:
-            store: bound.
-            lending: see ``keep_admission``.
-            wait: ``wait(version, seconds)`` blocks until that version or a newer one is there.
-            carry: see ``WeightStore.pull``.
-        """
+        """``lending``: see ``keep_admission``. ``wait``: blocks until that version or a newer one is there."""
         self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
         self._memory, self._options, self._carry = memory, options, carry
         self._look, self._wait = lending(look), lending(wait)

@@ -81,10 +81,7 @@ def values_of(model: Any) -> Any:
 
 
 def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError, which names it, for a tensor that a module's ``state_dict`` makes anew each time.
-
-    What is written to it does not reach the module. ``values``: some of ``values_of(model)``.
-    """
+    """Raise ConfigurationError, which names it, for a tensor that ``state_dict`` makes anew: writes are lost in it."""
     if not isinstance(model, torch.nn.Module):
         return
     own = set(map(id, (*model.parameters(), *model.buffers())))
@@ -161,7 +158,7 @@ def has_shards(model: Any) -> bool:
 def shards_of(model: Any, store: str) -> dict[str, Shard]:
     """A model's tensors by name, without autograd. Raises ConfigurationError.
 
-    Leaves out DTensors that are numbers, without dimensions, if this process is not in their device mesh.
+    Leaves out DTensors without dimensions if this process is not in their device mesh.
     """
     if isinstance(model, torch.nn.Module):
         model = ModuleState.of(model).saved
@@ -242,10 +239,7 @@ def _is_dtensor(value: Any) -> bool:
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor or a DTensor has in this process.
-
-    It has no elements, and the DTensor's dimensions, if this process is not in the device mesh.
-    """
+    """The memory that a tensor or a DTensor has in this process: without elements if it is not in the device mesh."""
     if type(value) in _PLAIN or not _is_dtensor(value):
         return value
     local = torch_internals.local_tensor(value)

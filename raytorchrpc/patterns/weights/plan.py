@@ -36,14 +36,7 @@ _SHOWN = 10
 def check_fits(
     store: str, wrong: Sequence[str], lacking: Collection[str] = (), unpublished: Collection[str] = ()
 ) -> None:
-    """Raise ConfigurationError, which names up to ten mismatches and says what to do, if there are any.
-
-    Args:
-        store: the name of the store.
-        wrong: the mismatches.
-        lacking: the published names that the model does not have.
-        unpublished: the names of the model that were not published.
-    """
+    """Raise ConfigurationError for mismatches. ``lacking``: in the model; ``unpublished``: names of the model."""
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         shown = "; ".join(wrong[:_SHOWN]) + more + _remedy_for_names(lacking, unpublished)
@@ -265,14 +258,9 @@ class Request(NamedTuple):
 
 
 def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], turn: int) -> list[list[Transfer]]:
-    """For each publisher, what to bring from it.
+    """For each publisher, what to bring from it. Raises ConfigurationError, which names up to ten tensors.
 
-    Args:
-        layouts: of each publisher.
-        near: for each publisher, how far it is; data that several have comes from the nearest.
-        turn: differs between readers, so that they spread over equally near publishers.
-
-    Raises ConfigurationError, which names up to ten tensors and both layouts.
+    What several have comes from the nearest; ``turn`` spreads readers over equally near ones.
     """
     published = _published(request.publishers, layouts)
     wrong: list[str] = []
@@ -318,8 +306,7 @@ def _published(publishers: Sequence[str], layouts: Sequence[KnownLayout]) -> dic
 def _wanted(
     request: Request, published: Mapping[str, list[Held]], wrong: list[str], unpublished: list[str]
 ) -> list[tuple[str, Wanted]]:
-    """The boxes that the model wants, by published name. Adds what is amiss to ``wrong``, and to ``unpublished`` the
-    names of the model that nobody publishes."""
+    """The boxes that the model wants, by published name. Adds what is amiss to ``wrong`` and ``unpublished``."""
     found: list[tuple[str, Wanted]] = []
     for target, shard in request.targets.items():
         names = request.options.mapping.get(target, (target,))
@@ -345,10 +332,7 @@ def _wanted(
 
 
 def _quantize(request: Request, fp8: BlockFp8, published: dict[str, list[Held]]) -> Request:
-    """Replace what publishers convert to fp8 by what they have then: the values, and the scales under their names.
-
-    Returns the request for both. Raises ConfigurationError.
-    """
+    """Put the values and scales that publishers make in the place of their source; the request for both."""
     mapping, wrong = dict(request.options.mapping), list[str]()
     made: dict[str, list[Held]] = {}
     for target, shard in request.targets.items():
@@ -423,9 +407,7 @@ def _misfits_of_scales(
 def _fused(
     target: str, shard: Shard, dtype: str, parts: Sequence[tuple[str, tuple[int, ...]]], wrong: list[str]
 ) -> list[tuple[str, Wanted]]:
-    """Divide a fused tensor along its first dimension. A shard of it has the same share of each part, one after the
-    other, as merged layers have in tensor parallel inference.
-    """
+    """Divide a fused tensor, or the same share of each part, along its first dimension."""
     whole = shard.global_shape
     inner = {shape[1:] for _, shape in parts} | {whole[1:]}
     if not all((whole, *(shape for _, shape in parts))) or len(inner) > 1 or sum(s[0] for _, s in parts) != whole[0]:
@@ -484,10 +466,7 @@ _Piece = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @functools.lru_cache(4096)  # the layers of a model are alike
 def _divide(wanted: Box, begin: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Sequence[_Piece], Sequence[Box]]:
-    """Divide a box among those that have parts of it, the first ones first; returns also what none of them has.
-
-    ``begin``: where the box begins in the target.
-    """
+    """Divide a box, at ``begin`` in the target, among those that have parts of it; also what none has."""
     pieces: list[_Piece] = []
     missing = [wanted] if wanted.size else []
     for number, its in enumerate(boxes):

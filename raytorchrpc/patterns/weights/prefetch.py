@@ -14,6 +14,7 @@ from typing import Any
 
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.gates import allow_calls
+from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
@@ -41,33 +42,22 @@ class Transfer:
         """``store``: a ``WeightStore``. ``options``: see ``WeightStore.pull``."""
         self._store, self._version, self._since, self._timeout = store, version, since, timeout
         self._options, self._buffers, self._specs = options, buffers, specs
-        self._settling = threading.Lock()
         self.wanted = True
         self.handle: Callable[[], object] = lambda: None  # returns None once no handle refers to this
-        self.outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self.outcome = DeferredReply()
         self.outcome.set_running_or_notify_cancel()  # a cancelled coroutine does not cancel it
         self.brought = False  # whether the buffers have the version; False if the model has it already
 
     def run(self) -> None:
         """Pull, and settle ``outcome``."""
         try:
-            self.settle(self._pull())
+            self.outcome.settle(self._pull())
         except BaseException as error:
             # The error holds these frames, and ``outcome`` the error: only the garbage collector could free them.
             traceback.clear_frames(error.__traceback__)
-            self.settle(error=error)
+            self.outcome.settle(None, error)
         finally:
             del self
-
-    def settle(self, version: int = 0, error: BaseException | None = None) -> None:
-        """Set the outcome, unless it is set."""
-        with self._settling:
-            if self.outcome.done():
-                return
-            if error is None:
-                self.outcome.set_result(version)
-            else:
-                self.outcome.set_exception(error)
 
     def version_of_model(self) -> int | None:
         """The version that the model holds bit for bit, according to ``since``; None if that is not certain."""
@@ -104,13 +94,7 @@ class Transfer:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
         with buffers.writable(self._specs) as held:
             tensors, held = buffers.as_model(), held if options == buffers.options and not options.only else None
-            pulled: int = buffers.reader.pull(
-                tensors,
-                self._version,
-                since=held,
-                timeout=_left(until),
-                **self._options,
-            )
+            pulled: int = buffers.reader.pull(tensors, self._version, since=held, timeout=_left(until), **self._options)
         names = buffers.names
         if pulled != held:
             brings_all = options.strict and not options.only
@@ -167,11 +151,11 @@ class WeightPrefetch:
             raise RpcTimeout(f"the weights of {self._store!r} have not arrived within {timeout:.3g} s; they still may")
         if self._is_cancelled:
             raise _cancelled(self._store)
-        return self._transfer.outcome.result()
+        return int(self._transfer.outcome.result())
 
     def __await__(self) -> Generator[Any, None, int]:
         fork.check_process()
-        version = yield from asyncio.wrap_future(self._transfer.outcome).__await__()
+        version: int = yield from asyncio.wrap_future(self._transfer.outcome).__await__()
         if self._is_cancelled:
             raise _cancelled(self._store)
         return version
@@ -187,7 +171,7 @@ class WeightPrefetch:
                 return
             self._is_cancelled = True
         self._transfer.wanted = False
-        self._transfer.settle(error=_cancelled(self._store))
+        self._transfer.outcome.settle(None, _cancelled(self._store))
 
     def swap(self, *, in_place: bool = False) -> int:
         """Have the model take the version; returns its number. Blocks until the version has arrived.
@@ -273,6 +257,6 @@ def begin(
     try:
         _workers.submit(transfer.run)
     except ThreadShortage as shortage:
-        transfer.settle(error=shortage)
+        transfer.outcome.settle(None, shortage)
         raise
     return handle

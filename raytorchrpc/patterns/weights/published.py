@@ -120,10 +120,7 @@ def complete(
     places: Mapping[str, PlaceInWhole],
     before: Snapshot | None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, PlaceInWhole], frozenset[int]]:
-    """Add to some tensors those of the version before. Raises ConfigurationError.
-
-    Returns all tensors and the places of shards, in the order of the layout, and which are of the version before.
-    """
+    """Add the tensors of the version before. Returns all, the places of shards, and which are of the version before."""
     if before is None:
         raise ConfigurationError("only= takes the other tensors from the version before: publish all of them first")
     layout = before.layout
@@ -153,8 +150,7 @@ def _shown(spec: TensorSpec, place: PlaceInWhole | None) -> str:
 def convert_ahead(snapshot: Snapshot, before: Snapshot, pool: SnapshotPool) -> None:
     """Begin to convert a snapshot, on a thread, as readers asked for the one before. Quick.
 
-    At most one version is converted for nobody: the one after the last that was asked for. The thread that wrote the
-    snapshot calls this; nobody retires it meanwhile.
+    The thread that wrote the snapshot calls this. At most one version is converted for nobody.
     """
     if not before.asked:
         return
@@ -279,12 +275,7 @@ class PublishedWeights(Readable, VersionWaits):
     ) -> int:
         """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers.
 
-        Args:
-            tensors: by name.
-            version: None: the next number.
-            places: of those that are shards.
-            staged: older versions stay.
-            partial: all other tensors are those of the version before.
+        ``staged``: older versions stay. ``partial``: all other tensors are those of the version before.
         """
         with self._publishing:
             last = self.last()
@@ -345,10 +336,7 @@ class PublishedWeights(Readable, VersionWaits):
     def _changed(
         self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None, carried: frozenset[int]
     ) -> list[int]:
-        """For each tensor, the version that its content was new in. ``carried``: are of the version before.
-
-        Compares every bit with the version before: torch counts no writes through ``.data``, numpy or another process.
-        """
+        """For each tensor, the version that its content was new in, bit for bit: torch counts not every write."""
         if before is None or not (self._track or carried):
             return [version] * len(sources)
         before.make_current()
@@ -400,12 +388,7 @@ class PublishedWeights(Readable, VersionWaits):
     ) -> VersionLease | None:
         """Lease a version to a reader; None if nothing is published yet. Raises NotFound if the version is not kept.
 
-        Args:
-            rank: the reader.
-            version: None: the newest.
-            since: the version that the reader has, if any.
-            layout: number of the layout that the reader knows.
-            seconds: that the reader's pull may take; None: the reader is this process, and certain to release it.
+        ``seconds``: that its pull may take; None: the reader is this process, and certain to release it.
         """
         with self._lock:
             if not self._versions:
@@ -440,11 +423,9 @@ class PublishedWeights(Readable, VersionWaits):
         device_type: str | None,
         signature: str | None,
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
-        """Lease a version to a peer.
+        """Lease a version to a peer, with its memory if the peer can read all tensors in place on ``device_type``.
 
-        Args:
-            device_type: if the caller can read all tensors in place on such a device, also returns their memory.
-            signature: of what the caller would bring if the layout is the one that it knows, and is worth a turn.
+        ``signature``: of a pull that is worth a turn.
         """
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:

@@ -93,10 +93,7 @@ class Coordinator(VersionWaits):
     # --- publishers ----------------------------------------------------------------------------------------------
 
     def next_version(self, publisher: Publisher, last: int) -> tuple[int, list[int]]:
-        """The number of a publisher's next version, and the versions that it has to keep.
-
-        ``last``: the highest number that it has used; 0 before the first.
-        """
+        """The next number of a publisher, which has used ``last``, and the versions that it has to keep."""
         with self._lock:
             self._check_open()
             self._note(publisher)
@@ -107,8 +104,7 @@ class Coordinator(VersionWaits):
     ) -> list[int] | DeferredReply:
         """Note that a publisher has its shards of a version; returns the versions that it has to keep.
 
-        Answers later if the publisher is far ahead of the others. Raises ConfigurationError if another publisher has
-        carried other tensors over: then the version will not exist.
+        Answers later if it is far ahead of the others. Raises ConfigurationError if another has carried other tensors.
         """
         with self._lock:
             self._check_open()
@@ -155,10 +151,7 @@ class Coordinator(VersionWaits):
             self._drop_staged()
 
     def _drop_staged(self) -> None:
-        """A publisher was restarted: what was staged with it must not be completed with its next state.
-
-        Those that wait for it go on: the version that they have published will not exist.
-        """
+        """A publisher was restarted: what was staged with its earlier process never becomes a version."""
         self._staged.clear()
         self._vain.clear()
         self._void = self._highest
@@ -330,10 +323,7 @@ def stage(
 
 
 def names_of(members: Any, home: Any) -> tuple[str, ...]:
-    """The names of publishers, sorted, so that every order in which they are given is the same store.
-
-    Raises ConfigurationError.
-    """
+    """The names of publishers, sorted: any order is the same store. Raises ConfigurationError."""
     if home is not None:
         raise ConfigurationError("pass home= or publishers=, not both: the first publisher by name is the home")
     members = getattr(members, "ranks", members)  # of a ProcessGroupInfo, the members' names

@@ -266,7 +266,7 @@ def _ties_of_plan(
 ) -> list[list[Tie]]:
     """For each publisher, the pairs of its tensors that go into one tensor of the model.
 
-    Raises ConfigurationError if one of a pair comes from a publisher that does not have the same shard of the other.
+    Raises ConfigurationError for a pair that no publisher can compare.
     """
     found: list[list[Tie]] = [[] for _ in layouts]
     tied = ties_of({name: shard.tensor for name, shard in request.targets.items()})

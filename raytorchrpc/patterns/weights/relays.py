@@ -36,10 +36,9 @@ class RelayPlan:
         """Who has pulled with the same signature; see ``Selection.signature``."""
 
     def ask(self, what: Hashable, node: str, rank: int, pieces: int) -> Advice:
-        """Return where ``rank``, on ``node``, pulls ``what`` from. A leader that asks again pulls from the home.
+        """Where ``rank``, on ``node``, pulls ``what`` from, in so many pieces. A leader that asks again: from the home.
 
-        ``pieces``: in how many it comes. Leaders feed one another in a line, which takes the time of one transfer and
-        of one piece for each leader. Where there are more leaders than pieces, each feeds two.
+        Leaders stand in a line; if they are more than the pieces, each feeds two.
         """
         with self._lock:
             leaders = self._rounds.setdefault(what, {})

@@ -68,10 +68,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(specs: Sequence[TensorSpec]) -> tuple[list[int], dict[torch.device, int]]:
-    """Return the offset of each tensor in its device's piece of memory, and the size of each piece (bytes).
-
-    Small tensors lie together, after the others, so that a lane can bring them with one copy.
-    """
+    """The offset of each tensor in its device's memory, and the bytes of each device. Small tensors lie together."""
     bytes_of = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
     offsets, sizes = [0] * len(specs), dict.fromkeys((spec.device for spec in specs), 0)
     for place in sorted(range(len(specs)), key=lambda place: bytes_of[place] < SMALL):
@@ -164,12 +161,7 @@ class Snapshot:
         deltas: Deltas | None = None,
         ties: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """The thread that wrote ``memory`` calls this.
-
-        Args:
-            changed: for each tensor, the version that it was new in.
-            ties: places of tensors that were one when they were published; see ``ties_of``.
-        """
+        """The thread that wrote ``memory`` calls this. ``ties``: see ``ties_of``."""
         self.version, self.layout, self.memory, self.changed = version, layout, memory, changed
         self.deltas, self.ties = deltas, ties
         self._equal: dict[tuple[int, int], bool] = {}
@@ -187,10 +179,7 @@ class Snapshot:
             handoff()
 
     def tensors(self, places: Places, regions: Sequence[Region] | None = None) -> list[torch.Tensor]:
-        """Return these tensors, or a region of each, for use on this thread. Each conversion is made once.
-
-        Raises OutOfBounds.
-        """
+        """These tensors, or a region of each, for this thread. Each conversion is made once. Raises OutOfBounds."""
         converted = [place for place in places if place[1] is not None]
         self.asked.update(dict.fromkeys(converted))
         if converted:
@@ -221,11 +210,9 @@ class Snapshot:
         return self.deltas.read(spans)
 
     def pieces(self, device_type: str, places: Places) -> list[torch.Tensor]:
-        """Return the memory that holds these tensors on this type of device: one flat tensor for each conversion.
+        """The memory of these tensors on this type of device: one flat tensor for each conversion, in order.
 
-        The names (None: unconverted) count in the order in which they first appear in ``places``; without places, all
-        tensors are meant, unconverted. Empty if the memory of any of them is not one piece that peers can read in
-        place.
+        Without places: of all, unconverted. Empty if peers cannot read each of them in place as one piece.
         """
         if places:
             self.tensors(places)
@@ -296,11 +283,7 @@ class SnapshotPool:
         fence: Callable[[int], None],
         copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
-        """
-        Args:
-            leave: see ``DeferredCleanup.leave``; it frees memory, which takes about 0.1 s for each GB.
-            fence: ``fence(device)`` orders this thread's CUDA work after the reads by peers of memory of that GPU.
-        """
+        """``leave``: see ``DeferredCleanup``. ``fence``: orders this thread's CUDA work after reads by peers."""
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._leave, self._fence = leave, fence
         self._lock = threading.Lock()
@@ -315,10 +298,7 @@ class SnapshotPool:
         self._made: weakref.WeakSet[VersionMemory] = weakref.WeakSet()
 
     def memory(self, specs: Sequence[TensorSpec], name: str | None = None) -> VersionMemory:
-        """Return memory that this thread may write to, once reads by GPUs have ended.
-
-        For tensors of these specs, or for the results of a conversion (``name``) of them.
-        """
+        """Memory for tensors of these specs, or for a conversion of them, that this thread may write to."""
         with self._lock:
             spare = self._spare.setdefault((tuple(specs), name), [])
             memory = spare.pop() if spare else None
@@ -342,10 +322,9 @@ class SnapshotPool:
     # --- readers -------------------------------------------------------------------------------------------------
 
     def lease(self, snapshot: Snapshot, rank: int, until: float | None) -> int:
-        """Keep a snapshot for a reader until ``release``, or ``until`` (``time.monotonic``); returns the lease.
+        """Keep a snapshot for a reader until ``release``, or ``until``, if given; returns the lease.
 
-        The caller holds the lock that keeps the snapshot from being retired. ``until`` None: without a limit, for a
-        thread of this process, which may be suspended for any time.
+        The caller holds the lock that keeps the snapshot from being retired.
         """
         with self._lock:
             number = next(self._numbers)

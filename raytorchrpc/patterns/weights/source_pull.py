@@ -47,13 +47,7 @@ class SourcePull:
         planned: ModelSelection | None,
         to_prepare: str | None,
     ) -> None:
-        """
-        Args:
-            store: bound.
-            layout: of the pull before.
-            planned: what to bring of that layout.
-            to_prepare: the type of the device whose memory lanes are to prepare, while the pull is planned.
-        """
+        """``to_prepare``: the type of the device whose memory lanes are to prepare, while the pull is planned."""
         self._store, self._requests, self._local = store, requests, requests.local
         self.layout, self.planned, self._to_prepare = layout, planned, to_prepare
         self.lease: VersionLease | None = None  # as soon as the home has answered. It has to be released
@@ -83,10 +77,7 @@ class SourcePull:
     # --- the lease -----------------------------------------------------------------------------------------------
 
     def ask(self, version: int | None, since: int | None, in_place: bool = False, caller_waits: bool = False) -> None:
-        """Ask the home for a lease. Then call ``answer``, or ``release``.
-
-        ``in_place``: if the tensors can be read in place, the same request brings them.
-        """
+        """Ask the home for a lease, and ``in_place`` for the tensors too. Then call ``answer`` or ``release``."""
         left = self._requests.left()
         args = version, since, 0 if self.layout is None else self.layout.number
         if self._is_home:
@@ -151,10 +142,7 @@ class SourcePull:
             raise NotFound(f"the home of {self._requests.counter.store[0]!r} did not say what it has; pull again")
 
     def abandon(self, answered: Callable[[], object] | None = None) -> None:
-        """Give the request for a lease up. A late answer writes nothing, and its lease is released.
-
-        ``answered`` is called, on another thread, when the home has answered after all, or at the deadline.
-        """
+        """Give the request for a lease up: a late answer writes nothing, and its lease ends before ``answered``."""
         sent, self._asked = self._asked, None
         self._is_abandoned = True
 
@@ -402,9 +390,7 @@ def divide(
 ) -> tuple[list[list[Change]], Selection]:
     """Divide what a pull brings: the messages of what comes as deltas, and what comes whole.
 
-    Args:
-        deltas: the places that have a delta, and how many elements each has.
-        times: how often the source sends a delta for each time that it would send the whole tensors.
+    ``times``: how often the source sends a delta for each time that it would send the whole tensors.
     """
     changes: list[Change] = []
     rest: list[int] = []

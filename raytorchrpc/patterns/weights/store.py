@@ -367,12 +367,12 @@ class WeightStore(Handle):
                 if pull.has_begun:
                     _pulled.forget(instance_id)
                 raise
-        _pulled.add(instance_id, pulled, failures, options.only, options.form)
+        _pulled.add(instance_id, pulled, options, failures)
         return pulled
 
     def _has_pulled(self, version: int, options: Options) -> bool:
         """Whether a model of this process may have a version, as a pull with these options brings it."""
-        return _pulled.has(self._instance_id or 0, version, options.only, options.form)
+        return _pulled.has(self._instance_id or 0, version, options)
 
     def _check_unsharded(self, what: str) -> None:
         if self._publishers is not None:

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from raytorchrpc.bench import cases as bench_cases
 from raytorchrpc.bench.cases import PATTERN_ROWS, PATTERNS, ROWS, Case, Shape, case_obstacle, make_options, shape
 from raytorchrpc.bench.reports import conclusion, document, not_measured, plain, tables, to_csv
 from raytorchrpc.bench.results import Cell, Device, RowResult, Run, fit, published, read_run, show_size, write_file
 from raytorchrpc.bench.site import Host, MemoryLimits, Site, find_node, free_memory, needed, obstacle, size_obstacle
-from raytorchrpc.cli.app import app
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
+from tests.unit import command_line
 
 GB = 10**9
 BY_NAME = {row.name: row for row in ROWS}
@@ -109,8 +108,8 @@ def test_bad_options_are_one_line_and_start_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    ran = CliRunner().invoke(app, ["bench", *arguments])
-    assert ran.exit_code == 2, ran.output
+    ran = command_line.run("bench", *arguments)
+    assert ran.exit_code == 2, ran
     assert ran.stderr.startswith("raytorchrpc bench: ") and says in ran.stderr
     assert (ran.stderr.count("\n"), ran.stdout) == (1, "")
     assert not list(tmp_path.iterdir())
@@ -118,7 +117,7 @@ def test_bad_options_are_one_line_and_start_nothing(
 
 def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
     monkeypatch.setattr("raytorchrpc.bench.reports.find_spec", lambda name: None)
-    ran = CliRunner().invoke(app, ["bench", "--plot", "x.png"])
+    ran = command_line.run("bench", "--plot", "x.png")
     assert ran.exit_code == 2
     assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install '.[bench]' in a checkout\n"
 
@@ -224,7 +223,8 @@ def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, s
     ],
 )
 def test_a_row_that_cannot_run_a_case_says_why(row: str, case: Case, device: Device, gpus: int, says: Any) -> None:
-    found = case_obstacle(PATTERN_ROW[row], case, device, gpus, 16 * GB)
+    found = case_obstacle(PATTERN_ROW[row], case, device, 16 * GB)
+    found = found or obstacle(PATTERN_ROW[row], device, site(place(gpus=gpus)))
     assert found is None if says is None else says in (found or "")
 
 
@@ -344,8 +344,8 @@ def pattern_result() -> Run:
 def shown(run: Run, tmp_path: Path, *options: str, code: int = 0) -> str:
     """What the command prints of it, or says of its failure."""
     write_file(tmp_path / "run.json", run.model_dump_json(exclude_none=True))
-    ran = CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "run.json"), *options])
-    assert ran.exit_code == code, ran.output
+    ran = command_line.run("bench", "--from", str(tmp_path / "run.json"), *options)
+    assert ran.exit_code == code, ran
     return ran.stderr if code else ran.stdout
 
 

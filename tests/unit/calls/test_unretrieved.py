@@ -36,11 +36,12 @@ def members() -> Iterator[Members]:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What was logged of such calls; a failure of each kind is logged once."""
+    monkeypatch.setattr("raytorchrpc.process.threads._reported", {})
 
     def of_calls() -> list[str]:
-        records = [record for record in caplog.records if record.name == "raytorchrpc.calls.client.outgoing"]
+        records = [record for record in caplog.records if "never retrieved" in record.getMessage()]
         assert all(record.levelno == logging.ERROR and record.exc_info for record in records)
         return [record.getMessage() + f" {record.exc_info[1]!r}" for record in records if record.exc_info]
 

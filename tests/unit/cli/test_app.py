@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from typer.main import get_command
-from typer.testing import CliRunner
 
 from raytorchrpc.cli import main
-from raytorchrpc.cli.app import app
+from tests.unit import command_line
+
+COMMANDS = {"": ("demo", "bench", "doctor", "top", "dashboard", "manifest"), "manifest": ("raycluster", "rayjob")}
 
 
-def commands() -> Iterator[tuple[str, ...]]:
-    def below(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-        yield path
-        for name, each in getattr(command, "commands", {}).items():
-            yield from below(each, (*path, name))
-
-    return below(get_command(app), ())
-
-
-@pytest.mark.parametrize("words", list(commands()), ids=lambda words: " ".join(words) or "raytorchrpc")
-def test_help_shows_no_types_of_python_and_fits_80_columns(words: tuple[str, ...]) -> None:
-    ran = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}).invoke(app, [*words, "--help"])
+@pytest.mark.parametrize("words", ["", *COMMANDS[""], *(f"manifest {name}" for name in COMMANDS["manifest"])])
+def test_help_shows_no_types_of_python_and_fits_80_columns(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "80", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ran = command_line.run(*words.split(), "--help")
     assert ran.exit_code == 0 and "--help" in ran.stdout
     assert max(map(len, ran.stdout.splitlines())) <= 80
     for name in ("bool", "str", "int", "float", "list", "path"):
         assert f"<{name}" not in ran.stdout.lower()
+    listed = ran.stdout.partition("Commands")[2]
+    assert tuple(re.findall(r"^\S (\w+)", listed, re.MULTILINE)) == COMMANDS.get(words, ())
 
 
 def test_the_demo_at_an_address_where_nothing_answers() -> None:
     pytest.importorskip("sklearn")
-    ran = CliRunner().invoke(app, ["demo", "--address", "127.0.0.1:1"])
+    ran = command_line.run("demo", "--address", "127.0.0.1:1")
     assert ran.exit_code == 1
     assert ran.stderr.startswith("raytorchrpc demo: no Ray cluster answers at 127.0.0.1:1"), ran.stderr
 

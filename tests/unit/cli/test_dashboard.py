@@ -6,16 +6,14 @@ import json
 import re
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 from raytorchrpc.calls.metrics import METRICS, TAGS, series
-from raytorchrpc.cli.app import app
+from tests.unit import command_line
 
 PAGE = Path(__file__).parents[3] / "docs" / "seeing.md"
 
 
 def test_the_dashboard_shows_every_series_and_no_other_and_its_panels_do_not_overlap() -> None:
-    printed = CliRunner().invoke(app, ["dashboard"])
+    printed = command_line.run("dashboard")
     assert printed.exit_code == 0
     panels = json.loads(printed.stdout)["panels"]
     queries = [panel["targets"][0]["expr"] for panel in panels if panel["type"] != "row"]

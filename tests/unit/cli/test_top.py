@@ -8,8 +8,9 @@ import pytest
 
 from raytorchrpc.calls.counters import CallCounters, PairStats, WeightStats
 from raytorchrpc.calls.metrics import MemberStats, QueueStats, Reading
-from raytorchrpc.cli.top import Update, as_data, run, tables, update
+from raytorchrpc.cli.top import Update, as_data, tables, update
 from raytorchrpc.group.status import GroupStatus, as_json
+from tests.unit import command_line
 
 
 def look(at: float, *calls: PairStats, **more: object) -> GroupStatus:
@@ -125,13 +126,9 @@ def test_weights_show_versions_the_lag_and_what_is_still_to_come() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [({"interval_s": 0.0}, "--interval"), ({"address": "local"}, "start a new cluster")],
+    ("options", "said"), [(["--interval", "0"], "--interval"), (["--address", "local"], "start a new cluster")]
 )
-def test_what_cannot_be_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], options: dict[str, object], said: str
-) -> None:
-    given = {"address": None, "group": None, "interval_s": 1.0, "once": True, "as_json": False, **options}
-    assert run(**given) == 2  # type: ignore[arg-type]
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("raytorchrpc top: ") and said in err and err.count("\n") == 1
+def test_what_cannot_be_is_one_line_and_exit_code_2(options: list[str], said: str) -> None:
+    ran = command_line.run("top", "--once", *options)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("raytorchrpc top: ") and said in ran.stderr and ran.stderr.count("\n") == 1

@@ -6,28 +6,23 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from raytorchrpc.cli.app import app
 from raytorchrpc.doctor import Report
-from raytorchrpc.doctor.command import run
+from tests.unit import command_line
 from tests.unit.trees import laptop, public_node
 
 ROOT = Path(__file__).parents[3]
 
 
-def told(capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[int, str, str]:
-    code = run(**options)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+def told(tree: Path, *options: str) -> command_line.Ran:
+    return command_line.run("doctor", "--sysfs-root", str(tree), *options)
 
 
-def test_json_is_the_whole_report_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_whole_report_and_nothing_else(tmp_path: Path) -> None:
     public_node(tmp_path)
-    code, out, err = told(capsys, sysfs_root=tmp_path, as_json=True)
+    code, out, err = told(tmp_path, "--json")
     assert (code, err) == (0, "")
     (node,) = json.loads(out)["nodes"]
     assert node["name"] == "node-7"
@@ -36,13 +31,13 @@ def test_json_is_the_whole_report_and_nothing_else(tmp_path: Path, capsys: pytes
     assert Report.model_validate_json(out).healthy()
 
 
-def test_the_evidence_of_a_report_is_an_evidence_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_evidence_of_a_report_is_an_evidence_file(tmp_path: Path) -> None:
     public_node(tmp_path / "node")
-    _, out, _ = told(capsys, sysfs_root=tmp_path / "node", as_json=True)
+    _, out, _ = told(tmp_path / "node", "--json")
     first = json.loads(out)["nodes"][0]
     (tmp_path / "copy/proc").mkdir(parents=True)
     (tmp_path / "copy/evidence.json").write_text(json.dumps(first["evidence"]))
-    _, out, _ = told(capsys, sysfs_root=tmp_path / "copy", as_json=True)
+    _, out, _ = told(tmp_path / "copy", "--json")
     assert json.loads(out)["nodes"][0] == first
 
 
@@ -53,20 +48,16 @@ def test_the_evidence_of_a_report_is_an_evidence_file(tmp_path: Path, capsys: py
     (True, "unlimited", 1 << 20, 1),
     (False, "8388608", 64 << 30, 1),
 ])  # fmt: skip
-def test_exit_codes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], strict: bool, memlock: str, shm: int, code: int
-) -> None:
+def test_exit_codes(tmp_path: Path, strict: bool, memlock: str, shm: int, code: int) -> None:
     tree = public_node(tmp_path)
     tree.process(uid=1000, ipc_lock=False, memlock=memlock)
     tree.say(shm_total_bytes=shm, endpoint={"shm_free_bytes": shm})
-    assert told(capsys, sysfs_root=tmp_path, strict=strict)[0] == code
+    assert told(tmp_path, *["--strict"] * strict).exit_code == code
 
 
-def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(tmp_path: Path) -> None:
     public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
-    code, out, _ = told(capsys, sysfs_root=tmp_path)
+    code, out, _ = told(tmp_path)
     assert code == 1
     lines = [line.strip() for line in out.splitlines()]
     at = next(number for number, line in enumerate(lines) if line.startswith("problem  memlock-small:"))
@@ -80,50 +71,47 @@ def test_a_terminal_gets_lines_that_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     public_node(tmp_path).process(uid=1000, ipc_lock=False, memlock="8388608")
-    _, whole, _ = told(capsys, sysfs_root=tmp_path)
+    whole = told(tmp_path).stdout
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    _, out, _ = told(capsys, sysfs_root=tmp_path)
+    command_line.exit_code_of("doctor", "--sysfs-root", str(tmp_path))
+    out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 < max(map(len, whole.splitlines()))
     assert "".join(out.split()) == "".join(whole.split()), "nothing is cut off"
 
 
-def test_a_healthy_machine_is_called_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_machine_is_called_that(tmp_path: Path) -> None:
     laptop(tmp_path)
-    code, out, _ = told(capsys, sysfs_root=tmp_path)
+    code, out, _ = told(tmp_path)
     assert (code, out.splitlines()[-1]) == (0, "healthy (4 notes)")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sysfs_root": Path("/nonexistent")}, "/nonexistent has neither sys nor proc"),
-        ({"cluster": True, "sysfs_root": Path("/")}, "exclude each other"),
-        ({"cluster": True, "actors": "a"}, "exclude each other"),
-        ({"actors": " , "}, "names no actor"),
-        ({"actors": "a,b,a"}, "an actor twice"),
-        ({"address": "10.0.0.1:6379"}, "--address requires --cluster or --actors"),
-        ({"cluster": True, "timeout_s": 0.0}, "--timeout must be a number of seconds"),
-        ({"cluster": True, "address": "127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1"),
-        ({"cluster": True, "address": "local"}, "name one that runs"),
+        ("--sysfs-root /nonexistent", "/nonexistent has neither sys nor proc"),
+        ("--cluster --sysfs-root /", "exclude each other"),
+        ("--cluster --actors a", "exclude each other"),
+        ("--actors=,", "names no actor"),
+        ("--actors a,b,a", "an actor twice"),
+        ("--address 10.0.0.1:6379", "--address requires --cluster or --actors"),
+        ("--cluster --timeout 0", "--timeout must be a number of seconds"),
+        ("--cluster --address 127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
+        ("--cluster --address local", "name one that runs"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(
-    capsys: pytest.CaptureFixture[str], options: dict[str, Any], words: str
-) -> None:
-    code, out, err = told(capsys, **options)
+def test_bad_usage_is_one_line_and_code_2(options: str, words: str) -> None:
+    code, out, err = command_line.run("doctor", *options.split())
     assert (code, out) == (2, "")
     assert words in err and err.startswith("raytorchrpc doctor: ") and err.count("\n") == 1
 
 
-def test_the_options_reach_the_command(tmp_path: Path) -> None:
+def test_strict_counts_warnings(tmp_path: Path) -> None:
     public_node(tmp_path).say(shm_total_bytes=0, endpoint={"shm_free_bytes": 0})
-    arguments = ["doctor", "--sysfs-root", str(tmp_path), "--json"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    result = CliRunner().invoke(app, [*arguments, "--strict"])
+    assert told(tmp_path, "--json").exit_code == 0
+    result = told(tmp_path, "--json", "--strict")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["level"] == "warning"
-    assert CliRunner().invoke(app, ["doctor", "--actors", ""]).exit_code == 2
 
 
 WITHOUT = """

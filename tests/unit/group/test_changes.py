@@ -14,7 +14,7 @@ import pytest
 
 from raytorchrpc.errors import BootstrapError, RpcTimeout
 from raytorchrpc.group import detached
-from raytorchrpc.group.changes import Announcer, Change, ChangeLog, RequestedChange
+from raytorchrpc.group.changes import Announcer, Change, ChangeLog, EventBus, RequestedChange
 from raytorchrpc.group.detached import ChangeFeed
 from raytorchrpc.group.roster import GroupState
 from raytorchrpc.process.threads import ThreadShortage
@@ -86,6 +86,22 @@ def test_a_member_that_could_not_be_resynchronised_is_so_later(shortage: Shortag
     threading.Event().wait(max(0.0, due - time.monotonic()))
     announcer.resync_due()
     assert callable(submitted.get(timeout=PATIENCE_S))
+
+
+def test_callbacks_hear_of_a_change_though_others_fail(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(change: Change) -> None:
+        raise MemoryError
+
+    bus, told = EventBus("g"), queue.SimpleQueue[Change]()
+    bus.listen(fail)
+    bus.listen(told.put)
+    thread = bus.start()
+    bus.put(Change("lost", ("a",)))
+    bus.put(Change("back", ("a",)))
+    assert [told.get(timeout=PATIENCE_S).kind for _ in range(2)] == ["lost", "back"]
+    bus.stop()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and "a callback of group 'g' raised" in caplog.text
 
 
 # --- changes whose supervisor runs in another process ---------------------------------------------------------------

@@ -11,11 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from raytorchrpc.cli.app import app
 from raytorchrpc.manifest import ClusterOptions, JobOptions, bytes_of, ray_cluster, ray_job, to_yaml
 from raytorchrpc.runtime_env import DEFAULTS
+from tests.unit import command_line
 from tests.unit.manifests import BASE, IMAGE, RDMA, SAMPLES, everything
 
 ROOT = Path(__file__).parents[3]
@@ -36,7 +35,7 @@ def worker(manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def command(*words: str) -> tuple[int, str, str]:
-    ran = CliRunner().invoke(app, ["manifest", *words])
+    ran = command_line.run("manifest", *words)
     return ran.exit_code, ran.stdout, ran.stderr
 
 

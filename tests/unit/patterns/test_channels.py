@@ -17,22 +17,18 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.patterns.home import OPEN
-from raytorchrpc.patterns.queues import store
 from raytorchrpc.patterns.queues.items import encode_items
-from raytorchrpc.patterns.queues.services import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
-from tests.unit.members import Members, in_thread
+from tests.unit.members import OPEN, PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread
 
 LONG = 20.0
 REJECT = rtr.GroupConfig(rpc_timeout_s=LONG, when_full="reject", max_calls_in_flight=1)
 
 
-def at_home(members: Members, kind: str = "queue") -> HomeStore:
+def at_home(members: Members, kind: str = "queue") -> Any:
     """The object called "q"."""
-    home: HomeStore = members.members["home"].services.find(kind, "q", None, "home")
-    return home
+    return members.served(kind, "q")
 
 
 def made(**settings: Any) -> rtr.Queue:
@@ -149,7 +145,7 @@ def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
 def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_HOLD_S", 0.05)
+    monkeypatch.setattr("raytorchrpc.patterns.queues.store._HOLD_S", 0.05)
     lane = members.lanes["a"]
 
     async def put() -> None:

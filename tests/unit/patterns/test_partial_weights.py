@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights import published
-from tests.unit.members import Members
+from tests.unit.members import Members, spied
 from tests.unit.patterns.weight_values import values
 
 NAMES = ("base.weight", "base.bias", "lora_a", "lora_b")
@@ -47,18 +46,11 @@ def test_the_others_are_those_of_the_version_before(members: Members, track: boo
 
 def test_only_these_are_copied(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once each of the two pieces of memory has the others."""
-    copied: list[int] = []
-    copy = published.copy_tensors
-
-    def count(targets: Any, *rest: Any) -> None:
-        copied.append(len(targets))
-        copy(targets, *rest)
-
-    monkeypatch.setattr(published, "copy_tensors", count)
+    copies = spied(monkeypatch, "raytorchrpc.patterns.weights.published.copy_tensors")
     publish(members, 1)
     for value in range(2, 6):
         publish(members, value, only="lora_*")
-    assert copied == [4, 4, 2, 2, 2]
+    assert [len(targets) for targets, *_ in copies] == [4, 4, 2, 2, 2]
 
 
 def test_since_brings_what_has_changed_without_track(members: Members) -> None:

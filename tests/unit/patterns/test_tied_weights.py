@@ -10,8 +10,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights.model_tensors import ties_of
-from raytorchrpc.patterns.weights.published import EQUAL
-from tests.unit.members import Members
+from tests.unit.members import EQUAL, Members
 
 DIFFER = r"'embed' and 'head' are one tensor in the model, but differ as published: .* mapping=\{'head': 'embed'\}"
 Tensors = dict[str, Any]

@@ -35,7 +35,7 @@ def published(members: Members) -> Members:
 
 def error_of(members: Members, reader: str, tensors: dict[str, Any], **options: Any) -> str:
     """What a pull raises. It writes nothing, keeps no lease, and the same handle pulls the next model."""
-    pool = members.members["home"].services.find("weight store", "w", None, "home").pool
+    pool = members.served("weight store", "w").pool
     with members.acting(reader):
         store = rtr.WeightStore.find("w")
         with pytest.raises(rtr.ConfigurationError) as error:

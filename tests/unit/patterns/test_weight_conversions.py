@@ -12,7 +12,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions
-from tests.unit.members import Members
+from tests.unit.members import Members, spied
 
 FP8 = torch.float8_e4m3fn
 NAN = 0x7F
@@ -148,21 +148,14 @@ def test_what_was_published_in_fp8_arrives_as_it_is(members: Members) -> None:
 def test_it_is_made_once_for_each_version_and_memory_is_used_again(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[int] = []
-    quantize = conversions._quantize
-
-    def count(source: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
-        made.append(values.data_ptr())
-        quantize(source, values, *rest)
-
-    monkeypatch.setattr(conversions, "_quantize", count)
+    made = spied(monkeypatch, "raytorchrpc.patterns.weights.conversions._quantize")
     for version in range(1, 7):
         weight = torch.full((130, 130), float(version))
         published(members, {"w": weight})
         for reader in ("home", "a", "b", "a"):
             assert is_quantized(pulled(members, target((130, 130)), reader), weight)
         assert len(made) == version
-    assert len(set(made)) == 1, "what was made of a retired version is overwritten"
+    assert len({values.data_ptr() for _, values, *_ in made}) == 1, "what was made of a retired version is overwritten"
 
 
 def test_half_the_bytes_cross(members: Members) -> None:

@@ -13,11 +13,9 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.patterns.weights import source_pull
 from raytorchrpc.patterns.weights.deltas import find_deltas
-from raytorchrpc.patterns.weights.published import DELTAS, PIECES, TENSORS, PublishedWeights
 from raytorchrpc.tensors.dtypes import as_copyable
-from tests.unit.members import Members
+from tests.unit.members import DELTAS, PIECES, TENSORS, Members
 
 ROWS, COLUMNS = 300, 257  # odd, so that words of 8 bytes leave a rest
 DTYPES = [torch.bfloat16, torch.float32, torch.int8, torch.bool, torch.float64, torch.float8_e4m3fn, torch.complex64]
@@ -302,7 +300,7 @@ def test_messages_of_deltas_are_bounded(members: Members, monkeypatch: pytest.Mo
         handle.pull(model)
     second = {name: changed(tensor) for name, tensor in first.items()}
     publish(members, second)
-    monkeypatch.setattr(source_pull, "MESSAGE_BYTES", 12_000)  # two deltas of about 4.6 KB
+    monkeypatch.setattr("raytorchrpc.patterns.weights.source_pull.MESSAGE_BYTES", 12_000)  # two deltas of about 4.6 KB
     sent = counted(members)
     with members.acting("a"):
         handle.pull(model, since=1)
@@ -334,7 +332,7 @@ def test_a_delta_ends_with_its_version(members: Members) -> None:
     kept = []
     for step in range(3):
         publish(members, {"w": changed(tensor, seed=step)})
-        versions = members.members["home"].services.find("weight store", "w", None, "home")._versions
+        versions = members.served("weight store", "w")._versions
         snapshot = next(iter(versions.values()))
         kept.append(snapshot.deltas and weakref.ref(snapshot.deltas.by_place[0].bits))
         del snapshot, versions
@@ -343,16 +341,16 @@ def test_a_delta_ends_with_its_version(members: Members) -> None:
 
 
 def test_where_all_members_read_in_place_nothing_is_searched(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They copy from where the weights were published; see ``PublishedWeights._deltas``."""
-    monkeypatch.setattr(PublishedWeights, "_allocate_shared", lambda self, size: torch.empty(size, dtype=torch.uint8))
+    """They copy from where the weights were published; see ``_deltas``."""
+    allocate = "raytorchrpc.patterns.weights.published.PublishedWeights._allocate_shared"
+    monkeypatch.setattr(allocate, lambda self, size: torch.empty(size, dtype=torch.uint8))
     local = members.members["home"]
     for route in local.peers.routes:
         local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id="node")))
     tensor = noise(torch.bfloat16)
     for step in range(2):
         publish(members, {"w": changed(tensor, seed=step)})
-    versions = local.services.find("weight store", "w", None, "home")._versions
-    assert versions[2].deltas is None
+    assert members.served("weight store", "w")._versions[2].deltas is None
 
 
 def test_a_prefetch_into_buffers_of_the_version_before_brings_a_delta(members: Members) -> None:

@@ -14,11 +14,8 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotAMember, PeerLost
-from raytorchrpc.patterns.weights.model_buffers import BufferSpec, ModelBuffers
-from raytorchrpc.patterns.weights.published import LEASE, TENSORS
-from raytorchrpc.process import fork
 from tests.polling import wait_until
-from tests.unit.members import Members
+from tests.unit.members import LEASE, TENSORS, Members
 from tests.unit.patterns.weight_values import values
 
 LONG = 20.0
@@ -314,7 +311,7 @@ def test_a_cancelled_prefetch_leaves_the_model_and_ends_its_lease(members: Membe
         following = store.prefetch(model)
         with pytest.raises(rtr.RpcTimeout):
             following.wait(0.05)
-        pool = members.members["home"].services.find("weight store", "w", None, "home").pool
+        pool = members.served("weight store", "w").pool
         assert pool.readers == 1
         lane.release()
         assert following.wait() == 1 and holds(model, -1.0)
@@ -570,15 +567,6 @@ def test_models_of_every_kind(members: Members, in_place: bool) -> None:
     assert half.first.weight.dtype is torch.bfloat16
 
 
-def test_buffers_are_freed_once_streams_have_read_them() -> None:
-    buffers, seen = ModelBuffers(), list[tuple[int, ...]]()
-    for shape in ((3,), (4,)):
-        with buffers.writable({"weight": BufferSpec.of(torch.zeros(shape), "weight", None)}):
-            assert buffers.tensors["weight"].shape == shape
-        buffers._wait_for_readers = lambda: seen.append(tuple(buffers.tensors["weight"].shape))
-    assert seen == [(3,)]
-
-
 def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread of its parent's would ever pull for it."""
     publish(members, 1.0)
@@ -589,7 +577,7 @@ def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyP
     with members.acting("a"):
         handle = store_of(members).prefetch(Net())
         handle.wait()
-        monkeypatch.setattr(fork, "_origin", "member 'a'")
+        monkeypatch.setattr("raytorchrpc.process.fork._origin", "member 'a'")
         with pytest.raises(NotAMember):
             store_of(members).prefetch(Net())
         with pytest.raises(NotAMember):

@@ -10,11 +10,9 @@ from raytorchrpc import Member
 from raytorchrpc.calls.counters import WeightStats
 from raytorchrpc.calls.spans import Event, Tracer
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.patterns.weights import source_pull
-from raytorchrpc.patterns.weights.published import TENSORS
 from tests.polling import wait_until
 from tests.unit import members as members_module
-from tests.unit.members import Members
+from tests.unit.members import TENSORS, Members
 
 #: Bytes of each tensor, and of a model.
 SIZE = 400
@@ -28,7 +26,7 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     def member(name: str, rank: int, incarnation: int = 0) -> Member:
         return Member(rank, name, None, "far" if name == "home" else "near", 0, name, rank + 1, incarnation)
 
-    monkeypatch.setattr(source_pull, "_WORTH_RELAYING", 1)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.source_pull._WORTH_RELAYING", 1)
     monkeypatch.setattr(members_module, "_member", member)
 
 
@@ -68,7 +66,7 @@ def test_readers_and_the_publisher_count_bytes_by_version(members: Members) -> N
 
 def test_a_pull_under_way_shows_what_is_still_to_come(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that fails then: what it has brought counts, and the version does not."""
-    monkeypatch.setattr(source_pull, "MESSAGE_BYTES", SIZE)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.source_pull.MESSAGE_BYTES", SIZE)
     publish(members, 1.0)
     seen: list[tuple[int, int, int]] = []
 

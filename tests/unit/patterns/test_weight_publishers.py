@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights.publishers import SHARDS, Coordinator, Publisher
+from raytorchrpc.patterns.weights.publishers import Coordinator, Publisher
 from tests.unit.callees import Deadlines, DeferredReply
 from tests.unit.members import Members
 
@@ -112,18 +112,6 @@ def publish(members: Members, version: int | None, value: float, **options: Any)
     return found
 
 
-def shards(members: Members, name: str) -> list[Any]:
-    services = members.members[name].services
-    return [services.get(SHARDS, each) for each in services.names(SHARDS)]
-
-
-def restart(members: Members, name: str) -> None:
-    """Its shards are gone, as with its process."""
-    served = members.members[name].services._served
-    for key in [key for key in served if key[0] == SHARDS]:
-        del served[key]
-
-
 def test_versions_in_vain_do_not_pile_up(members: Members) -> None:
     mine = store(members, "a")
     with members.acting("a"):
@@ -132,13 +120,13 @@ def test_versions_in_vain_do_not_pile_up(members: Members) -> None:
         for version in range(3, 9):
             with pytest.raises(rtr.RpcTimeout, match="but b not even version 1"):
                 mine.publish(half(0, 1.0), version, timeout=0.01)
-        assert len(shards(members, "a")[0]._versions) <= 3
+        assert len(members.shards("a")[0]._versions) <= 3
     with members.acting("b"):
         other = rtr.WeightStore("w", publishers=BOTH)
         assert [other.publish(half(1, 1.0)) for _ in range(2)] == [1, 2]
     assert publish(members, None, 3.0) != [3, 3], "that number is used"
     assert publish(members, 20, 3.0) == [20, 20]
-    assert list(shards(members, "a")[0]._versions) == [20]
+    assert list(members.shards("a")[0]._versions) == [20]
 
 
 def test_a_publisher_that_was_late_catches_up_without_waiting(members: Members) -> None:
@@ -165,7 +153,7 @@ def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) ->
     with members.acting("a"), ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda value: mine.publish({"matrix": torch.full((100, 100), value)}), range(40)))
         assert sorted(found) == list(range(1, 41))
-        lock = shards(members, "a")[0]._staging
+        lock = members.shards("a")[0]._staging
         with lock, pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
             mine.publish({"matrix": torch.zeros(100, 100)}, timeout=0.01)
         assert mine.version() == 40
@@ -208,10 +196,10 @@ def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members
         with members.acting("a"):
             for _ in range(2):
                 rtr.WeightStore("w", publishers=BOTH).publish(half(0, 2.0))
-        restart(members, "b")
+        members.forget_shards("b")
         with members.acting("b"):
             rtr.WeightStore("w", publishers=BOTH).publish(half(1, 2.0), 1000 * turn)
-    assert len(shards(members, "a")[0]._versions) <= 3
+    assert len(members.shards("a")[0]._versions) <= 3
 
 
 def pulled(members: Members, mine: rtr.WeightStore, model: dict[str, Any], **options: Any) -> int:
@@ -223,7 +211,7 @@ def test_a_plan_does_not_outlive_the_layout_of_a_publisher_that_restarted(member
     publish(members, 1, 1.0)
     mine, matrix = store(members, "home"), torch.zeros(8, 4)
     assert pulled(members, mine, {"matrix": matrix}, strict=False) == 1
-    restart(members, "b")
+    members.forget_shards("b")
     for number, name in ((1, "b"), (0, "a")):
         with members.acting(name):
             extra = 99.0 if name == "b" else None
@@ -238,7 +226,7 @@ def test_since_counts_no_version_that_never_was(members: Members) -> None:
         publish(members, version, float(version), track=True)
     mine, matrix = store(members, "home", track=True), torch.zeros(8, 4)
     assert pulled(members, mine, {"matrix": matrix}) == 2
-    restart(members, "b")
+    members.forget_shards("b")
     with members.acting("b"):
         rtr.WeightStore("w", publishers=BOTH, track=True).publish(half(1, 3.0), 2)
     publish(members, 3, 3.0, track=True)
@@ -273,7 +261,7 @@ def test_stores_of_one_name_with_other_homes_leave_each_other_alone(members: Mem
 def test_the_memory_of_shards_ends_with_the_process_of_the_first_publisher(members: Members) -> None:
     publish(members, 1, 1.0)
     publish(members, 2, 1.0)
-    (mine,) = shards(members, "b")
+    (mine,) = members.shards("b")
     memory = weakref.ref(next(iter(mine._versions.values())).memory)
     mine.keep_only(1, members.members["b"].peers.route("a").token)
     assert memory() is not None, "it was only away"
@@ -290,7 +278,7 @@ def test_a_handle_of_a_store_that_has_ended_keeps_nothing(members: Members) -> N
         members.members["a"].services._served.clear()
         with pytest.raises(rtr.NotFound):
             mine.publish(half(1, 1.0), 3)
-    assert [len(each._versions) for each in shards(members, "b")] == [0]
+    assert [len(each._versions) for each in members.shards("b")] == [0]
 
 
 def test_memory_of_another_layout_is_freed(members: Members) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotFound, PeerLost
-from raytorchrpc.patterns.weights import model_pull, source_pull
-from raytorchrpc.patterns.weights.plan import Request
-from raytorchrpc.patterns.weights.published import TENSORS
 from tests.polling import wait_until
-from tests.unit.members import Members, in_thread
+from tests.unit.members import TENSORS, Members, in_thread, spied
 from tests.unit.patterns.weight_values import values
 
 #: Bytes of each tensor.
@@ -34,9 +30,7 @@ def publish(members: Members, value: float, keep: int = 1) -> int:
 
 def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
     publish(members, 1.0)
-    services = members.members["home"].services
-    memory = weakref.ref(next(iter(services.find("weight store", "w", None, "home")._versions.values())).memory)
-    del services
+    memory = weakref.ref(members.served("weight store", "w")._versions[1].memory)
     with members.acting("a"):
         rtr.WeightStore.find("w").pull(model(0.0))
     assert memory() is not None
@@ -89,7 +83,7 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
     members.lanes["a"].holds = note
     for bound, messages in ((2 * SIZE, 3), (5 * SIZE, 1), (1, 5)):
         sent.clear()
-        monkeypatch.setattr(source_pull, "MESSAGE_BYTES", bound)
+        monkeypatch.setattr("raytorchrpc.patterns.weights.source_pull.MESSAGE_BYTES", bound)
         with members.acting("a"):
             mine = model(0.0)
             rtr.WeightStore.find("w").pull(mine)
@@ -99,7 +93,7 @@ def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monk
 def test_since_brings_everything_after_a_pull_that_failed_in_the_middle(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_pull, "MESSAGE_BYTES", SIZE)
+    monkeypatch.setattr("raytorchrpc.patterns.weights.source_pull.MESSAGE_BYTES", SIZE)
     for value in (1.0, 2.0):
         publish(members, value, keep=2)
     lane, sent = members.lanes["a"], []
@@ -143,14 +137,7 @@ def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with other options. A plan is made once for models that are alike; the last ones are kept."""
-    planned: list[int] = []
-    make_plan = model_pull.make_plan
-
-    def note(request: Request, *args: Any) -> Any:
-        planned.append(len(request.targets))
-        return make_plan(request, *args)
-
-    monkeypatch.setattr(model_pull, "make_plan", note)
+    planned = spied(monkeypatch, "raytorchrpc.patterns.weights.model_pull.make_plan")
     publish(members, 1.0)
     models = [model(0.0), model(0.0), model(0.0, count=2), {"layer3": torch.zeros(100, dtype=torch.float64)}]
     with members.acting("a"):
@@ -163,7 +150,7 @@ def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
         for value in (1.0, 2.0, 3.0):
             pull_all()
             assert [values(mine) for mine in models] == [[value] * len(mine) for mine in models]
-            assert planned == [5, 2, 1], "the second model is like the first"
+            assert [len(request.targets) for request, *_ in planned] == [5, 2, 1], "the second model is like the first"
             with members.acting("home"):
                 publish(members, value + 1)
         models = [model(0.0, count) for count in (1, 2, 3, 4, 5, 5)]

@@ -17,9 +17,10 @@ from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import Borrower, Lender
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
-from raytorchrpc.patterns.weights.snapshots import VersionMemory, copy_tensors, equal_bits
+from raytorchrpc.patterns.weights.snapshots import VersionMemory, equal_bits
 from tests.polling import wait_until
 from tests.unit.callees import Deadlines
+from tests.unit.members import spied
 
 LONG = 20.0
 
@@ -187,18 +188,12 @@ def test_changes_are_seen_however_they_were_made(deadlines: Deadlines) -> None:
 
 def test_a_tensor_that_has_not_changed_is_not_copied_again(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Once each of the two pieces of memory has it."""
-    copied: list[int] = []
-
-    def count_and_copy(targets: Any, sources: Any, move: Any) -> None:
-        copied.append(len(targets))
-        copy_tensors(targets, sources, move)
-
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published.copy_tensors", count_and_copy)
+    copies = spied(monkeypatch, "raytorchrpc.patterns.weights.published.copy_tensors")
     weights, given = store(deadlines, track=True), {name: torch.ones(3) for name in "abc"}
     for value in range(5):
         given["b"].fill_(value)
         weights.publish(given, None)
-    assert copied == [3, 3, 1, 1, 1]
+    assert [len(targets) for targets, *_ in copies] == [3, 3, 1, 1, 1]
     found = look(weights)
     assert [float(tensor[0]) for tensor in read(weights, found.lease, (0, None), (1, None))] == [1.0, 4.0]
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from raytorchrpc import GroupConfig
+from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.lanes.nccl import lane as nccl
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, Interface
@@ -193,8 +193,9 @@ def test_a_member_that_opens_the_nccl_lane_sets_them_in_its_process(monkeypatch:
         endpoint=lambda: node(()),
         devices=(0,),
     )
-    lane = nccl.make(setup)
-    assert (lane.name, os.environ[IFNAME]) == ("nccl", "=lo")
+    row = registry.lane("nccl")
+    make = registry.resolve(row, row.make)
+    assert (make(setup).name, os.environ[IFNAME]) == ("nccl", "=lo")
     monkeypatch.setenv(IFNAME, "eth9")
-    nccl.make(setup)
+    make(setup)
     assert os.environ[IFNAME] == "eth9"
