@@ -84,7 +84,7 @@ def is_traced() -> bool:
 
 def in_flight() -> dict[str, tuple[int, int]]:
     """By peer: calls without a reply, and bytes of their arguments."""
-    return process_member().outgoing.in_flight
+    return process_member().outgoing.in_flight()
 
 
 def in_flight_to(rank: int) -> tuple[int, int]:

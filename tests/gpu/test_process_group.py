@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
+from tests.ray.test_process_group import at_all, why_none
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -37,10 +38,6 @@ def pair(cluster: None) -> Iterator[list[Any]]:
     yield made
     for actor in made:
         ray.kill(actor)
-
-
-def at_all(actors: list[Any], function: Any, *args: Any) -> list[Any]:
-    return ray.get([actor.run.remote(function, *args) for actor in actors], timeout=120)
 
 
 def losses(shards: int, rank: int, how: str) -> list[float]:
@@ -105,14 +102,6 @@ def never_met() -> float:
     except (RuntimeError, ValueError):
         return time.monotonic() - began
     return time.monotonic() - began
-
-
-def why_none() -> str:
-    try:
-        rtr.process_group()
-    except rtr.ProcessGroupLost as lost:
-        return str(lost)
-    return ""
 
 
 def test_a_member_that_is_killed_ends_it_and_the_next_one_works(pair: list[Any]) -> None:

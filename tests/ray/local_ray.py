@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+#: What torch imports with the first DTensor or optimizer: about a second of CPU time in each worker that makes one.
+_DTENSORS = "torch._dynamo,torch.distributed.fsdp,torch.distributed.tensor"
 #: For Ray's workers: each cluster of this machine gets one of so many parts.
 _PORTS, _CLUSTERS = range(10_000, 30_000), 40
 
@@ -50,6 +52,7 @@ def local_ray() -> Iterator[None]:
     import ray
 
     lighten()
+    given = os.environ.setdefault("WARM_WORKERS_IMPORT", _DTENSORS)
     ray.init(
         address="local",  # whatever cluster this machine has already
         num_cpus=8,
@@ -62,6 +65,8 @@ def local_ray() -> Iterator[None]:
         # Ray kills workers when the machine runs short of memory, whoever uses it: here only the faults are to kill.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
+    if given == _DTENSORS:
+        del os.environ["WARM_WORKERS_IMPORT"]  # not for the Ray of a program that a test starts
     try:
         yield
     finally:

@@ -32,10 +32,6 @@ class Producer(Peer):
         finally:
             self.log.append("closed")
 
-    @rtr.method(concurrent=True, ahead=1)
-    def beside(self, count: int) -> Iterator[int]:
-        yield from range(count)
-
     @rtr.method
     def fail(self, count: int) -> Iterator[int]:
         yield from range(count)

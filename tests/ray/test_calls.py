@@ -46,11 +46,6 @@ class Members:
         return ray.get(self.asynchronous.run.remote(function, *args), timeout=60)
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the whole module."""
-
-
 @pytest.fixture(scope="module")
 def members(spawn_for_module: Spawn) -> Iterator[Members]:
     a, b, c = (spawn_for_module(Store) for _ in range(3))

@@ -35,11 +35,6 @@ class Members:
         return ray.get(self.inside(member, function, *args), timeout=60)
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the whole module."""
-
-
 @pytest.fixture(scope="module")
 def members(spawn_for_module: Spawn) -> Iterator[Members]:
     handles = {

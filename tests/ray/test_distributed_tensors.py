@@ -90,11 +90,6 @@ def refused_at(peer: str) -> str:
 # --- the tests ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_group_is_left() -> None:
-    """One group serves all tests here."""
-
-
 @pytest.fixture(scope="module")
 def holders(spawn_for_module: Spawn) -> Iterator[list[Any]]:
     made = [spawn_for_module(Holder) for _ in "abcd"]

@@ -21,11 +21,6 @@ from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves several tests."""
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     return {"home": spawn_for_module(Peer, max_restarts=-1), "a": spawn_for_module(Peer)}

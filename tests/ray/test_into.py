@@ -24,11 +24,6 @@ from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, used
 LARGE, SMALL = 2 * MIB, 100
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
-
-
 class Source(TensorStore):
     """Has tensors to give."""
 

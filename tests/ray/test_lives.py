@@ -22,11 +22,6 @@ from tests.ray.conftest import Spawn
 LARGE = 1 << 18
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves several tests."""
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     return {"home": spawn_for_module(Peer, max_restarts=-1), "reader": spawn_for_module(Peer)}

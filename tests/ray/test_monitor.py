@@ -22,11 +22,6 @@ from tests.ray.monitored import GroupedLearner, Learner
 MakeLatch = Callable[[], Latch]
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the whole module."""
-
-
 @pytest.fixture(scope="module")
 def members(spawn_for_module: Spawn) -> Iterator[dict[str, Any]]:
     handles = {name: spawn_for_module(Learner) for name in ("learner", "one", "two")}

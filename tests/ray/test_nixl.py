@@ -21,11 +21,6 @@ pytestmark = pytest.mark.skipif(nixl_package.nixl_package() is None, reason=nixl
 LANES = ("socket", "nixl", "torchrpc")
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves most tests."""
-
-
 @pytest.fixture(scope="module")
 def stores(spawn_for_module: Spawn) -> list[Any]:
     return [spawn_for_module(TensorStore) for _ in range(2)]

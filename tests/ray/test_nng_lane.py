@@ -29,11 +29,6 @@ def group(request: pytest.FixtureRequest, spawn_for_module: Spawn) -> Iterator[t
         yield group, actors, request.param
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves most tests."""
-
-
 class NngPeer(Peer):
     """Does what it is told."""
 

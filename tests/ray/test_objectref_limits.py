@@ -31,11 +31,6 @@ PATIENCE_S = 60
 SHORT_MS = 500
 
 
-@pytest.fixture
-def no_group_is_left() -> None:
-    """One group serves all tests here; ``group`` ends it."""
-
-
 @pytest.fixture(scope="module")
 def group(spawn_for_module: Spawn) -> Iterator[dict[str, Any]]:
     """Actors that every test may use and none may break, by name; all but ``stranger`` are members."""

@@ -55,11 +55,6 @@ def stranger(spawn_for_module: Spawn) -> Any:
     return spawn_for_module(Stranger)
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """After ``TestWithoutAGroup`` one group serves all tests."""
-
-
 @pytest.fixture(scope="module")
 def members(actors: dict[str, Any]) -> Iterator[dict[str, Any]]:
     with rtr.init_group(actors):

@@ -34,7 +34,7 @@ STEPS, BATCH, WIDTH = 6, 12, 5
 
 
 def at_all(actors: Any, function: Any, *args: Any) -> list[Any]:
-    return ray.get([actor.run.remote(function, *args) for actor in actors], timeout=60)
+    return ray.get([actor.run.remote(function, *args) for actor in actors], timeout=120)
 
 
 # --- what members run -----------------------------------------------------------------------------------------------

@@ -29,11 +29,6 @@ PATIENCE_S = 20.0
 _limit: tuple[int, int] | None = None
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves all tests."""
-
-
 class Served(Peer):
     """Runs methods side by side, and does what keeps it short of something."""
 

@@ -32,11 +32,6 @@ LARGE = 1 << 19
 SLACK = 5.0
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests."""
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     return {name: spawn_for_module(Peer) for name in ("home", "leader", "reader")}

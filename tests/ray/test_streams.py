@@ -73,14 +73,6 @@ def test_rays_own_streaming_works_as_before(group: dict[str, Any]) -> None:
     assert rtr.rpc_sync("plain").double(2) == 4
 
 
-def test_many_streams_at_once(group: dict[str, Any]) -> None:
-    streams = [rtr.rpc_sync("plain").beside(5) for _ in range(40)]
-    for number in range(5):
-        assert [next(stream) for stream in streams] == [number] * len(streams)
-        assert rtr.rpc_sync("plain", timeout=LONG).double(number) == 2 * number
-    assert [list(stream) for stream in streams] == [[]] * len(streams)
-
-
 def test_an_error_and_an_early_end_leave_the_actor_free(group: dict[str, Any]) -> None:
     stream, numbers = rtr.rpc_sync("plain").fail(6), []
     with pytest.raises(KeyError, match="on purpose"):
@@ -137,15 +129,6 @@ def test_a_coroutine_is_cancelled_along_its_chain(group: dict[str, Any]) -> None
     running = rtr.rpc_async("other").stay_at("looping")
     rtr.rpc_sync("looping").begun()
     assert running.cancel() and log_of("looping") == ["left"]
-
-
-def test_wait_and_gather(group: dict[str, Any]) -> None:
-    slow, quick = rtr.rpc_async("looping").stay(), rtr.rpc_async("other").double(2)
-    assert rtr.wait([slow, quick]) == ([quick], [slow])
-    rtr.rpc_sync("looping").begun()
-    slow.cancel()
-    assert rtr.gather(quick, rtr.rpc_async("other").double(3)) == [4, 6]
-    assert log_of("looping") == ["left"]
 
 
 # --- ObjectRefs ----------------------------------------------------------------------------------------------

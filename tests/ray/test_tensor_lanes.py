@@ -25,11 +25,6 @@ from tests.unit.process.test_memory import freed_memory, needs_mallinfo, residen
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves most tests."""
-
-
 @pytest.fixture(scope="module")
 def stores(spawn_for_module: Spawn) -> list[Any]:
     return [spawn_for_module(TensorStore) for _ in range(3)]

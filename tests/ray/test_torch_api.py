@@ -35,11 +35,6 @@ class Members:
         return ray.get(self.handles["a"].run.remote(function, *args), timeout=60)
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the whole module."""
-
-
 @pytest.fixture(scope="module")
 def members(spawn_for_module: Spawn) -> Iterator[Members]:
     handles = {name: spawn_for_module(AsyncStage if name == "async" else Stage, seed) for name, seed in SEEDS.items()}
