@@ -18,6 +18,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.waits import ReplyLock, Waits, give_up_at
 from raytorchrpc.patterns.weights import published
@@ -27,8 +28,6 @@ from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import Layout, Snapshot, SnapshotPool, TensorSpec, VersionMemory
 from raytorchrpc.tensors.cuda_streams import nothing, own_streams
 
-#: The address of the object that serves tensors: a store's, or that of a member's relayed weights.
-Address = tuple[str, str, int | None]
 #: Requests for large messages that are sent before the first of them has to be answered.
 AHEAD = 2
 
@@ -115,7 +114,7 @@ class Feed(Snapshot):
         self.is_lasting = memory is not None
         layout = Layout(0, (), tuple(specs), ())
         super().__init__(version, layout, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
-        self._local, self._pieces = local, pieces
+        self._local, self.parts = local, pieces
         self._changing = ReplyLock()
         self._here: list[Callable[[], AbstractContextManager[None]]] = []
         """For each piece that is here: the context in which a thread sends it, on streams that follow this piece alone.
@@ -132,12 +131,12 @@ class Feed(Snapshot):
     @property
     def takes_readers(self) -> bool:
         """Whether a reader that begins now can keep up; one that is late would delay the pull that feeds it."""
-        return self.is_lasting or (not self.ended.done() and 2 * len(self._here) <= len(self._pieces))
+        return self.is_lasting or (not self.ended.done() and 2 * len(self._here) <= len(self.parts))
 
     def add(self) -> None:
         """Note that the next piece is here. The thread that has written it calls this."""
         number = len(self._here)
-        here = own_streams(self._pieces[number])
+        here = own_streams(self.parts[number])
         with self._changing:
             self._here.append(here)
             self._waits.settle(number.__eq__, number)
@@ -164,24 +163,15 @@ class Feed(Snapshot):
         """A piece, as soon as it is here. Raises NotFound."""
         reply = DeferredReply()
         reply.context = lambda: self._here[number]() if number < len(self._here) else nullcontext()  # it has failed
-        reply.convert = self._pieces.__getitem__
+        reply.convert = self.parts.__getitem__
         with self._changing:
             is_here = number < len(self._here)
-            if number >= len(self._pieces) or (self._has_failed and not is_here):
+            if number >= len(self.parts) or (self._has_failed and not is_here):
                 raise self._gone()
             if not is_here:
                 return self._waits.add(number, until, lambda: (None, self._gone()), reply)
         reply.settle(number)
         return reply
-
-    @property
-    def devices(self) -> set[int]:
-        """The GPUs that its pieces are on."""
-        return {tensor.get_device() for piece in self._pieces for tensor in piece if tensor.is_cuda}
-
-    @property
-    def largest(self) -> torch.Tensor:
-        return max((tensor for piece in self._pieces for tensor in piece), key=lambda tensor: tensor.nbytes)
 
     def await_end(self, until: float) -> bool | DeferredReply:
         """Whether everything that came was sound, as soon as that is known."""
@@ -240,7 +230,7 @@ class Feeds(Readable):
         feed.ended.settle(True)
         feed.wait_for_readers(patience_s)
         self.pool.revoke(feed)
-        for device in feed.devices:
+        for device in {tensor.get_device() for piece in feed.parts for tensor in piece if tensor.is_cuda}:
             self._fence(device)
 
     def _is_over(self, signature: str, feed: Feed) -> bool:
@@ -277,11 +267,12 @@ class Feeds(Readable):
     def _can_send(self, feed: Feed, caller: int) -> bool:
         """Whether a lane can send the program's own tensors out of the memory that they are in."""
         route = self._local.peers.route_back(caller)
-        lane = self._local.tensor_lanes.get(route.beside.get(feed.largest.device.type, ""))
+        largest = max((tensor for piece in feed.parts for tensor in piece), key=lambda tensor: tensor.nbytes)
+        lane = self._local.tensor_lanes.get(route.beside.get(largest.device.type, ""))
         if lane is None:
             return False
         try:
-            lane.export([feed.largest], route.member.name, route.devices_back).cancel()
+            lane.export([largest], route.member.name, route.devices_back).cancel()
         except LaneUnavailable:
             return False
         return True
@@ -319,19 +310,11 @@ class Feeds(Readable):
             self._waits.settle(error=error)
 
 
-class Origin(NamedTuple):
-    """Where weights are pulled from."""
-
-    home: str  # the member that has them
-    homes: Sequence[str]  # the members without which nobody pulls them
-    address: Address  # of the weights at their home
-
-
-def feeds_of(requests: Requests, origin: Origin) -> Feeds:
+def feeds_of(requests: Requests, store: Handle) -> Feeds:
     """The feeds of this member. To be called before the home hears of a pull that might feed others."""
-    local, (_, name, instance) = requests.local, origin.address
+    local, (_, name, instance) = requests.local, store._address
     name = f"{name} {instance}"  # of this instance of the store
-    ranks = [local.peers.route(home).member.rank for home in origin.homes]
+    ranks = [local.peers.route(home).member.rank for home in store._lives_with]
     feeds = local.services.open(KIND, name, lambda: Feeds(local, name, ranks))
     local.weights.watch(requests.counter.store, feeds)
     return feeds
@@ -369,7 +352,7 @@ class ChainedPull:
     def __init__(
         self,
         requests: Requests,
-        origin: Origin,
+        store: Handle,
         what: tuple[int, str],
         selection: Selection,
         pace: Pace,
@@ -377,18 +360,18 @@ class ChainedPull:
         check_lease: Callable[[], None],
     ) -> None:
         """``what``: the version, and ``Selection.signature``. ``fetch``: sends a request for a message to the home."""
-        self._requests, self._local, self._origin = requests, requests.local, origin
+        self._requests, self._local, self._store = requests, requests.local, store
         self._what, self._selection, self._pace = what, selection, pace
         self._fetch, self._check_lease = fetch, check_lease
         self._size = max(pace.piece_bytes, selection.nbytes // pace.pieces)
-        self._mine = feeds_of(requests, origin)
+        self._mine = feeds_of(requests, store)
 
     def bring_between_hosts(self) -> None:
         """Bring the tensors from another host. The member of a host that leads keeps them for all others."""
         pieces = self._pieces(self._selection)
         for _ in range(_ATTEMPTS):
-            request = *self._origin.address, self._what, len(pieces)
-            answer = self._requests.call(self._origin.home, published.ADVISE, request, self._requests.left(0.001))
+            request = *self._store._address, self._what, len(pieces)
+            answer = self._requests.call(self._store.home, published.ADVISE, request, self._requests.left(0.001))
             advice = Advice(*answer.wait())
             if advice.leads or advice.source is None:
                 self._lead(advice.source)
@@ -456,7 +439,7 @@ class ChainedPull:
             if not answer:
                 raise _NotReadable
             self._check_lease()
-            self._requests.count(self._origin.home, piece.nbytes)
+            self._requests.count(self._store.home, piece.nbytes)
             arrived()
 
     def _from_member(
@@ -495,4 +478,4 @@ class ChainedPull:
 
     def _report(self, leader: int) -> None:
         """Tell the home that a leader feeds no more."""
-        self._requests.notify(self._origin.home, published.REPORT, (*self._origin.address, self._what, leader))
+        self._requests.notify(self._store.home, published.REPORT, (*self._store._address, self._what, leader))

@@ -119,10 +119,6 @@ class ModelTensors:
         mine, others = ((its._form, its._memory, its._writes) for its in (self, before))
         return same and mine == others
 
-    def detached(self) -> dict[str, torch.Tensor]:
-        """The tensors that have memory, without autograd."""
-        return {name: tensor.detach() for name, tensor in self.local.items()}
-
     def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
         """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
         if self.specs == specs:
@@ -290,23 +286,15 @@ class ModelBuffers:
         owners = [model.local[name] for name in moved]
         self._take_from_pull()
         with unrecorded(owners):
-            buffers = [self.tensors[name] for name in moved]
-            theirs = [owner.data for owner in owners]
-            all_have_buffers = False
+            before, theirs = self.tensors, [owner.data for owner in owners]
             try:
-                for owner, buffer in zip(owners, buffers, strict=True):
-                    owner.data = buffer
-                all_have_buffers = True
-                for buffer, memory in zip(buffers, theirs, strict=True):  # the same tensors, which the next pull knows
-                    buffer.data = memory
-                self.version = version
+                for owner, name in zip(owners, moved, strict=True):
+                    owner.data = before[name]
+                self.tensors, self.version = {**before, **dict(zip(moved, theirs, strict=True))}, version
             except BaseException:
-                if all_have_buffers:
-                    for owner, buffer in zip(owners, buffers, strict=True):
-                        buffer.data = owner.data
                 for owner, memory in zip(owners, theirs, strict=True):
                     owner.data = memory
-                self.version = None
+                self.tensors, self.version = before, None
                 raise
         # A backward pass through a forward pass before the exchange raises torch's own error.
         increment_version([owner for owner in owners if not owner.is_inference()])
@@ -316,8 +304,7 @@ class ModelBuffers:
         """Copy into the model's tensors. The buffers keep their version. Otherwise as ``exchange``."""
         model.check_unchanged(self.specs)
         by_slot = {self.specs[name].slot: name for name in self.names}
-        detached = model.detached()
-        targets = [detached[name] for name in by_slot.values()]
+        targets = [model.local[name].detach() for name in by_slot.values()]
         for name, target in zip(by_slot.values(), targets, strict=True):
             if (obstacle := obstacle_of(target)) is not None:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")

@@ -20,14 +20,12 @@ from raytorchrpc.patterns.weights.model_tensors import (
     Targets,
     check_lasting,
     check_writable,
-    local_tensor,
     shards_of,
     values_of,
 )
 from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
-from raytorchrpc.patterns.weights.shards import Shard
 from raytorchrpc.patterns.weights.source_pull import Source, SourcePull
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
@@ -278,13 +276,18 @@ class ModelPull:
     ) -> dict[int, SourcePull]:
         """The pulls from the sources that are needed, by the source's number."""
         self._layouts = [its.plan.layout for its in planned] if planned else self._known_layouts(len(sources))
-        to_prepare = _device_type_of(self._values) if planned is None and self._carry is None else None
+        to_prepare = self._device_type() if planned is None and self._carry is None else None
         pulls: dict[int, SourcePull] = {}
         for number, source in enumerate(sources):
             its = None if planned is None else planned[number]
             if near[number] < UNUSED and (its is None or len(sources) == 1 or its.transfers):
                 pulls[number] = SourcePull(source, self._requests, self._layouts[number], its, to_prepare)
         return pulls
+
+    def _device_type(self) -> str | None:
+        """Of one of the tensors: others are probably on the same type of device."""
+        tensors = [] if self._targets is None else self._targets.tensors.values()
+        return next((tensor.device.type for tensor in tensors), None)
 
     def _known_layouts(self, count: int) -> list[KnownLayout | None]:
         """The layouts of so many sources, as a pull before found them."""
@@ -407,10 +410,3 @@ class ModelPull:
         with torch.no_grad():
             carry(pull.lease.version, [targets[name].tensor for name, *_ in rows])
         self._requests.counter.add(self._requests.counter.expected)
-
-
-def _device_type_of(values: Any) -> str | None:
-    """Of one of the tensors: others are probably on the same type of device."""
-    value = next(iter(values.values()), None) if isinstance(values, Mapping) else None
-    value = value.tensor if isinstance(value, Shard) else value
-    return local_tensor(value).device.type if isinstance(value, torch.Tensor) else None

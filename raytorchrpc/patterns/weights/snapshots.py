@@ -294,7 +294,6 @@ class SnapshotPool:
         """By the specs that have been asked for since the layout changed: of others, none is kept. The memory that was
         used last is at the end.
         """
-        self._will_shrink = False
         self._made: weakref.WeakSet[VersionMemory] = weakref.WeakSet()
 
     def memory(self, specs: Sequence[TensorSpec], name: str | None = None) -> VersionMemory:
@@ -378,25 +377,17 @@ class SnapshotPool:
                 if spare is not None:
                     memory.unused_since = time.monotonic()
                     spare.append(memory)
-                    if len(spare) > 1 and not self._will_shrink:
-                        self._shrink_at(memory.unused_since + _UNUSED_S)
+                    if len(spare) > 1:
+                        self._deadlines.at(memory.unused_since + _UNUSED_S, self._shrink)
             snapshot.converted = {}
-
-    def _shrink_at(self, when: float) -> None:
-        self._will_shrink = True
-        self._deadlines.at(when, self._shrink)
 
     def _shrink(self) -> None:
         """Free memory that nobody has used for a while. What a busy store uses in turns, it keeps."""
         since, surplus = time.monotonic() - _UNUSED_S, list[VersionMemory]()
         with self._lock:
-            self._will_shrink = False
             for spare in self._spare.values():
                 while len(spare) > 1 and spare[0].unused_since <= since:
                     surplus.append(spare.pop(0))
-            left = [spare[0].unused_since for spare in self._spare.values() if len(spare) > 1]
-            if left:
-                self._shrink_at(min(left) + _UNUSED_S)
         self._leave(surplus.clear)
 
     @property

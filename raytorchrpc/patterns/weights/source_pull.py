@@ -18,7 +18,7 @@ from raytorchrpc.lanes.base import Part, WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.deltas import Change, apply, change_of
-from raytorchrpc.patterns.weights.feeds import BETWEEN_HOSTS, ON_A_HOST, ChainedPull, Origin, Pace, Requests, feeds_of
+from raytorchrpc.patterns.weights.feeds import BETWEEN_HOSTS, ON_A_HOST, ChainedPull, Pace, Requests, feeds_of
 from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Tie
@@ -90,7 +90,7 @@ class SourcePull:
             wanted = self._type_of_answer if in_place else wanted
             if (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
                 signature = alike[0]
-                feeds_of(self._requests, self._origin)  # before the home hears of it: others come at once
+                feeds_of(self._requests, self._store)  # before the home hears of it: others come at once
         device_type = self._readable_in_place(self.home, wanted)
         request = (*self._address, *args, left, device_type, signature)
         options: dict[str, Any] = {"caller_waits": caller_waits, "into": Spread(partial(self._fill, device_type))}
@@ -342,11 +342,7 @@ class SourcePull:
     def _chained(
         self, what: tuple[int, str], selection: Selection, pace: Pace, fetch: Callable[[Selection], Future[Any]]
     ) -> ChainedPull:
-        return ChainedPull(self._requests, self._origin, what, selection, pace, fetch, self._check_lease)
-
-    @property
-    def _origin(self) -> Origin:
-        return Origin(self.home, self._store._lives_with, self._address)
+        return ChainedPull(self._requests, self._store, what, selection, pace, fetch, self._check_lease)
 
     def _takes_turns(self, device: torch.device) -> bool:
         """Whether other GPUs of this host may be nearer than the home: not for a reader on the home's own."""
@@ -373,7 +369,7 @@ class SourcePull:
         """Tell those that would be fed by this member that they have to look elsewhere."""
         if self._has_turn and self.planned is not None and (alike := self.planned.alike) is not None:
             self._had_turn, version = True, self._leased.version
-            feeds_of(self._requests, self._origin).fail(alike[0], version, None)
+            feeds_of(self._requests, self._store).fail(alike[0], version, None)
             report = (*self._address, (version, alike[0]), self._local.me.rank)
             self._requests.notify(self.home, published.REPORT, report)
 

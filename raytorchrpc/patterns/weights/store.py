@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.client.future import Future
@@ -31,11 +31,7 @@ from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, sta
 from raytorchrpc.process import threads
 
 
-@overload
-def checked_version(name: str, value: int) -> int: ...
-@overload
-def checked_version(name: str, value: int | None) -> int | None: ...
-def checked_version(name: str, value: Any) -> int | None:
+def checked_version(name: str, value: Any) -> Any:
     """Return an argument that has to be None or a whole number, as an int. Raises ConfigurationError."""
     if value is None or type(value) is int:
         return value
