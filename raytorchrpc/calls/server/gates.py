@@ -16,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.scope import Token, current_scope, new_token, token_of_threads
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.workers import Deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,6 @@ SLOW_S = 1.0
 #: A call that is still queued this share of its time before its deadline is refused, so that its caller learns why;
 #: at least and at most so many seconds before.
 _EARLY, _LEAST_EARLY_S, _MOST_EARLY_S = 0.02, 0.01, 0.25
-
-Work = Callable[[], None]
 
 
 class Job(Protocol):
@@ -54,16 +54,15 @@ class Job(Protocol):
     def deadline(self) -> float | None:
         """It is not to run after that (``time.monotonic``)."""
 
-    def admit(self, admission: Admission) -> Work | None:
-        """Take the admission. Returns the work, for the calling thread to do or to ``spawn``; None if it went to an
-        event loop. Quick, never raises. The work ends with ``admission.leave``.
+    def admit(self, admission: Admission, *, inside: bool = False) -> bool:
+        """Take the admission. Returns whether a thread has to run it: this one, or another by ``spawn``; else it runs
+        on an event loop. Quick, never raises. It leaves the admission at its end.
+
+        ``inside``: it runs on the event loop, inside an admission that its chain holds there and leaves itself.
         """
 
-    def spawn(self, work: Work) -> None:
-        """Do the work on another thread."""
-
-    def run_inside(self, admission: Admission) -> None:
-        """Begin the work on the event loop, inside an admission that its chain holds there. Does not raise."""
+    def spawn(self) -> None:
+        """Run it on another thread."""
 
     def refuse(self, error: Exception) -> None:
         """Answer with this error, on another thread."""
@@ -79,9 +78,10 @@ class _Waiter(Completion):
         self.label, self.path, self.deadline = label, path, None
         self.admission: Admission | None = None
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: Admission) -> bool:
         self.admission = admission
         self.complete()
+        return False
 
 
 class _Queued(NamedTuple):
@@ -148,8 +148,8 @@ class Gate:
     ``lends``: it is a monitor. A method that waits does not count, and ``token`` is that of all its admissions.
     """
 
-    review_at = math.inf
-    """When ``review`` is due (``time.monotonic``). For whoever calls it."""
+    _review_at = math.inf
+    """When ``review`` is due (``time.monotonic``)."""
 
     def __init__(
         self, limit: int, *, elastic: bool = False, lends: bool = False, token: Token = "", lock: Any = None
@@ -165,8 +165,8 @@ class Gate:
 
     # --- entering ----------------------------------------------------------------------------------------------------
 
-    def request(self, job: Job) -> Work | None:
-        """Admit the job now and return its work, or queue it until an admission is free.
+    def request(self, job: Job) -> bool:
+        """Admit the job now, or queue it until an admission is free. Returns whether a thread has to run it now.
 
         Raises RayTorchRpcError if its chain of calls has come back too often.
         """
@@ -181,11 +181,10 @@ class Gate:
                     )
                 if not gate._is_free(job.path):
                     gate._queue.append(_Queued(job, time.monotonic()))
-                    return None
+                    return False
                 admission = gate._admit(job.label, direct=True)
         if held is not None and held.owner is None:
-            job.run_inside(held)
-            return None
+            return job.admit(held, inside=True)
         try:
             return job.admit(admission)
         except BaseException:
@@ -268,8 +267,8 @@ class Gate:
         with self.lock:
             self._queue.append(_Queued(waiter, time.monotonic(), back))
             following = self._next()
-        if following is not None and (work := following[0].admit(following[1])) is not None:
-            following[0].spawn(work)
+        if following is not None and following[0].admit(following[1]):
+            following[0].spawn()
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
@@ -277,9 +276,9 @@ class Gate:
         """Give the admission up, or lend it; the next in the queue starts on a thread of its own."""
         following = self.pass_on(admission, lends)
         if following is not None:
-            following[0].spawn(following[1])
+            following.spawn()
 
-    def pass_on(self, admission: Admission, lends: bool = False) -> tuple[Job, Work] | None:
+    def pass_on(self, admission: Admission, lends: bool = False) -> Job | None:
         """Give the admission up, or lend it; returns the next in the queue for this thread to run, if it needs one.
 
         Calls of its chain that have not begun when it is given up move to the queue.
@@ -297,9 +296,8 @@ class Gate:
             following = self._next()
         if following is None:
             return None
-        job, admission = following
-        work = job.admit(admission)
-        return None if work is None else (job, work)
+        job: Job = following[0]
+        return job if job.admit(following[1]) else None
 
     def _close(self, monitor: Any) -> None:
         """Under the lock: the method whose admission this was the monitor of is over.
@@ -377,12 +375,20 @@ class Gate:
                         return True
         return False
 
-    def due(self, job: Job) -> float:
-        """When a job that is queued now has to be reviewed (``time.monotonic``), if that is before ``review_at``."""
+    def watch(self, job: Job, deadlines: Deadlines) -> None:
+        """Review the jobs that wait when that is due for this one, which waits from now on, and as long as any wait."""
         now, deadline = time.monotonic(), job.deadline
-        if self.review_at <= now + SLOW_S and (deadline is None or self.review_at <= deadline - _MOST_EARLY_S):
-            return math.inf
-        return min(_Queued(job, now).refused_at, now + SLOW_S)
+        if self._review_at > now + SLOW_S or (deadline is not None and self._review_at > deadline - _MOST_EARLY_S):
+            self._review_by(min(_Queued(job, now).refused_at, now + SLOW_S), deadlines)
+
+    def _review_by(self, due: float, deadlines: Deadlines) -> None:
+        if due < self._review_at:
+            self._review_at = due
+            deadlines.at(due, partial(self._review_again, deadlines))
+
+    def _review_again(self, deadlines: Deadlines) -> None:
+        self._review_at = math.inf  # first: who queues from now on asks again
+        self._review_by(self.review(), deadlines)
 
     def review(self) -> float:
         """Log calls that one method keeps waiting, and refuse those whose deadlines pass. Returns when it is due again

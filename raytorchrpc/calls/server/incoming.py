@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from raytorchrpc.calls import protocol
@@ -12,12 +12,13 @@ from raytorchrpc.calls.peers import PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.gates import Work
-from raytorchrpc.calls.server.served_call import Callee, ServedCall
+from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
 from raytorchrpc.calls.spans import Tracer
-from raytorchrpc.errors import CancelledError, LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
+from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.tensors.codec import NOTHING
+
+Work = Callable[[], None]
 
 _ALIVE = Message((protocol.OK,), NOTHING)
 
@@ -65,8 +66,8 @@ class IncomingCalls:
                 route = self._peers.route_back(caller)
                 made: type[ServedCall] = exposed.call or ServedCall
                 call = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
-                if header.number:
-                    self.callee.cancellable.add(call)
+                if header.number and not self.callee.cancellable.add(call):
+                    return call.answer_cancelled
                 return self._dispatch(call)
             return self._control(ControlHeader(*message.header), message, reply)
         except Exception as error:
@@ -90,13 +91,10 @@ class IncomingCalls:
         return None if header.kind == protocol.WATCH else self._answer(reply, _ALIVE)
 
     def _answer_cancelled(self, call: ServedCall | None, reply: Reply) -> None:
-        """Reply to a cancelled call, which frees what its caller keeps for it, and to the cancellation."""
-        replies = self.callee.replies
+        """Reply to a cancelled call, and to the cancellation."""
         if call is not None:
-            if call.span is not None:
-                call.span.end()
-            replies.refuse(protocol.CALL, CancelledError("the call was cancelled"), call.send)
-        replies.send(reply, lambda: _ALIVE)
+            call.answer_cancelled()
+        self.callee.replies.send(reply, lambda: _ALIVE)
 
     def _pending(self, caller: int, message: Message) -> list[PendingTensors]:
         try:
@@ -133,12 +131,14 @@ class IncomingCalls:
         return f"{cls.__name__} has no method {name!r} (exposed: {offered}){meant}"
 
     def _dispatch(self, call: ServedCall) -> Work | None:
+        """Admit the call, or have it queue; returns its work, if a thread is to run it now."""
         if call.exposed.concurrent:
-            return call.admit(None)
+            return call.run if call.admit(None) else None
         gate = gates.gate_of(self.callee.instance, call.exposed.concurrency_group)
         if gate is None:
             raise NotAMember(f"the actor of member {self.callee.name!r} is gone from its process")
-        work = gate.request(call)
-        if work is None and call.admission is None and (due := gate.due(call)) < gate.review_at:
-            self.callee.review(gate, due)
-        return work
+        if gate.request(call):
+            return call.run
+        if call.phase is QUEUED:
+            gate.watch(call, self.callee.deadlines)
+        return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHe
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.gates import Admission, Gate, Work
+from raytorchrpc.calls.server.gates import Admission
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
@@ -135,37 +135,36 @@ class CancellableCalls:
     def __init__(self) -> None:
         self._calls: dict[int, ServedCall] = {}
         self._early: OrderedDict[int, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Also guards the phases of the calls."""
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def add(self, call: ServedCall) -> None:
-        """Let the caller cancel the call until it replies."""
+    def add(self, call: ServedCall) -> bool:
+        """Let the caller cancel the call until it replies; False if it has done so before the call arrived."""
         self._calls[call.number] = call
-        if self._early:
-            with self._lock:
-                cancelled = call.number in self._early
-                self._early.pop(call.number, None)
-            if cancelled:
-                call.cancel()
+        if not self._early:
+            return True
+        with self.lock:
+            is_early = call.number in self._early
+            self._early.pop(call.number, None)
+        return not is_early or self.remove(call.number) is None
 
     def remove(self, number: int) -> ServedCall | None:
-        """The call of that number, which is about to reply or was cancelled; None for all but the first who ask."""
+        """The call of that number; None for all but the first who ask."""
         return self._calls.pop(number, None)  # atomic
 
     def cancel(self, number: int) -> ServedCall | None:
         """Cancel a call; returns it if its caller is still to get a reply. One that has not arrived is remembered."""
         call = self.remove(number)
         if call is None:
-            with self._lock:
+            with self.lock:
                 self._early[number] = None
                 if len(self._early) > _MOST_EARLY:
                     self._early.popitem(last=False)
             call = self.remove(number)  # it may have arrived just now
-        if call is not None:
-            call.cancel()
-        return call
+        return call if call is not None and call.cancel() else None
 
 
 class Callee:
@@ -192,30 +191,33 @@ class Callee:
         self.tasks: set[asyncio.Task[None]] = set()
         """The calls on event loops."""
 
-    def review(self, gate: Gate, due: float) -> None:
-        """Review the calls that wait at the gate when that is due (``time.monotonic``), and as long as any wait."""
-        if due < gate.review_at:
-            gate.review_at = due
-            self.deadlines.at(due, partial(self._review, gate))
 
-    def _review(self, gate: Gate) -> None:
-        gate.review_at = math.inf  # first: who queues from now on asks again
-        self.review(gate, gate.review())
+class Phase(Enum):
+    """Where a served call is; ``ServedCall._advance`` moves it on."""
+
+    QUEUED = "it waits for its admission"
+    ADMITTED = "it runs, or is about to, on a thread or on an event loop"
+    REPLIED = "its reply is sent; that of a stream says only that it is open"
+    CANCELLED = "its caller has cancelled it, and gets another reply at once"
+
+
+QUEUED, ADMITTED, REPLIED, CANCELLED = Phase  # to look them up there takes longer
 
 
 class ServedCall:
     """One method call, from its request to its reply; see ``gates.Job``.
 
-    On a thread, ``_work`` runs it once the gate admits it; on an event loop, ``_run_on_loop`` is its task. If its
-    caller cancels it, its reply is dropped, because the caller gets another one at once.
+    The gate admits it; ``run``, or a task on an event loop, runs ``_call``, and that replies.
     """
 
     span: Span | None = None
     """If it is traced."""
     admission: Admission | None = None
+    phase: Phase = QUEUED
+    _leaves = True
+    """It gives its admission up at its end."""
     _task: asyncio.Task[Any] | None = None
     """Once it has begun on an event loop."""
-    _is_cancelled = _has_replied = False
 
     def __init__(
         self,
@@ -240,11 +242,13 @@ class ServedCall:
         self.scope = Scope(header.path, limit)
         self.path = header.path
         self.context = torch_internals.current_autograd_context()
-        self.label = f"{callee.name}.{header.method}"
+        self.method = header.method
         if tracer is not None:
             self.span = tracer.served(self.label, header.mark)
 
-    # --- at the gate ---------------------------------------------------------------------------------------------
+    @property
+    def label(self) -> str:
+        return f"{self.callee.name}.{self.method}"
 
     @property
     def deadline(self) -> float | None:
@@ -255,37 +259,57 @@ class ServedCall:
         """See Workers.submit: the methods that hold all threads may wait for this very call, or for its admission."""
         return self.scope.holds_a_thread or (self.admission is not None and self.admission.gate.lends)
 
-    def admit(self, admission: Admission | None) -> Work | None:
-        if self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
-            self._start_on_loop(admission, admission)
-            return None
-        self.admission = admission
-        return self._work
+    def _advance(self, phase: Phase) -> bool:
+        """Move on; False if it is cancelled, or is to be and has replied."""
+        if not self.number:  # it cannot be cancelled
+            self.phase = phase
+            return True
+        with self.callee.cancellable.lock:
+            if self.phase is CANCELLED or (self.phase is REPLIED and phase is CANCELLED):
+                return False
+            self.phase = phase
+        if phase is REPLIED:
+            self.callee.cancellable.remove(self.number)
+        return True
 
-    def spawn(self, work: Work) -> None:
-        self.callee.workers.submit(work)
+    # --- at the gate ---------------------------------------------------------------------------------------------
 
-    def run_inside(self, admission: Admission) -> None:
-        self._start_on_loop(admission, None)
+    def admit(self, admission: Admission | None, *, inside: bool = False) -> bool:
+        self.admission, self._leaves = admission, not inside
+        self._advance(ADMITTED)
+        if inside or self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
+            self._start_on_loop()
+            return False
+        return True
+
+    def spawn(self) -> None:
+        self.callee.workers.submit(self.run)
 
     def refuse(self, error: Exception) -> None:
         self._drop_arguments()
-        self.spawn(partial(self._refuse, error))
+        self.callee.workers.submit(self._refuse, error)
 
-    def cancel(self) -> None:
-        """Do not run it, or cancel its coroutine; a method that runs on a thread continues. Quick."""
-        self._is_cancelled = True
+    def cancel(self) -> bool:
+        """Do not run it, or cancel its coroutine; a method that runs on a thread continues. Quick.
+
+        Returns whether its caller is still to get a reply: ``answer_cancelled``.
+        """
+        was_queued = self.phase is QUEUED
+        if not self._advance(CANCELLED):
+            return False
         if self._task is not None:
             self._on_its_loop(self._task.cancel, self._why())
-        elif not self.exposed.concurrent:
+        elif was_queued and not self.exposed.concurrent:
             gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
             if gate is not None and gate.withdraw(self):
                 self._drop_arguments()
+        return True
 
-    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
-        if self._task is not None:
-            with suppress(RuntimeError):  # the loop is closed
-                self._task.get_loop().call_soon_threadsafe(function, *args)
+    def answer_cancelled(self) -> None:
+        """Reply, which frees what the caller keeps for the call. Blocks while it is sent; does not raise."""
+        if self.span is not None:
+            self.span.end()
+        self.callee.replies.refuse(CALL, CancelledError("the call was cancelled"), self.send)
 
     def _why(self) -> str:
         return f"the caller of {self.label} cancelled it"
@@ -293,61 +317,98 @@ class ServedCall:
     def _drop_arguments(self) -> None:
         self.message, self.pending = NO_MESSAGE, ()  # discards those that are out of band
 
-    # --- on a thread ---------------------------------------------------------------------------------------------
+    # --- on a thread, or on an event loop ------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        """Run this call, then all that inherit the admission, on the same thread. The queue may be of any length."""
+    def run(self) -> None:
+        """Run this call, then all that inherit the admission, on this thread. The queue may be of any length."""
         call: Any = self
         while call is not None:
-            call = call._run_admitted()
+            call = call._run()
 
-    def _run_admitted(self) -> Any:
-        """Returns the next call, if this thread is to run it; only calls like this one need a thread."""
-        admission, following = self.admission, None
-        if admission is None:
-            self._run(None)
-            return None
-        admission.owner = threading.get_ident()
+    def _run(self) -> Any:
+        """Returns the next call, if this thread is to run it."""
+        admission = self.admission
+        if admission is not None:
+            admission.owner = threading.get_ident()
         try:
-            self._run(admission)
+            before = current_scope.set(self.scope.on_a_thread(admission))
+            try:
+                if self.context == torch_internals.NO_CONTEXT:
+                    _complete(self._call())
+                else:
+                    with torch_internals.autograd_context(self.context):
+                        _complete(self._call())
+            except BaseException as error:
+                self._refuse(error)
+            finally:
+                self._end()
+                current_scope.reset(before)
         except BaseException as error:
             threads.report(error, f"{self.label} was not served to its end")
             self.callee.replies.report_shortage(self.kind, self.reply)
         finally:
-            following = admission.gate.pass_on(admission)
-        return following and following[0]
+            following = None if admission is None else admission.gate.pass_on(admission)
+        return following
 
-    def _run(self, admission: Admission | None) -> None:
-        before = None
+    def _start_on_loop(self) -> None:
+        loop = ray_internals.actor_event_loop(self.exposed.concurrency_group)
+        tasks = self.callee.tasks
+
+        def create() -> None:
+            task = loop.create_task(self._run_on_loop())
+            tasks.add(task)  # the loop itself keeps only a weak reference
+            task.add_done_callback(tasks.discard)
+
+        loop.call_soon_threadsafe(create)
+
+    async def _run_on_loop(self) -> None:
+        self._task = asyncio.current_task()
         try:
-            before = current_scope.set(self.scope.on_a_thread(admission))
-            if self.context == torch_internals.NO_CONTEXT:
-                self._call()
-            else:
-                with torch_internals.autograd_context(self.context):
-                    self._call()
+            current_scope.set(self.scope.inside(self.admission))  # a task has a context of its own: nothing to reset
+            with torch_internals.autograd_context(self.context):
+                left = self._call()
+            if left is not None:
+                await _in_autograd_context(left, self.context)
         except BaseException as error:
             self._refuse(error)
         finally:
             self._end()
-            if before is not None:
-                current_scope.reset(before)
+            if self.admission is not None and self._leaves:
+                self.admission.leave()
 
-    def _call(self) -> None:
-        args, kwargs = self._arguments()
-        if self.exposed.service:
-            result = self.exposed.function(self.callee.local, self.route.member.rank, *args, **kwargs)
-        else:
-            result = self.exposed.function(self.callee.instance, *args, **kwargs)
-        del args, kwargs
+    def _on_its_loop(self, function: Callable[..., object], *args: Any) -> None:
+        if self._task is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._task.get_loop().call_soon_threadsafe(function, *args)
+
+    def _call(self) -> Coroutine[Any, Any, None] | None:
+        """From the arguments to the reply. Returns what is left of that to await; on a thread it does not suspend."""
+        result = self._invoked()
+        if self.exposed.is_coroutine:
+            return self._await(result)
         if isinstance(result, DeferredReply):
             # The thread that settles it may have other things to do than to send, which can take long.
             result.add_done_callback(partial(self.callee.workers.submit, self._answer_later))
-            return
+            return None
         body = self._encoded(result)
         if self.kind != REMOTE:
             result = None  # so that tensors which only the reply holds can be told from those that the actor holds
         self._answer(body, result)
+        return None
+
+    async def _await(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        result = await coroutine
+        body = self._encoded(result)
+        if self.kind != REMOTE:
+            result = None
+        self._answer(body, result)
+
+    def _invoked(self) -> Any:
+        """What the method returns. Only the method holds its arguments."""
+        args, kwargs = self._arguments()
+        if self.exposed.service:
+            return self.exposed.function(self.callee.local, self.route.member.rank, *args, **kwargs)
+        return self.exposed.function(self.callee.instance, *args, **kwargs)
 
     def _answer_later(self, later: Any) -> None:
         try:
@@ -358,45 +419,6 @@ class ServedCall:
         finally:
             host_device_copy.reap_copies()
 
-    # --- on an event loop ----------------------------------------------------------------------------------------
-
-    def _start_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
-        loop = ray_internals.actor_event_loop(self.exposed.concurrency_group)
-        tasks = self.callee.tasks
-
-        def create() -> None:
-            task = loop.create_task(self._run_on_loop(admission, to_leave))
-            tasks.add(task)  # the loop itself keeps only a weak reference
-            task.add_done_callback(tasks.discard)
-
-        loop.call_soon_threadsafe(create)
-
-    async def _run_on_loop(self, admission: Admission | None, to_leave: Admission | None) -> None:
-        current_scope.set(self.scope.inside(admission))  # a task has a context of its own: nothing to reset
-        self._task = asyncio.current_task()
-        try:
-            await self._call_on_loop()
-        except BaseException as error:
-            self._refuse(error)
-        finally:
-            self._end()
-            if to_leave is not None:
-                to_leave.leave()
-
-    async def _call_on_loop(self) -> None:
-        args, kwargs = self._arguments()
-        if self.exposed.is_coroutine:
-            coroutine = self.exposed.function(self.callee.instance, *args, **kwargs)
-            result = await _in_autograd_context(coroutine, self.context)
-        else:
-            with torch_internals.autograd_context(self.context):
-                result = self.exposed.function(self.callee.instance, *args, **kwargs)
-        del args, kwargs
-        body = self._encoded(result)
-        if self.kind != REMOTE:
-            result = None
-        self._answer(body, result)
-
     # --- arguments and reply -------------------------------------------------------------------------------------
 
     def _end(self) -> None:
@@ -405,7 +427,7 @@ class ServedCall:
             self.scope.limit.over = True
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._is_cancelled:  # asked after the task is known: one of the two threads sees the other's
+        if self.phase is CANCELLED:  # asked after the task is known: one of the two threads sees the other's
             raise CancelledError(self._why())
         if self.span is not None:
             self.span.begin()
@@ -470,10 +492,8 @@ class ServedCall:
 
     def reply(self, message: Message) -> None:
         """Send a reply. Raises PeerLost if the caller is gone, or has cancelled the call and has another reply."""
-        if self.number and not self._has_replied:
-            if self.callee.cancellable.remove(self.number) is None:
-                raise PeerLost("the caller", "it cancelled the call")
-            self._has_replied = True  # again, if this reply cannot be sent
+        if not self._advance(REPLIED):  # again, if an earlier reply could not be sent
+            raise PeerLost("the caller", "it cancelled the call")
         if self.span is not None:
             self.span.end()
         self.send(message)
@@ -507,6 +527,16 @@ class _InContext:
                 value = yield step
             except BaseException as thrown:  # cancellation too goes into the coroutine
                 error = thrown
+
+
+def _complete(left: Coroutine[Any, Any, None] | None) -> None:
+    """Run to its end, on this thread, what is left of a call."""
+    if left is not None:
+        try:
+            left.send(None)
+        except StopIteration:
+            return
+        raise RuntimeError("a call on a thread has waited for an event loop")
 
 
 def _in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
 from raytorchrpc.calls.client.stream import NEXT
@@ -122,29 +122,13 @@ class ServedStream(ServedCall):
 
     # --- running the generator ---------------------------------------------------------------------------------------
 
-    def _call(self) -> None:
+    def _call(self) -> Coroutine[Any, Any, None]:
         self._open()
-        try:
-            while (request := self._next_request()) is not None:
-                try:
-                    item = (next(self._generator),)
-                except BaseException as error:
-                    self._send_end(request, error)
-                    break
-                if not self._send_item(request, item):
-                    break
-                del request, item
-        finally:
-            self._finish()
-            try:
-                self._generator.close()
-            except BaseException:
-                logger.exception("%s raised when its stream was closed", self.label)
+        return self._answer_requests()
 
-    async def _call_on_loop(self) -> None:
-        self._open()
+    async def _answer_requests(self) -> None:
         try:
-            while (request := await self._next_request_on_loop()) is not None:
+            while (request := await self._next_request()) is not None:
                 self._is_stepping = True
                 try:
                     item = (await _next(self._generator),)
@@ -167,9 +151,7 @@ class ServedStream(ServedCall):
         """Make the generator, which does not begin to run, and reply."""
         if self.kind == REMOTE:
             raise ConfigurationError(f"{self.label} is a generator: call it with rpc_sync or rpc_async")
-        args, kwargs = self._arguments()
-        self._generator = self.exposed.function(self.callee.instance, *args, **kwargs)
-        del args, kwargs
+        self._generator = self._invoked()
         self._number = self.callee.streams.add(self)
         try:
             self.reply(Message((STREAM, self._number, self.exposed.ahead), NOTHING))
@@ -195,17 +177,15 @@ class ServedStream(ServedCall):
         deadline = self.scope.deadline
         return MAX_TIMEOUT_S if self._position or deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _next_request(self) -> ItemRequest | None:
+    async def _next_request(self) -> ItemRequest | None:
         with allow_calls():  # those that wait already, as in any wait; the next request may be here
             pass
         while isinstance(found := self._look(), DeferredReply):
-            if not wait_serving(found, self._patience()) and not self._position:
-                return None
-        return found
-
-    async def _next_request_on_loop(self) -> ItemRequest | None:
-        while isinstance(found := self._look(), DeferredReply):
-            done, _ = await asyncio.wait([asyncio.wrap_future(found)], timeout=self._patience())
+            done: Any
+            if self._task is None:
+                done = wait_serving(found, self._patience())
+            else:
+                done, _ = await asyncio.wait([asyncio.wrap_future(found)], timeout=self._patience())
             if not done and not self._position:
                 return None
         return found
@@ -213,7 +193,7 @@ class ServedStream(ServedCall):
     def _send_item(self, request: ItemRequest, item: Any) -> bool:
         """Answer a request with an item; False if that failed."""
         # The reply as for this method, and with its name in errors.
-        request.exposed, request.label, request.scope = self.exposed, self.label, self.scope
+        request.exposed, request.method, request.scope = self.exposed, self.method, self.scope
         try:
             request._answer(request._encoded(item), None)
         except BaseException as error:
@@ -224,7 +204,7 @@ class ServedStream(ServedCall):
         return True
 
     def _send_end(self, request: ItemRequest, error: BaseException) -> None:
-        if isinstance(error, (StopIteration, StopAsyncIteration)):
+        if isinstance(error, StopAsyncIteration):
             request.end()
         else:
             request._refuse(error)

@@ -17,7 +17,7 @@ import pytest
 
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates as execution
-from raytorchrpc.calls.server.gates import Admission, Gate, Work, allow_calls, keep_admission, wait_serving
+from raytorchrpc.calls.server.gates import Admission, Gate, allow_calls, keep_admission, wait_serving
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.workers import DeferredCleanup, Workers
 from tests.unit.callees import Deadlines
@@ -59,16 +59,14 @@ class Method:
         self.spawned = False
         self.refusal: Exception | None = None
 
-    def admit(self, admission: Admission) -> Work | None:
+    def admit(self, admission: Admission, *, inside: bool = False) -> bool:
+        assert not inside, "no event loop here"
         self.admission = admission
         self.log.append(self.label)
-        return lambda: None
+        return True
 
-    def spawn(self, work: Work) -> None:
+    def spawn(self) -> None:
         self.spawned = True
-
-    def run_inside(self, admission: Admission) -> None:
-        raise AssertionError("no event loop here")
 
     def refuse(self, error: Exception) -> None:
         self.refusal = error
@@ -109,7 +107,7 @@ def test_a_gate_admits_its_limit_and_the_rest_in_the_order_they_came(limit: int)
     log: list[str] = []
     gate = Gate(limit)
     methods = [Method(log, str(number)) for number in range(6)]
-    admitted = [gate.request(method) is not None for method in methods]
+    admitted = [gate.request(method) for method in methods]
     assert admitted == [True] * limit + [False] * (6 - limit)
     for gone, method in enumerate(methods, start=1):
         assert log == [str(number) for number in range(min(6, limit + gone - 1))]
@@ -124,7 +122,7 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     assert first.owner == threading.get_ident()
     assert gate.enter_now() is None
     second = Method(log, "second")
-    assert gate.request(second) is None
+    assert not gate.request(second)
     entered = threading.Event()
 
     def third() -> Admission:
@@ -136,7 +134,7 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     fourth = Method(log, "fourth")
     while len(gate._queue) < 2:  # the thread has taken its place in the line
         time.sleep(0)
-    assert gate.request(fourth) is None
+    assert not gate.request(fourth)
 
     first.leave()
     assert log == ["second"] and not entered.is_set()
@@ -155,7 +153,7 @@ def test_pass_on_gives_the_next_in_line_to_the_same_thread() -> None:
     gate.request(second)
     assert first.admission is not None
     following = gate.pass_on(first.admission)
-    assert following is not None and following[0] is second
+    assert following is second
     assert second.admission is not None and second.admission is not first.admission
     assert gate.pass_on(second.admission) is None
 
@@ -255,7 +253,7 @@ def test_a_strange_call_may_run_while_a_sync_actors_method_waits_and_in_no_ones_
     for gate, expected in ((Gate(1, lends=True, token="actor"), ["stranger"]), (Gate(1), [])):
         admission = gate.enter()
         stranger = Method(log, "stranger")
-        assert gate.request(stranger) is None
+        assert not gate.request(stranger)
         admission.lend()
         assert log == expected
         if stranger.admission:
@@ -289,7 +287,7 @@ def test_only_so_many_methods_of_a_sync_actor_wait_and_chains_still_come_back(mo
         waiting.append(gate.enter(str(number)))
         waiting[-1].lend()
     late, back = Method(log, "late"), Method(log, "back", ("actor",))
-    assert gate.request(late) is None and gate.request(back) is not None
+    assert not gate.request(late) and gate.request(back)
     assert log == ["back"]
     back.leave()
     waiting[0].regain()
@@ -311,7 +309,7 @@ def test_an_admission_that_is_given_up_leaves_what_came_back_to_the_line(admissi
     gate = admission.gate
     stranger = Method(log, "stranger")
     if not gate.lends:
-        assert gate.request(stranger) is not None  # the other admission of the threaded actor
+        assert gate.request(stranger)  # the other admission of the threaded actor
         log.clear()
     left = [Method(log, "left 1"), Method(log, "left 2")]
     for method in left:
