@@ -175,11 +175,9 @@ class TlsSession:
             self._stream = None
 
     def sendall(self, data: bytes) -> None:
-        """See Stream."""
         self._do(lambda: self._tls.write(data))
 
     def recv(self, size: int) -> bytes:
-        """See Stream."""
         return bytes(self._do(lambda: self._tls.read(size)))
 
     def _do(self, step: Any) -> Any:
@@ -205,7 +203,6 @@ class TlsSession:
     # --- the connection's protection ----------------------------------------------------------------------
 
     def seal(self, buffers: list[Any]) -> list[Any]:
-        """See Tagged.seal."""
         if sum(memoryview(part).nbytes for part in buffers) < _JOINED_BYTES:
             buffers = [b"".join(buffers)]
         with self._lock:
@@ -246,7 +243,7 @@ def secure(
     if not local and credentials.tls is not None:
         tls = TlsSession(sock, credentials.tls, accepting=peer is None, timeout_s=timeout_s)
     if peer is None:
-        _, keys = handshake.accept(tls or sock, credentials.secret, me, timeout_s)
+        keys = handshake.accept(tls or sock, credentials.secret, me, timeout_s)
     else:
         keys = handshake.offer(tls or sock, credentials.secret, me, peer, timeout_s)
     return tls or (None if local else Tagged(keys))

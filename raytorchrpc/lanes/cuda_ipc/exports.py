@@ -133,7 +133,6 @@ class SharedEvents:
         return address.tag
 
     def is_dead(self, peer: str) -> bool:
-        """Whether a peer's process has ended."""
         address = self.peers.get(peer)
         return address is None or is_gone(address)
 
@@ -211,7 +210,6 @@ class Exported:
 
     @property
     def device(self) -> int:
-        """The GPU that the tensors are on."""
         return self.tensors[0].get_device()
 
 
@@ -266,7 +264,6 @@ class Exports:
                 self._order_after(out, out.flag - COPIED, self._freeing[out.device])
 
     def fence(self, device: int) -> None:
-        """See TensorLane.fence."""
         self.reap()
         with self._lock:  # a thread that reaps at the same time has queued its part as well
             freeing = self._freeing.get(device)
@@ -303,7 +300,6 @@ class Exports:
         return _SHARED_PAUSE_S if only_shared else _PAUSE_S
 
     def _drop_dead(self) -> None:
-        """Release what was exported to processes that have ended."""
         with self._lock:
             held = list(self._out.items())
         gone = {address for address in {out.address for _, out in held} if address is not None and is_gone(address)}

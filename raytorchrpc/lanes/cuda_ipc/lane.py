@@ -70,7 +70,6 @@ class CudaIpcLane(WindowLane):
 
     @property
     def outstanding(self) -> int:
-        """Number of exports that are in flight, or shared."""
         return len(self._exports)
 
     def open(self) -> SharedAddress:
@@ -315,5 +314,4 @@ class CudaIpcLane(WindowLane):
 
 
 def make(setup: LaneSetup) -> CudaIpcLane:
-    """See registry.Lane.make."""
     return CudaIpcLane(setup.devices)

@@ -39,5 +39,4 @@ def _private(message: Message) -> Message:
 
 
 def make(setup: LaneSetup) -> LoopbackLane:
-    """See registry.Lane.make."""
     return LoopbackLane()

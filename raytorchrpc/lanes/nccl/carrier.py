@@ -103,7 +103,6 @@ class Carrier:
         return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
 
     def device(self, index: int) -> torch.device:
-        """Return torch's name for a device."""
         return torch.device("cuda", index)
 
     def mark(self, device: int) -> Mark:
@@ -138,7 +137,6 @@ class Carrier:
         return comm
 
     def enqueued(self, comm: ctypes.c_void_p) -> bool:
-        """Whether the last operation is enqueued."""
         state = ctypes.c_int()
         self.check(self._nccl.ncclCommGetAsyncError(comm, ctypes.byref(state)), "ncclCommGetAsyncError", comm)
         self.check(state.value, "NCCL", comm)
@@ -181,7 +179,6 @@ class Carrier:
         return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
 
     def give_back(self, device: int, stream: torch.cuda.Stream) -> None:
-        """Return a stream for another channel to use."""
         with self._lock:
             self._idle.setdefault(device, []).append(stream)
 

@@ -1,8 +1,10 @@
 """The nccl lane: CUDA tensors to another GPU, of this host or of another, by NCCL's own transports.
 
 NCCL is two-sided: both ends post each transfer, in the same order. The receiver therefore requests each transfer of the
-sender, over a message lane of their own; ``protocol`` defines the order. Each pair of GPUs has a communicator of two, a
-channel. It ends at both ends: when the peer ends, when NCCL fails, or at a deadline. The next fetch makes a new one.
+sender, one at a time of a channel, over a message lane of their own. The sender answers once its data is complete. Then
+both post: a transfer posted at one end waits only for the other end, which is about to post it too. Each pair of GPUs
+has a communicator of two, a channel. It ends at both ends: when the peer ends, when NCCL fails, or at a deadline. The
+next fetch makes a new one.
 
 ``fetch`` returns when the data has arrived: a CUDA stream that waits for NCCL cannot be told that the peer died, while
 the calling thread can raise an exception.
@@ -16,8 +18,9 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,8 +40,7 @@ from raytorchrpc.lanes.base import (
     checked,
 )
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, carrier
-from raytorchrpc.lanes.nccl.protocol import End, Kept, NotSent, TimedOut
+from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark, carrier
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import DeferredCleanup
@@ -57,6 +59,126 @@ WATCH, JOIN, FETCH, DISCARD, END = range(5)
 #: closes.
 _PATIENCE_S = 1.0
 _LOST = "connection closed (the process ended or left the group)"
+#: A thread that waits for a device first spins, then sleeps for a fraction of the time it has waited (seconds).
+_SPIN_S, _STEP, _LONGEST_STEP_S = 0.0005, 32, 0.001
+#: Time for a failed transfer into the caller's own memory to stop writing (seconds).
+_OVER_S = 10.0
+
+
+class TimedOut(Exception):
+    """The deadline has passed."""
+
+
+class NotSent(Exception):
+    """The sender does not have the tensors. Nothing was posted."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """An export that has not been fetched."""
+
+    peer: str
+    pieces: list[torch.Tensor]
+    """None of them is empty."""
+    complete: Mark
+    channel: Channel | None = None
+    """The channel that sent it."""
+
+    def precede(self) -> None:
+        if self.channel is not None:
+            self.channel.precede()
+
+
+@dataclass(eq=False)
+class End:
+    """One end of a channel that both members have joined."""
+
+    peer: str
+    ticket: bytes
+    """Identifies the channel at both ends."""
+    channel: Channel
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held from the request of a transfer until it is enqueued."""
+    ended: str | None = None
+    """Why this end carries nothing more."""
+
+    def wait(self, done: Callable[[], bool], deadline: float) -> None:
+        """Block until ``done()``. Raises Broken, TimedOut, or what ``done`` raises.
+
+        Neither NCCL nor CUDA can wake a thread at a deadline or when the peer ends, so this polls.
+        """
+        began = time.monotonic()
+        while True:
+            finished, now = done(), time.monotonic()
+            if self.ended is not None:  # even if finished: the data may be what an abort has left
+                raise Broken(self.ended)
+            if now > deadline:  # likewise: the sender aborts after its own deadline
+                raise TimedOut
+            if finished:
+                return
+            time.sleep(0 if now - began < _SPIN_S else min(_LONGEST_STEP_S, (now - began) / _STEP))
+
+    @contextmanager
+    def taking_turn(self, deadline: float) -> Iterator[None]:
+        """Hold ``turn``. Raises TimedOut."""
+        if not self.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimedOut
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+    def receive(
+        self,
+        request: Callable[[], str | None],
+        pieces: Sequence[Sequence[Shape]],
+        into: Sequence[torch.Tensor | None],
+        deadline: float,
+    ) -> list[torch.Tensor]:
+        """Receive all pieces of one export. Blocks until they have arrived.
+
+        ``request``: asks the sender for them; returns why it refuses, or None. ``into``: for each piece, the tensor to
+        receive it, or None. Nothing is written there after this has raised.
+
+        Raises NotSent, Broken, TimedOut, or what ``request`` raises. After any error but NotSent, abort the channel.
+        """
+        with self.taking_turn(deadline):
+            made = iter(self.channel.room([piece for piece, own in zip(pieces, into, strict=True) if own is None]))
+            room = [next(made) if own is None else own for own in into]
+            given = [own for own in into if own is not None]
+            if (refusal := request()) is not None:
+                raise NotSent(refusal)
+            with self._writing_to(given):
+                if given:
+                    self.channel.follow(given)
+                self.channel.receive([tensor for tensor in room if tensor.nbytes])
+                self.wait(self.channel.enqueued, deadline)
+                reached = self.channel.mark()
+
+        def arrived() -> bool:
+            done = reached()
+            self.channel.enqueued()  # raises if the channel broke, which also lets the mark be reached
+            return done
+
+        with self._writing_to(given):
+            self.wait(arrived, deadline)
+        return room
+
+    @contextmanager
+    def _writing_to(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """On a failure, abort the channel and wait until it writes no more into the caller's own tensors."""
+        try:
+            yield
+        except BaseException:
+            if given:
+                self.channel.abort()
+                until = time.monotonic() + _OVER_S
+                while not self.channel.over() and time.monotonic() < until:
+                    time.sleep(_LONGEST_STEP_S)
+                if not self.channel.over():
+                    what = "a failed transfer has not ended within %g s, so it may still write into the buffers"
+                    logger.warning(what, _OVER_S)
+            raise
 
 
 class NcclAddress(NamedTuple):
@@ -105,7 +227,6 @@ class NcclLane(TensorLane):
 
     @property
     def outstanding(self) -> int:
-        """Number of exports that have not been fetched."""
         return len(self._kept)
 
     def open(self) -> NcclAddress:

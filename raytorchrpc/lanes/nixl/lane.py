@@ -165,7 +165,6 @@ class NixlLane(TensorLane):
             self._pool.give(block)
 
     def reap(self) -> None:
-        """Release what has been fetched or discarded."""
         agent = self._agent  # ``close`` on another thread sets it to None
         if agent is None or self._closed:
             return
@@ -186,7 +185,6 @@ class NixlLane(TensorLane):
         return _PAUSE_S if self._out or self._abandoned else None
 
     def _drop_lost(self) -> None:
-        """Release what was exported to peers that are lost."""
         for link in {out.link for out in list(self._out.values())}:
             try:
                 link.notify(_PROBE)
@@ -248,14 +246,12 @@ class NixlLane(TensorLane):
         blocks: list[Block] = []
         check_members(offer.places, offer.members, shapes)
         try:
-            for _, _, _, size in offer.places:
+            here, there = list[Span](), list[Span]()
+            for number, _, address, size in offer.places:
                 if size:
-                    blocks.append(self._pool.take(size, beyond=True))
-            there = [(address, size, number) for number, _, address, size in offer.places if size]
-            here = [
-                (block.memory.address, size, block.memory.number)
-                for block, (_, size, _) in zip(blocks, there, strict=True)
-            ]
+                    blocks.append(block := self._pool.take(size, beyond=True))
+                    here.append((block.memory.address, size, block.memory.number))
+                    there.append((address, size, number))
             self._read(link, "cpu", here, there, offer.number, blocks)
         except _Abandoned:
             raise  # the read may still write into the blocks
@@ -363,5 +359,4 @@ class _Abandoned(Lost):
 
 
 def make(setup: LaneSetup) -> NixlLane:
-    """See registry.Lane.make."""
     return NixlLane(setup.capacity, setup.devices, setup.config.rpc_timeout_s, ucx_settings(setup))

@@ -65,7 +65,6 @@ class HostPool:
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
         with self._lock:
             self._collect()
             return self._total - self._spare

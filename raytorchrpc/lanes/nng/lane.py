@@ -152,7 +152,6 @@ class NngLane(ConnectedLane[Connection]):
     )
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
-        """See ConnectedLane."""
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._by_fd: dict[int, Connection] = {}
         self._lock = threading.Lock()
@@ -280,5 +279,4 @@ class NngLane(ConnectedLane[Connection]):
 
 
 def make(setup: LaneSetup) -> NngLane:
-    """See registry.Lane.make."""
     return NngLane(setup.member, setup.credentials, tcp_host=setup.tcp_host, by_tcp=setup.by_tcp)

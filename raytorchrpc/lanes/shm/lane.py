@@ -61,7 +61,6 @@ class Copier:
         self._closed = False
 
     def move(self, target: int, source: int, size: int) -> None:
-        """See WindowLane.move."""
         parts = min(self._threads, size // _PART)
         if parts < 2:
             ctypes.memmove(target, source, size)
@@ -374,5 +373,4 @@ class ShmLane(WindowLane):
 
 
 def make(setup: LaneSetup) -> ShmLane:
-    """See registry.Lane.make."""
     return ShmLane(setup.capacity, setup.config.copy_threads)

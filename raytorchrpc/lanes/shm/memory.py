@@ -306,7 +306,6 @@ class Borrower:
             del self._mapped[key]
 
     def mapped(self, peer: str) -> int:
-        """Bytes of the memory that a peer lends and that is mapped here."""
         with self._lock:
             self._unmap_closed()
             return sum(address.size for owner, address in self._mapped if owner == peer)

@@ -101,7 +101,6 @@ class Connection(connections.Connection):
             self._enables_later = True
 
     def enable_if_unread(self) -> bool:
-        """See Readable."""
         with self._state:
             wanted = self.accepted or bool(self._pending)
             again = wanted and self._read_lately and not self._enabled
@@ -118,7 +117,6 @@ class Connection(connections.Connection):
             self._selector.enable(self.fd)
 
     def enable_again(self) -> None:
-        """See Readable."""
         with self._state:
             self._enables_later = False
             if not self._reading and self._ended is None and (self.accepted or self._pending):
@@ -145,7 +143,6 @@ class Connection(connections.Connection):
             self._finish_later(rest)
 
     def reply(self, call: int, message: Message) -> None:
-        """Answer a request; see ``send``."""
         self.send(frames.pack(frames.REPLY, call, message), time.monotonic() + connections.CONNECT_TIMEOUT_S)
 
     def _send_by(self, deadline: float, buffers: list[Any]) -> list[memoryview]:
@@ -326,7 +323,6 @@ class Connection(connections.Connection):
             self._sending.release()
 
     def _end_send(self) -> None:
-        """End a send."""
         self._sending.release()
         if self._ended is not None:
             with self._state:

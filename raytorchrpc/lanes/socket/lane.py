@@ -66,7 +66,6 @@ class SocketLane(ConnectedLane[Connection]):
         self._selector.retire(0)  # frees the descriptors if no thread is left to do it
 
     def after_fork(self) -> list[fork.Address]:
-        """See fork.ForkAware."""
         addresses = [] if self._selector.closed else self._tcp_addresses()
         self._selector.after_fork()
         for connection in self._selector.connections.values():
@@ -109,5 +108,4 @@ class SocketLane(ConnectedLane[Connection]):
 
 
 def make(setup: LaneSetup) -> SocketLane:
-    """See registry.Lane.make."""
     return SocketLane(setup.member, setup.credentials, tcp_host=setup.tcp_host, by_tcp=setup.by_tcp)

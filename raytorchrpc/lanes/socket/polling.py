@@ -151,7 +151,6 @@ class Timer:
         self._setting = _Timer(_Timespec(0, 0), _Timespec(int(after_s), int(after_s % 1 * 1e9)))
 
     def set(self) -> None:
-        """Start, or start over."""
         _libc.timerfd_settime(self.fd, 0, ctypes.byref(self._setting), None)
 
     def clear(self) -> None:
@@ -160,5 +159,4 @@ class Timer:
             os.read(self.fd, 8)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self.fd)

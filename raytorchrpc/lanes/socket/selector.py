@@ -116,7 +116,6 @@ class Selector(Generic[R]):
     # --- what is polled --------------------------------------------------------------------------------------
 
     def listen_to(self, fd: int) -> None:
-        """Poll a listening socket."""
         self._listening.add(fd)
         self._epoll.register(fd, _READ_ONCE)
 
@@ -129,7 +128,6 @@ class Selector(Generic[R]):
             return not self.closed
 
     def remove(self, connection: R) -> None:
-        """Stop polling a connection."""
         with self._lock:
             self.connections.pop(connection.fd, None)
             with contextlib.suppress(OSError, ValueError):
@@ -367,7 +365,6 @@ class Selector(Generic[R]):
         return task
 
     def _end_task(self, me: _Listener[R]) -> None:
-        """The task of this thread is over."""
         me.runs, me.connection = False, None
         with self._lock:
             self._idle += 1
