@@ -195,7 +195,9 @@ def main(
     print("\n\n".join(shown.values()))
     if markdown:
         page = Path(markdown)
-        page.write_text(_PLACE.sub(lambda place: _filled(place, shown), page.read_text()))
+        places = "\n".join(f"<!-- {name} -->\n<!-- end -->\n" for name in shown)
+        text = page.read_text() if page.exists() else places
+        page.write_text(_PLACE.sub(lambda place: _filled(place, shown), text))
 
 
 _PLACE = re.compile(r"(<!-- (?!end)([a-z ]+) -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
@@ -346,8 +348,6 @@ def plan_alone(members: int, hosts: int) -> dict[str, float]:
 # --- tables ------------------------------------------------------------------------------------------------------
 
 _MIB = 2**20
-
-
 Group = Mapping[str, Any]
 #: By row, the steps of ``exercise`` whose seconds it shows.
 TIMES = {
@@ -368,27 +368,29 @@ STAGES = {
 }
 
 
-def times(group: Group) -> dict[str, float]:
-    """Seconds, by row."""
-    return {label: sum(group["seconds"][step] for step in steps) for label, steps in TIMES.items()}
+Figures = dict[tuple[str, str], float]
+"""By row and unit."""
 
 
-def traffic(group: Group) -> dict[str, float]:
-    """MB that are sent to all members, by row."""
-    sent = group["sent"]
-    return {"sent to all members when the group forms": sent["form"] / 1e6,
-            "sent to all members when one comes back": sent["rejoin"] / 1e6}  # fmt: skip
+def times(group: Group) -> Figures:
+    """The seconds of the steps."""
+    return {(label, "s"): sum(group["seconds"][step] for step in steps) for label, steps in TIMES.items()}
 
 
-def gains(group: Group) -> dict[str, tuple[float, str]]:
-    """What a member gains by each step, and the unit, by row."""
-    steps = ("joining", "formed", "before"), ("calling two neighbours", "neighbours", "formed")
-    steps += (("calling all members", "talked", "neighbours"),)
-    held = group["weights"]
-    memory = {what: max(0.0, held[stage]["private"] - held[before]["private"]) for what, stage, before in steps}
+def traffic(group: Group) -> Figures:
+    """What is sent to all members."""
+    when = {"form": "the group forms", "rejoin": "one comes back"}
+    return {(f"sent to all members when {text}", "MB"): group["sent"][key] / 1e6 for key, text in when.items()}
+
+
+def gains(group: Group) -> Figures:
+    """What each step adds to a member."""
+    texts = {"formed": "joining", "neighbours": "calling two neighbours", "talked": "calling all members"}
+    held, before = group["weights"], dict(zip(texts, STAGES, strict=False))
+    memory = {stage: max(0.0, held[stage]["private"] - held[before[stage]]["private"]) / _MIB for stage in texts}
     return {
-        **{f"memory added by {what}, per member": (added / _MIB, "MiB") for what, added in memory.items()},
-        **{f"sockets of a member after {what}": (held[stage]["sockets"], "") for what, stage, _ in steps},
+        **{(f"memory added by {texts[stage]}, per member", "MiB"): added for stage, added in memory.items()},
+        **{(f"sockets of a member after {text}", ""): held[stage]["sockets"] for stage, text in texts.items()},
     }
 
 
@@ -424,9 +426,9 @@ def show(value: float) -> str:
     return f"{value:,.{min(digits, 6)}f}"
 
 
-def _table(head: str, groups: Mapping[str, Group], figures: Callable[[Group], dict[str, float]]) -> str:
+def _table(head: str, groups: Mapping[str, Group], figures: Callable[[Group], Figures]) -> str:
     columns = [figures(group) for group in groups.values()]
-    return grid([head, *groups], [[label, *(show(column[label]) for column in columns)] for label in columns[0]])
+    return grid([head, *groups], [[row[0], *(show(column[row]) for column in columns)] for row in columns[0]])
 
 
 def _memory(found: Mapping[str, Any]) -> str:
@@ -441,15 +443,10 @@ def _memory(found: Mapping[str, Any]) -> str:
 
 
 def _laws(groups: Sequence[Group]) -> str:
-    rows, points = [], dict[tuple[str, str], dict[int, float]]()
-    for group in groups:
-        figures = {(label, "s"): value for label, value in times(group).items()}
-        figures |= {(label, "MB"): value for label, value in traffic(group).items()}
-        figures |= {(label, unit): value for label, (value, unit) in gains(group).items()}
-        for row, value in figures.items():
-            points.setdefault(row, {})[group["members"]] = value
-    for (label, unit), values in points.items():
-        found = law(values)
+    rows = []
+    points = [(group["members"], {**times(group), **traffic(group), **gains(group)}) for group in groups]
+    for label, unit in points[0][1]:
+        found = law({members: figures[label, unit] for members, figures in points})
         terms = ((found.a, ""), (found.b, " n"), (found.c, " n^2"))
         text = " + ".join(f"{value:.2g}{power}" for value, power in terms if value) or "0"
         far = f"{show(found.at(FAR))} {unit}".strip()
