@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,3 +42,16 @@ class Failing:
         if self.errors:
             raise self.errors.pop(0)
         return self.then(*args, **kwargs)
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open no file meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -22,7 +22,7 @@ from raytorchrpc.tensors.dtypes import Shape
 from tests.conformance import peers
 from tests.conformance import test_message_lanes as message_lanes
 from tests.conformance import test_tensor_lanes as tensor_lanes
-from tests.conformance.peers import ALL_DTYPES, Process, random, same, tensors
+from tests.conformance.peers import ALL_DTYPES, random, same, tensors
 from tests.conformance.pipes import PipeCarrier
 from tests.conformance.test_tensor_lanes import MIB
 from tests.polling import wait_until
@@ -31,12 +31,9 @@ Make = Callable[..., list[torch.Tensor]]
 
 
 def test_a_transfer_that_fails_in_the_middle_writes_no_more_once_that_is_told() -> None:
-    a, b = Process(), Process()
+    pair = tensor_lanes.make_pair("nccl by pipes", timeout_s=1.0)
+    a, b = pair.a, pair.b
     try:
-        address_a = a.run(peers.open_tensors, "nccl by pipes")
-        address_b = b.run(peers.open_tensors, "nccl by pipes", 0, 0, 1, 2.0)
-        a.run(peers.meet, "b", address_b)
-        b.run(peers.meet, "a", address_a)
         for _ in range(2):
             a.run(_stand_still_halfway)
             sent = a.run(peers.export, [torch.full((20 * MIB,), 7, dtype=torch.uint8)])
@@ -46,8 +43,7 @@ def test_a_transfer_that_fails_in_the_middle_writes_no_more_once_that_is_told() 
         sent = a.run(tensor_lanes._export, tensor_lanes._several_large)
         b.run(tensor_lanes._fill, sent, tensor_lanes._plain, tensor_lanes._several_large)
     finally:
-        a.kill()
-        b.kill()
+        pair.kill()
 
 
 def _carrier() -> PipeCarrier:

@@ -25,7 +25,7 @@ from raytorchrpc.lanes.nixl.agent import Agent
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from tests.conformance import peers
 from tests.conformance.peers import export, tensors
-from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only
+from tests.conformance.test_tensor_lanes import Pair, _drop, _fetch, _keep_only, make_pair
 from tests.polling import wait_until
 
 MIB = 1 << 20
@@ -43,13 +43,7 @@ def form() -> Iterator[Callable[..., Pair]]:
     formed: list[Pair] = []
 
     def form_one(kind: str = "nixl", capacity: int = 64 * MIB, patience_s: float = 20) -> Pair:
-        a, b = peers.Process(), peers.Process()
-        formed.append(Pair(a, b))
-        for process in (a, b):
-            process.begin(peers.open_tensors, kind, capacity, 0, 0, patience_s)
-        addresses = a.result(), b.result()
-        a.run(peers.meet, "b", addresses[1])
-        b.run(peers.meet, "a", addresses[0])
+        formed.append(make_pair(kind, capacity, patience_s))
         return formed[-1]
 
     yield form_one
@@ -402,18 +396,10 @@ def _free_everything() -> bool:
 @pytest.mark.gpu(2)
 def test_it_is_quick(form: Callable[..., Pair]) -> None:
     """Ray's own transport over NIXL needs 8 ms for any size."""
-    pair = Pair(peers.Process(), peers.Process())
-    try:
-        for gpu, process in enumerate((pair.a, pair.b)):
-            process.begin(peers.open_tensors, "nixl on cuda", 64 * MIB, gpu)
-        addresses = pair.a.result(), pair.b.result()
-        pair.a.run(peers.meet, "b", addresses[1])
-        pair.b.run(peers.meet, "a", addresses[0])
-        sent = [pair.a.run(_export_full, number, MIB) for number in range(20)]
-        taken = [pair.b.run(_seconds, each) for each in sent]
-        assert sorted(taken)[10] < 2e-3, taken
-    finally:
-        pair.kill()
+    pair = form("nixl on cuda, two GPUs")
+    sent = [pair.a.run(_export_full, number, MIB) for number in range(20)]
+    taken = [pair.b.run(_seconds, each) for each in sent]
+    assert sorted(taken)[10] < 2e-3, taken
 
 
 def _seconds(sent: Any) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from raytorchrpc.errors import PeerLost
 from tests.conformance import peers
 from tests.conformance.peers import PATIENCE_S, Node, PeerAddress
 from tests.polling import wait_until
+from tests.shortage import no_descriptors
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 
@@ -185,18 +185,6 @@ def _with_member(kind: str, body: Callable[[Node], None]) -> None:
         body(node)
 
 
-@contextmanager
-def _without_descriptors() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
 def test_a_member_without_descriptors_takes_no_processor(alone: Callable[..., None]) -> None:
     """A connection that cannot be accepted waits, and is accepted when there is room again."""
     alone(_takes_no_processor)
@@ -205,7 +193,7 @@ def test_a_member_without_descriptors_takes_no_processor(alone: Callable[..., No
 def _takes_no_processor(member: Node) -> None:
     family = socket.AF_INET if member.is_tcp else socket.AF_UNIX
     with socket.socket(family) as sock:
-        with _without_descriptors():
+        with no_descriptors():
             sock.settimeout(5)
             sock.connect(member.address.tcp if family == socket.AF_INET else "\0" + member.address.unix)
             before = time.process_time()
@@ -220,7 +208,7 @@ def test_a_caller_without_descriptors_is_told_and_calls_again(alone: Callable[..
 
 def _told_and_calls_again(member: Node) -> None:
     with rightful(member) as friend:
-        with _without_descriptors(), pytest.raises(PeerLost, match="Too many open files") as caught:
+        with no_descriptors(), pytest.raises(PeerLost, match="Too many open files") as caught:
             echo(friend)
         assert not caught.value.may_have_run
         echo(friend)

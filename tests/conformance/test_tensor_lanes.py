@@ -71,11 +71,11 @@ class Pair:
                 process.kill()
 
 
-def make_pair(kind: str, capacity: int = 256 * MIB) -> Pair:
+def make_pair(kind: str, capacity: int = 256 * MIB, timeout_s: float = 60) -> Pair:
     a, b = Process(), Process()
     lane = kind.split(",")[0]
-    a.begin(peers.open_tensors, lane, capacity)
-    b.begin(peers.open_tensors, lane, capacity, int(kind.endswith("two GPUs")), 1)
+    a.begin(peers.open_tensors, lane, capacity, 0, 0, timeout_s)
+    b.begin(peers.open_tensors, lane, capacity, int(kind.endswith("two GPUs")), 1, timeout_s)
     address_a, address_b = a.result(), b.result()
     a.run(peers.meet, "b", address_b)
     b.run(peers.meet, "a", address_a)

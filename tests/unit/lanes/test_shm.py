@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +20,7 @@ from raytorchrpc.lanes.base import Export, Part, PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import SLOTS, Arena, PeerArena
+from tests.shortage import no_descriptors
 
 MIB = SIZE = 1 << 20
 
@@ -71,18 +70,6 @@ def full(value: int, size: int = MIB) -> torch.Tensor:
 
 def shapes(tensor: torch.Tensor) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     return [(tensor.dtype, tuple(tensor.shape))]
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.dup(0)
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # --- when a slot goes back -----------------------------------------------------------------------------------------
