@@ -7,16 +7,17 @@ from typing import Any, cast
 
 from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
-from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.exposed import Exposed, in_turn
+from raytorchrpc.calls.server.gates import Gate
 from raytorchrpc.calls.server.incoming import IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import DeferredReply, Services
-from raytorchrpc.calls.server.streams import StreamTable
+from raytorchrpc.calls.server.streams import ServedStream, StreamTable
 from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors.codec import Codec
 
-__all__ = ["TOKEN", "Deadlines", "DeferredReply", "Exposed", "deferred", "exposed", "make_callee"]
+__all__ = ["TOKEN", "Deadlines", "DeferredReply", "Exposed", "Gate", "deferred", "exposed", "in_turn", "make_callee"]
 
 TOKEN = "1"
 """Of the callee's process."""
@@ -41,7 +42,11 @@ def make_callee(
 
 
 def exposed(function: Callable[..., Any], **options: Any) -> Exposed:
-    """A method as ``@rtr.method(concurrent=True)`` exposes it; ``options`` are other fields of ``Exposed``."""
+    """A method as ``@rtr.method(concurrent=True)`` exposes it; ``options`` are other fields of ``Exposed``. With
+    ``ahead`` it is a generator.
+    """
+    if "ahead" in options:
+        options["call"] = ServedStream
     defaults = {"concurrent": True, "concurrency_group": None, "is_coroutine": False, "share": False, "keep": False}
     return Exposed(function, **{**defaults, **options})
 

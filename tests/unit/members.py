@@ -199,6 +199,10 @@ class Members:
         finally:
             set_local(before)
 
+    def mark_away(self, at: str, name: str, cause: str, *, for_good: bool = False) -> None:
+        """``at`` is told that the member ``name`` is away."""
+        self.members[at].peers.mark_away(self.members[name].me.rank, Absence(cause, for_good))
+
     def served(self, kind: str, name: str, member: str = "home") -> Any:
         """The queue, topic or weights of this name that live in a member."""
         return self.members[member].services.find(kind, name, None, member)
@@ -217,13 +221,13 @@ class Members:
     def part(self, name: str) -> None:
         """The home is told that this member is away; the connection between them is gone."""
         self.lanes[name].break_connection()
-        self.members["home"].peers.mark_away(self.members[name].me.rank, Absence("parted", for_good=False))
+        self.mark_away("home", name, "parted")
 
     def reunite(self, name: str, incarnation: int = 0) -> None:
         """It is back, as the same process or as a later one."""
         self.lanes[name].broken = False
         home, rank = self.members["home"], self.members[name].me.rank
-        home.peers.mark_away(rank, Absence("it has not joined yet", for_good=False))
+        self.mark_away("home", name, "it has not joined yet")
         self._know(home, _member(name, rank, incarnation))
         home.peers.activate(rank)
 

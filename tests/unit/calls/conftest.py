@@ -8,15 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.server import gates
+from tests.unit.callees import Gate
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> gates.Gate:
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """That of every actor: one method at a time."""
-    made = gates.Gate(1)
-    monkeypatch.setattr(gates, "gate_of", lambda instance, group: made)
+    made = Gate(1)
+    monkeypatch.setattr("raytorchrpc.calls.server.gates.gate_of", lambda instance, group: made)
     return made
 
 
@@ -26,7 +25,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]
     made = asyncio.new_event_loop()
     thread = threading.Thread(target=made.run_forever, daemon=True)
     thread.start()
-    monkeypatch.setattr(ray_internals, "actor_event_loop", lambda group: made)
+    monkeypatch.setattr("raytorchrpc._compat.ray_internals.actor_event_loop", lambda group: made)
     yield made
     made.call_soon_threadsafe(made.stop)
     thread.join(20)

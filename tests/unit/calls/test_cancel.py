@@ -17,14 +17,9 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc import Future
-from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.client import deferred
-from raytorchrpc.calls.options import CallOptions
-from raytorchrpc.calls.scope import on_loop
-from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.spans import Tracer
 from tests.polling import wait_until
-from tests.unit.callees import DeferredReply, Exposed, exposed
+from tests.unit.callees import DeferredReply, Exposed, Gate, exposed
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -80,7 +75,7 @@ class Actor:
 
 
 @pytest.fixture
-def actor(gate: gates.Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
+def actor(gate: Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
     made = Actor()
     yield made
     made.go.set()
@@ -188,7 +183,7 @@ def test_a_coroutine_whose_first_step_has_not_come_never_begins(
 
 
 def test_it_goes_along_a_chain_of_coroutines(members: Members, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gates, "gate_of", lambda instance, group: gates.Gate(1))
+    monkeypatch.setattr("raytorchrpc.calls.server.gates.gate_of", lambda instance, group: Gate(1))
     running = rtr.rpc_async("home").pass_on("b")
     assert actor.began.wait(LONG) and running.cancel()
     assert wait_until(lambda: actor.log == ["the caller of b.stay cancelled it", "left"], LONG)
@@ -318,15 +313,58 @@ def test_awaits_raise_the_error_of_asyncio(members: Members, actor: Actor) -> No
 # --- asyncio -------------------------------------------------------------------------------------------------
 
 
-def test_cancelling_a_task_cancels_the_call_that_it_awaits(members: Members, actor: Actor) -> None:
+async def cancel_a_task(call: rtr.Future[Any], other: rtr.Future[Any]) -> None:
+    task = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+
+
+async def wait_for(call: rtr.Future[Any], other: rtr.Future[Any]) -> None:
+    await asyncio.wait_for(call, 0.05)
+
+
+async def cancel_a_gather(call: rtr.Future[Any], other: rtr.Future[Any]) -> None:
+    together = asyncio.gather(call, other)
+    await asyncio.sleep(0)
+    together.cancel()
+    try:
+        await together
+    finally:
+        assert other.cancelled()
+
+
+async def fail_in_a_task_group(call: rtr.Future[Any], other: rtr.Future[Any]) -> None:
+    async def wait() -> None:
+        await call
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(wait())
+        await asyncio.sleep(0)
+        raise ValueError("on purpose")
+
+
+needs_task_groups = pytest.mark.skipif("sys.version_info < (3, 11)", reason="has no TaskGroup")
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        (cancel_a_task, asyncio.CancelledError),
+        (wait_for, asyncio.TimeoutError),
+        (cancel_a_gather, asyncio.CancelledError),
+        pytest.param(fail_in_a_task_group, Exception, marks=needs_task_groups),
+    ],
+)
+def test_what_cancels_its_task_cancels_the_call(
+    members: Members, actor: Actor, way: Any, expected: type[BaseException]
+) -> None:
     async def run() -> None:
-        running = rtr.rpc_async("home").stay()
-        task = asyncio.ensure_future(running)
+        call, other = rtr.rpc_async("home").stay(), rtr.rpc_async("b").stay()
         assert await asyncio.to_thread(actor.began.wait, LONG)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert running.cancelled()
+        with pytest.raises(expected):
+            await way(call, other)
+        assert call.cancelled() and other.cancel()
 
     asyncio.run(run())
     assert wait_until(lambda: "left" in actor.log, LONG)
@@ -340,30 +378,6 @@ def test_shield_keeps_the_call(members: Members, actor: Actor) -> None:
         assert not running.done()
         actor.go.set()
         assert await running == "result"
-
-    asyncio.run(run())
-
-
-def test_wait_for_cancels_the_call_at_its_timeout(members: Members, actor: Actor) -> None:
-    async def run() -> None:
-        running = rtr.rpc_async("home").stay()
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(running, 0.05)
-        assert running.cancelled()
-        assert await asyncio.wait_for(rtr.rpc_async("b").note(1), LONG) == 1
-
-    asyncio.run(run())
-
-
-def test_gather_cancels_all_its_calls(members: Members, actor: Actor) -> None:
-    async def run() -> None:
-        calls = [rtr.rpc_async("home").hold(), rtr.rpc_async("home").note(1)]
-        together = asyncio.gather(*calls)
-        await asyncio.sleep(0)
-        together.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await together
-        assert all(call.cancelled() for call in calls)
 
     asyncio.run(run())
 
@@ -403,27 +417,6 @@ def test_wait_refuses_a_bare_future_with_the_remedy(members: Members) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.skipif("sys.version_info < (3, 11)", reason="has no TaskGroup")
-def test_a_task_group_cancels_the_calls_of_its_tasks(members: Members, actor: Actor) -> None:
-    async def call(method: str, *args: Any) -> Any:
-        return await getattr(rtr.rpc_async("home"), method)(*args)
-
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            first = group.create_task(call("note", 1))
-        assert first.result() == 1
-        with pytest.raises(Exception, match="unhandled errors") as failed:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(call("stay"))
-                assert await asyncio.to_thread(actor.began.wait, LONG)
-                raise ValueError("on purpose")
-        raised: Any = failed.value
-        assert [type(error) for error in raised.exceptions] == [ValueError]
-
-    asyncio.run(run())
-    assert wait_until(lambda: "left" in actor.log, LONG)
-
-
 # --- calls that are sent again, or not yet -------------------------------------------------------------------
 
 
@@ -441,14 +434,13 @@ def test_a_call_that_is_sent_again_is_not_any_more(members: Members, actor: Acto
 
 
 def test_a_call_before_its_process_is_a_member_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    member, sent = DeferredReply(), []
-    monkeypatch.setattr(rejoin, "awaited", lambda timeout: member)
-    monkeypatch.setattr(rejoin, "patience", lambda timeout: LONG)
+    member, sent = DeferredReply(), list[Any]()
+    monkeypatch.setattr("raytorchrpc.calls.rejoin.awaited", lambda timeout: member)
+    monkeypatch.setattr("raytorchrpc.calls.rejoin.patience", lambda timeout: LONG)
 
     async def run() -> None:
-        assert on_loop()
         local = SimpleNamespace(outgoing=SimpleNamespace(call=lambda *args: sent.append(args)))
-        future: Future[Any] = Future(deferred.call("home", "note", (1,), {}, CallOptions(cancellable=True)))
+        future: rtr.Future[Any] = rtr.rpc_async("home").note(1)
         waiting = asyncio.ensure_future(future)
         await asyncio.sleep(0)
         waiting.cancel()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,76 +12,15 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.peers import Absence
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.lanes.socket.connection import Connection, tune
-from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
+from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
 from tests.unit.members import Members, in_thread
-
-LISTENERS: Any = SimpleNamespace(
-    fd=-1,
-    busy=False,
-    arm=lambda fd, events=0: None,
-    watch=lambda one: None,
-    remove=lambda one: None,
-    step_down=lambda: None,
-)
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[Connection, socket.socket]]:
-    here, there = socket.socketpair()
-    tune(here)
-    connection = Connection(LISTENERS, here, "b", None, lambda ended: None)
-    yield connection, there
-    connection.end("over")
-    there.close()
-
-
-def begin(connection: Connection, size: int = 7) -> Pending:
-    message = Message(("request",), Encoded(bytes(size), (), (), 0))
-    return connection.call(message, time.monotonic() + 10, True, None)
-
-
-def test_a_request_that_could_not_be_sent_did_not_run(ends: tuple[Connection, socket.socket]) -> None:
-    connection, there = ends
-    there.close()
-    with pytest.raises(PeerLost, match="'b'") as lost:
-        begin(connection)
-    assert not lost.value.may_have_run
-
-
-def test_a_request_of_which_a_part_was_taken_did_not_run(ends: tuple[Connection, socket.socket]) -> None:
-    connection, there = ends
-
-    def take_a_part() -> None:
-        there.recv(10)
-        there.close()
-
-    taker = threading.Thread(target=take_a_part)
-    taker.start()
-    with pytest.raises(PeerLost, match="'b'") as lost:
-        begin(connection, 64 << 20)
-    taker.join(10)
-    assert not lost.value.may_have_run
-
-
-def test_a_request_that_was_sent_may_have_run(ends: tuple[Connection, socket.socket]) -> None:
-    connection, there = ends
-    pending = begin(connection)
-    there.close()
-    assert pending.wait(10)
-    with pytest.raises(PeerLost, match="'b'") as lost:
-        pending.take()
-    assert lost.value.may_have_run
-
 
 # --- calls that may be sent again -----------------------------------------------------------------------------------
 
@@ -110,13 +47,12 @@ def called(members: Members, retry: int, ran: bool, timeout: float = 20.0) -> rt
 
 @pytest.mark.parametrize("ran", [True, False])
 def test_a_repeated_call_remembers_that_an_earlier_attempt_may_have_run(members: Members, ran: bool) -> None:
-    absence = Absence("its actor died: killed", for_good=True)
-    members.members["a"].peers.mark_away(0, Absence("its connection closed", for_good=False))
+    members.mark_away("a", "home", "its connection closed")
     future = called(members, 1, False) if not ran else None
     if future is None:
         members.members["a"].peers.activate(0)
         future = called(members, 1, True)
-    members.members["a"].peers.mark_away(0, absence)
+    members.mark_away("a", "home", "its actor died: killed", for_good=True)
     with pytest.raises(PeerLost, match="its actor died: killed") as lost:
         future.wait()
     assert (lost.value.peer, lost.value.may_have_run) == ("home", ran)
@@ -147,14 +83,14 @@ def test_a_call_that_cannot_be_sent_again_says_why(members: Members) -> None:
 
 
 def test_a_call_whose_peer_does_not_return_in_time_names_the_last_attempt(members: Members) -> None:
-    members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
+    members.mark_away("a", "home", "its node restarts")
     future = called(members, 1, ran=False, timeout=0.1)
     with pytest.raises(RpcTimeout, match=r"at the last attempt: .*its node restarts"):
         future.wait()
 
 
 def test_calls_that_wait_for_a_peer_take_no_thread_from_those_that_are_served(members: Members) -> None:
-    members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
+    members.mark_away("a", "home", "its node restarts")
     with members.acting("a"):
         waiting = [rtr.rpc_async("home", retry=1, timeout=20).f() for _ in range(520)]
     with members.acting("b"):
@@ -163,7 +99,7 @@ def test_calls_that_wait_for_a_peer_take_no_thread_from_those_that_are_served(me
 
 
 def test_a_call_that_was_never_sent_is_not_counted(members: Members) -> None:
-    members.members["a"].peers.mark_away(0, Absence("its node restarts", for_good=False))
+    members.mark_away("a", "home", "its node restarts")
     future = called(members, 1, ran=False, timeout=0.1)
     with pytest.raises(RpcTimeout):
         future.wait()
@@ -203,8 +139,8 @@ def test_a_repeated_call_stays_in_its_autograd_context_and_follows_its_streams(
     follows = partial(setattr, context, "follows", 1)
     monkeypatch.setattr("raytorchrpc.calls.client.outgoing.follow_thread", lambda: follows)
     monkeypatch.setattr(lane, "call", noting)
-    monkeypatch.setattr(torch_internals, "current_autograd_context", lambda: 7)
-    monkeypatch.setattr(torch_internals, "autograd_context", entered)
+    monkeypatch.setattr("raytorchrpc._compat.torch_internals.current_autograd_context", lambda: 7)
+    monkeypatch.setattr("raytorchrpc._compat.torch_internals.autograd_context", entered)
     future = called(members, 1, ran=True)
     lane.release()
     assert future.wait() == "its result"
@@ -262,7 +198,7 @@ def outcome_after(members: Members, reply: Message, gone: bool, fetched: Message
     with members.acting("a"):
         future = rtr.rpc_async("home").f()
     if gone:
-        local.peers.mark_away(0, Absence("its actor died", for_good=True))
+        members.mark_away("a", "home", "its actor died", for_good=True)
     lane.call = local.payloads.receive = fetch  # type: ignore[method-assign,assignment]
     lane.held.pop()[1].settle(reply)
     return future.exception()

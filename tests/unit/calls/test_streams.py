@@ -14,11 +14,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import in_turn
-from raytorchrpc.calls.server.streams import ServedStream
 from tests.polling import wait_until
-from tests.unit.callees import Exposed, exposed
+from tests.unit.callees import Exposed, Gate, exposed, in_turn
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -88,13 +85,13 @@ class Actor:
         for name in ("count", "bad", "nest", "acount", "stall"):
             function = getattr(self, name)
             on_loop = name in ("acount", "stall")
-            made[name] = exposed(function, concurrent=False, is_coroutine=on_loop, ahead=AHEAD, call=ServedStream)
+            made[name] = exposed(function, concurrent=False, is_coroutine=on_loop, ahead=AHEAD)
         made["nest"] = made["nest"]._replace(concurrent=True)
         return made
 
 
 @pytest.fixture
-def actor(gate: gates.Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
+def actor(gate: Gate, loop: asyncio.AbstractEventLoop) -> Iterator[Actor]:
     made = Actor()
     yield made
     made.go.set()
@@ -124,7 +121,7 @@ def numbers(stream: rtr.Stream[Any]) -> list[int]:
     return [item["number"] for item in stream]
 
 
-def is_closed(members: Members, actor: Actor, gate: gates.Gate) -> None:
+def is_closed(members: Members, actor: Actor, gate: Gate) -> None:
     """The generator, and nothing is left of it."""
     assert wait_until(lambda: actor.log == ["closed"], LONG)
     assert wait_until(lambda: not gate._admitted, LONG), "other methods may run"
@@ -136,7 +133,7 @@ def is_closed(members: Members, actor: Actor, gate: gates.Gate) -> None:
 
 @BOTH
 @pytest.mark.parametrize("end", [0, 1, AHEAD, 20])
-def test_items_arrive_in_order(members: Members, actor: Actor, gate: gates.Gate, method: str, end: int) -> None:
+def test_items_arrive_in_order(members: Members, actor: Actor, gate: Gate, method: str, end: int) -> None:
     items = list(opened(method, end))
     assert [item["number"] for item in items] == list(range(end))
     assert all(item["tensor"].eq(item["number"]).all() for item in items)
@@ -144,7 +141,7 @@ def test_items_arrive_in_order(members: Members, actor: Actor, gate: gates.Gate,
 
 
 @BOTH
-def test_items_arrive_in_coroutines(members: Members, actor: Actor, gate: gates.Gate, method: str) -> None:
+def test_items_arrive_in_coroutines(members: Members, actor: Actor, gate: Gate, method: str) -> None:
     async def run() -> list[int]:
         stream = await getattr(rtr.rpc_async("home"), method)(20)
         return [item["number"] async for item in stream]
@@ -185,9 +182,7 @@ def test_a_generator_keeps_its_turn_until_it_ends(members: Members, method: str)
 
 
 @BOTH
-def test_an_error_comes_after_the_items_before_it(
-    members: Members, actor: Actor, gate: gates.Gate, method: str
-) -> None:
+def test_an_error_comes_after_the_items_before_it(members: Members, actor: Actor, gate: Gate, method: str) -> None:
     stream, seen = opened(method, 7, KeyError), []
     with pytest.raises(KeyError, match="on purpose") as raised:
         for item in stream:
@@ -197,7 +192,7 @@ def test_an_error_comes_after_the_items_before_it(
     is_closed(members, actor, gate)
 
 
-def test_an_item_that_cannot_be_pickled_ends_the_stream(members: Members, actor: Actor, gate: gates.Gate) -> None:
+def test_an_item_that_cannot_be_pickled_ends_the_stream(members: Members, actor: Actor, gate: Gate) -> None:
     stream = opened("bad")
     assert next(stream) == 1
     with pytest.raises(rtr.SerializationError, match=r"home\.bad"):
@@ -205,7 +200,7 @@ def test_an_item_that_cannot_be_pickled_ends_the_stream(members: Members, actor:
     is_closed(members, actor, gate)
 
 
-def test_buffers_for_the_result_are_refused(members: Members, actor: Actor, gate: gates.Gate) -> None:
+def test_buffers_for_the_result_are_refused(members: Members, actor: Actor, gate: Gate) -> None:
     with pytest.raises(rtr.ConfigurationError, match="is a generator: into="):
         rtr.rpc_sync("home", into=[torch.zeros(4)]).count(3)
     assert wait_until(lambda: not gate._admitted, LONG) and actor.made == 0
@@ -249,7 +244,7 @@ def test_a_late_item_raises_and_can_be_awaited_again_in_a_coroutine(members: Mem
 
 @BOTH
 def test_a_stream_that_is_not_read_by_the_deadline_is_closed(
-    members: Members, actor: Actor, gate: gates.Gate, method: str
+    members: Members, actor: Actor, gate: Gate, method: str
 ) -> None:
     future = getattr(rtr.rpc_async("home", timeout=0.3), method)(3)
     assert wait_until(future.done, LONG)
@@ -267,7 +262,7 @@ def test_each_item_has_the_whole_timeout(members: Members) -> None:
 
 
 @BOTH
-def test_closing_the_stream_closes_the_generator(members: Members, actor: Actor, gate: gates.Gate, method: str) -> None:
+def test_closing_the_stream_closes_the_generator(members: Members, actor: Actor, gate: Gate, method: str) -> None:
     stream = opened(method, 100)
     assert next(stream)["number"] == 0
     stream.close()
@@ -277,9 +272,7 @@ def test_closing_the_stream_closes_the_generator(members: Members, actor: Actor,
 
 
 @BOTH
-def test_dropping_the_stream_closes_the_generator(
-    members: Members, actor: Actor, gate: gates.Gate, method: str
-) -> None:
+def test_dropping_the_stream_closes_the_generator(members: Members, actor: Actor, gate: Gate, method: str) -> None:
     for item in opened(method, 100):
         assert item["number"] == 0
         break
@@ -290,7 +283,7 @@ def test_dropping_the_stream_closes_the_generator(
 @BOTH
 @pytest.mark.parametrize("cancels", [False, True])
 def test_a_stream_that_nobody_takes_is_closed(
-    members: Members, actor: Actor, gate: gates.Gate, method: str, cancels: bool
+    members: Members, actor: Actor, gate: Gate, method: str, cancels: bool
 ) -> None:
     lane = members.lanes["a"]
     lane.delays = lambda kind: True
@@ -314,7 +307,7 @@ def test_closing_the_stream_cancels_a_generator_that_awaits(members: Members, ac
 
 
 @BOTH
-def test_losing_the_caller_closes_the_generator(members: Members, actor: Actor, gate: gates.Gate, method: str) -> None:
+def test_losing_the_caller_closes_the_generator(members: Members, actor: Actor, gate: Gate, method: str) -> None:
     stream = opened(method, 100)
     assert next(stream)["number"] == 0
     members.part("a")
@@ -335,7 +328,7 @@ def test_losing_the_callee_raises_after_the_items_that_have_arrived(
     assert list(stream) == []
 
 
-def test_cancelling_the_task_that_reads_closes_the_generator(members: Members, actor: Actor, gate: gates.Gate) -> None:
+def test_cancelling_the_task_that_reads_closes_the_generator(members: Members, actor: Actor, gate: Gate) -> None:
     async def read() -> None:
         async for _ in await rtr.rpc_async("home").acount(2):
             await asyncio.sleep(LONG)
@@ -361,7 +354,7 @@ def test_a_generator_that_waits_for_its_turn_can_be_cancelled(members: Members, 
     assert numbers(first) == [0] and rtr.rpc_sync("home").note(1) == 1 and actor.made == 1
 
 
-def test_a_member_that_leaves_closes_its_generators(members: Members, actor: Actor, gate: gates.Gate) -> None:
+def test_a_member_that_leaves_closes_its_generators(members: Members, actor: Actor, gate: Gate) -> None:
     stream = opened("count", 100)
     assert next(stream)["number"] == 0
     members.members["home"].leave()
@@ -371,7 +364,7 @@ def test_a_member_that_leaves_closes_its_generators(members: Members, actor: Act
 # --- called through Ray, or by another method of the actor ---------------------------------------------------
 
 
-def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: gates.Gate) -> None:
+def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: Gate) -> None:
     note = actor.methods()["count"]
     items = in_turn(note)(None, 3)
     assert not gate._admitted
@@ -383,7 +376,7 @@ def test_a_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate:
     assert not gate._admitted and actor.log == ["closed", "closed"]
 
 
-def test_an_async_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: gates.Gate) -> None:
+def test_an_async_generator_called_by_other_ways_keeps_its_turn_too(actor: Actor, gate: Gate) -> None:
     async def run() -> None:
         items = in_turn(actor.methods()["acount"])(None, 3)
         assert (await items.__anext__())["number"] == 0 and len(gate._admitted) == 1

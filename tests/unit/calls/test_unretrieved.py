@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.peers import Absence
 from tests.polling import wait_until
 from tests.unit.callees import exposed
 from tests.unit.members import Members, in_thread
@@ -88,7 +87,7 @@ def test_a_call_that_is_lost_or_late_is_logged(members: Members, logged: Logged)
     assert "home.ping" in lost and "PeerLost" in lost
     assert "b.ping" in late and "RpcTimeout" in late
     lane.release()
-    members.members["a"].peers.mark_away(0, Absence("gone for now", for_good=False))
+    members.mark_away("a", "home", "gone for now")
     rtr.rpc_async("home", retry=1, timeout=0.1).ping()
     assert wait_until(lambda: len(logged()) == 3, LONG)
     assert "home.ping" in logged()[2] and "gone for now" in logged()[2]
