@@ -132,21 +132,17 @@ def is_closed(members: Members, actor: Actor, gate: Gate) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("in_a_coroutine", [False, True])
 @pytest.mark.parametrize("end", [0, 1, AHEAD, 20])
-def test_items_arrive_in_order(members: Members, actor: Actor, gate: Gate, method: str, end: int) -> None:
-    items = list(opened(method, end))
+def test_items_arrive_in_order(
+    members: Members, actor: Actor, gate: Gate, method: str, end: int, in_a_coroutine: bool
+) -> None:
+    async def read() -> list[Any]:
+        return [item async for item in await getattr(rtr.rpc_async("home"), method)(end)]
+
+    items = asyncio.run(read()) if in_a_coroutine else list(opened(method, end))
     assert [item["number"] for item in items] == list(range(end))
     assert all(item["tensor"].eq(item["number"]).all() for item in items)
-    is_closed(members, actor, gate)
-
-
-@BOTH
-def test_items_arrive_in_coroutines(members: Members, actor: Actor, gate: Gate, method: str) -> None:
-    async def run() -> list[int]:
-        stream = await getattr(rtr.rpc_async("home"), method)(20)
-        return [item["number"] async for item in stream]
-
-    assert asyncio.run(run()) == list(range(20))
     is_closed(members, actor, gate)
 
 
@@ -220,26 +216,27 @@ def test_one_reader_at_a_time(members: Members, actor: Actor) -> None:
 # --- deadlines -----------------------------------------------------------------------------------------------
 
 
-def test_a_late_item_raises_and_can_be_awaited_again(members: Members, actor: Actor) -> None:
+@pytest.mark.parametrize("in_a_coroutine", [False, True])
+def test_a_late_item_raises_and_can_be_awaited_again(members: Members, actor: Actor, in_a_coroutine: bool) -> None:
     actor.go.clear()
+    late = pytest.raises(rtr.RpcTimeout, match=r"not yielded the next item within 0\.3 s")
+
+    async def read() -> list[int]:
+        stream = await rtr.rpc_async("home", timeout=0.3).count(2)
+        with late:
+            await stream.__anext__()
+        actor.go.set()
+        return [item["number"] async for item in stream]
+
+    if in_a_coroutine:
+        assert asyncio.run(read()) == [0, 1]
+        return
     stream = opened("count", 2, timeout=0.3)
     for _ in range(2):
-        with pytest.raises(rtr.RpcTimeout, match=r"not yielded the next item within 0\.3 s"):
+        with late:
             next(stream)
     actor.go.set()
     assert wait_until(lambda: actor.made == 2, LONG) and numbers(stream) == [0, 1]
-
-
-def test_a_late_item_raises_and_can_be_awaited_again_in_a_coroutine(members: Members, actor: Actor) -> None:
-    async def run() -> None:
-        stream = await rtr.rpc_async("home", timeout=0.3).count(2)
-        with pytest.raises(rtr.RpcTimeout, match="not yielded the next item"):
-            await stream.__anext__()
-        actor.go.set()
-        assert [item["number"] async for item in stream] == [0, 1]
-
-    actor.go.clear()
-    asyncio.run(run())
 
 
 @BOTH
@@ -262,21 +259,23 @@ def test_each_item_has_the_whole_timeout(members: Members) -> None:
 
 
 @BOTH
-def test_closing_the_stream_closes_the_generator(members: Members, actor: Actor, gate: Gate, method: str) -> None:
+@pytest.mark.parametrize("way", ["close", "drop", "lose the caller", "leave"])
+def test_what_ends_the_stream_closes_the_generator(
+    members: Members, actor: Actor, gate: Gate, method: str, way: str
+) -> None:
     stream = opened(method, 100)
     assert next(stream)["number"] == 0
-    stream.close()
-    stream.close()
-    assert "ended" in repr(stream) and list(stream) == []
-    is_closed(members, actor, gate)
-
-
-@BOTH
-def test_dropping_the_stream_closes_the_generator(members: Members, actor: Actor, gate: Gate, method: str) -> None:
-    for item in opened(method, 100):
-        assert item["number"] == 0
-        break
-    gc.collect()
+    if way == "close":
+        stream.close()
+        stream.close()
+        assert "ended" in repr(stream) and list(stream) == []
+    elif way == "drop":
+        del stream
+        gc.collect()
+    elif way == "lose the caller":
+        members.part("a")
+    else:
+        members.members["home"].leave()
     is_closed(members, actor, gate)
 
 
@@ -304,14 +303,6 @@ def test_closing_the_stream_cancels_a_generator_that_awaits(members: Members, ac
     stream.close()
     assert wait_until(lambda: actor.log == ["cancelled"], LONG)
     assert rtr.rpc_sync("home").note(1) == 1
-
-
-@BOTH
-def test_losing_the_caller_closes_the_generator(members: Members, actor: Actor, gate: Gate, method: str) -> None:
-    stream = opened(method, 100)
-    assert next(stream)["number"] == 0
-    members.part("a")
-    is_closed(members, actor, gate)
 
 
 @BOTH
@@ -352,13 +343,6 @@ def test_a_generator_that_waits_for_its_turn_can_be_cancelled(members: Members, 
     assert queued.cancel()
     actor.go.set()
     assert numbers(first) == [0] and rtr.rpc_sync("home").note(1) == 1 and actor.made == 1
-
-
-def test_a_member_that_leaves_closes_its_generators(members: Members, actor: Actor, gate: Gate) -> None:
-    stream = opened("count", 100)
-    assert next(stream)["number"] == 0
-    members.members["home"].leave()
-    assert wait_until(lambda: actor.log == ["closed"] and not gate._admitted, LONG)
 
 
 # --- called through Ray, or by another method of the actor ---------------------------------------------------
