@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import functools
 import math
+import operator
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -69,24 +70,6 @@ def _additional_part(longer: Collection[str], shorter: Collection[str]) -> str |
         if {name.replace(part, "", 1) for name in longer} == set(shorter):
             return part
     return None
-
-
-def dtype_mismatch(name: str, published: str, wanted: str, convert: object) -> str | None:
-    """What is amiss if a tensor is published under one dtype, and the model's has another; None if it is converted."""
-    floating = DTYPES[published].is_floating_point and DTYPES[wanted].is_floating_point
-    if published == wanted or (convert and floating):
-        return None
-    remedy = "convert=True converts it" if floating else "only floating dtypes are converted"
-    return f"{name!r} is {published} as published, and {wanted} in the model ({remedy})"
-
-
-def shape_mismatch(name: str, published: tuple[int, ...], wanted: tuple[int, ...], is_whole: bool) -> str:
-    """What is amiss: the global tensors have other shapes. ``is_whole``: the model's is no shard."""
-    may_be_part = len(published) == len(wanted) and all(
-        its <= most for its, most in zip(wanted, published, strict=True)
-    )
-    remedy = " (for a part of it, pull a Shard or a DTensor)" if is_whole and may_be_part else ""
-    return f"{name!r} is {published} as published, and {wanted} in the model{remedy}"
 
 
 def tied_mismatch(names: tuple[str, str], parts: Sequence[str], what: str = "but differ as published") -> str:
@@ -438,12 +421,21 @@ def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert)
         return f"{name!r} differs between publishers: {_shown(held)}"
     shape, dtype = held[0].global_shape, held[0].dtype
     if shape != wanted.global_shape:
-        return shape_mismatch(name, shape, wanted.global_shape, wanted.box.shape == wanted.global_shape)
-    if held[0].conversion is not None and dtype != wanted.dtype:
+        is_whole = wanted.box.shape == wanted.global_shape and len(shape) == len(wanted.global_shape)
+        may_be_part = is_whole and all(map(operator.le, wanted.global_shape, shape))
+        remedy = " (for a part of it, pull a Shard or a DTensor)" if may_be_part else ""
+        return f"{name!r} is {shape} as published, and {wanted.global_shape} in the model{remedy}"
+    if dtype == wanted.dtype:
+        return None
+    if held[0].conversion is not None:
         return (
             f"{name!r} is {wanted.dtype} in one tensor of the model, and {dtype} in another: BlockFp8 makes one of them"
         )
-    return dtype_mismatch(name, dtype, wanted.dtype, convert)
+    is_floating = DTYPES[dtype].is_floating_point and DTYPES[wanted.dtype].is_floating_point
+    if convert and is_floating:
+        return None
+    remedy = "convert=True converts it" if is_floating else "only floating dtypes are converted"
+    return f"{name!r} is {dtype} as published, and {wanted.dtype} in the model ({remedy})"
 
 
 def _shown(held: Sequence[Held]) -> str:

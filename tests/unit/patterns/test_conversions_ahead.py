@@ -78,21 +78,8 @@ def test_one_version_at_most_is_converted_for_nobody(members: Members, converter
     assert is_quantized(pulled(members, target(SHAPE)), weight(5))
 
 
-def test_a_reader_gets_what_is_being_converted_when_it_is_done(members: Members, converter: Converter) -> None:
-    published(members, {"w": weight(1)})
-    pulled(members, target(SHAPE))
-    converter.began.clear()
-    converter.goes_on.clear()
-    published(members, {"w": weight(2)})
-    assert converter.began.wait(LONG_S)
-    asks = threading.Timer(0.05, converter.goes_on.set)
-    asks.start()
-    assert is_quantized(pulled(members, target(SHAPE)), weight(2))
-    asks.join()
-    assert converter.made == 2
-
-
 def test_a_reader_without_conversion_does_not_wait_for_one(members: Members, converter: Converter) -> None:
+    """One with a conversion gets what is being converted when it is done."""
     published(members, {"w": weight(1)})
     pulled(members, target(SHAPE))
     converter.began.clear()
@@ -101,7 +88,11 @@ def test_a_reader_without_conversion_does_not_wait_for_one(members: Members, con
     assert converter.began.wait(LONG_S)
     model = pulled(members, {"w": torch.zeros(SHAPE)}, convert=False)
     assert torch.equal(model["w"], weight(2))
-    assert not converter.goes_on.is_set()
+    asks = threading.Timer(0.05, converter.goes_on.set)
+    asks.start()
+    assert is_quantized(pulled(members, target(SHAPE)), weight(2))
+    asks.join()
+    assert converter.made == 2
 
 
 def test_a_conversion_that_fails_ahead_is_tried_again_for_the_reader(
