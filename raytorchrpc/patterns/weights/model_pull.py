@@ -386,6 +386,8 @@ class ModelPull:
         if UNUSED in near and not self._options.strict:  # what those alone have would be left out unseen
             self._usable.check_whole()
         request = self._request
+        if self._targets is None:  # some tensor has no memory of its own
+            check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
         assert self._targets is not None
         try:
             made = make_plan(request, self._options, layouts, near, self._local.me.rank, self._targets)

@@ -224,6 +224,30 @@ def test_nested_tensors_are_named(members: Members) -> None:
         rtr.WeightStore("w").publish({"x": nested})
 
 
+class Wrapper(torch.Tensor):
+    """Has a tensor inside, and no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_without_memory_of_its_own_is_named(published: Members) -> None:
+    mine = model(x=Wrapper(torch.zeros(3, 4)))
+    with published.acting("a"):
+        store = rtr.WeightStore.find("w")
+        for _ in range(2):
+            with pytest.raises(rtr.ConfigurationError, match="'x' of the weights for 'w' is a Wrapper, which has no"):
+                store.pull(mine)
+    assert not mine["y"].any()
+
+
 @pytest.mark.parametrize("call", ["publish", "pull", "prefetch"])
 def test_a_model_on_the_meta_device_is_told_what_to_do(members: Members, call: str) -> None:
     meta = torch.nn.Linear(2, 2, device="meta")
