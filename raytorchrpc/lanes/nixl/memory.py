@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import numpy
 import torch
@@ -58,7 +57,7 @@ class HostPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[Block]] = {}
         self._returned: deque[Block] = deque()
-        self._given: dict[int, tuple[Block, weakref.ref[numpy.ndarray]]] = {}
+        self._given: dict[int, Block] = {}
         self._total = 0
         self._spare = 0
         self._closed = False
@@ -112,8 +111,13 @@ class HostPool:
             self.give(block)
             return copied
         view = block.bytes[:size]
-        self._given[id(block)] = (block, weakref.ref(view, partial(_came_back, self._given, self._returned, id(block))))
+        self._given[id(block)] = block
+        weakref.finalize(view, self._come_back, id(block)).atexit = False
         return torch.from_numpy(view)
+
+    def _come_back(self, number: int) -> None:
+        if (block := self._given.pop(number, None)) is not None:  # else the pool has been closed
+            self.give(block)
 
     def close(self) -> None:
         """Deregister all memory. Tensors keep what they use, as ordinary memory."""
@@ -121,7 +125,7 @@ class HostPool:
             self._closed = True
             self._collect()
             blocks = [block for kept in self._free.values() for block in kept]
-            blocks += [block for block, _ in list(self._given.values())]
+            blocks += list(self._given.values())
             self._free.clear()
             self._given.clear()
         for block in blocks:
@@ -149,14 +153,6 @@ class HostPool:
     def _drop(self, block: Block) -> None:
         self._total -= block.size
         self._agent.deregister(block.memory)
-
-
-def _came_back(
-    given: dict[int, tuple[Block, weakref.ref[numpy.ndarray]]], returned: deque[Block], number: int, _: object
-) -> None:
-    found = given.pop(number, None)
-    if found is not None:
-        returned.append(found[0])
 
 
 def _rounded(size: int) -> int:

@@ -108,7 +108,7 @@ class Fabric:
     """The agent of this process, and its peers. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._connecting = threading.Lock()
         """Held while torch may read the URL of a peer, and to remove one. Taken after ``_lock``."""
         self._pid = os.getpid()
@@ -183,7 +183,7 @@ class Fabric:
                 self._stop()
             if self._agent is None:
                 self._start(spec)
-            self._admit(spec.admitted)
+            self.admit(spec.admitted)
             return self._url
 
     def _start(self, spec: AgentSpec) -> None:
@@ -226,7 +226,7 @@ class Fabric:
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware. The agent is never freed in the child, where that would wait for missing threads."""
-        self._lock, self._connecting = threading.Lock(), threading.Lock()
+        self._lock, self._connecting = threading.RLock(), threading.Lock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
         urls = (self._url, *(known.peer.url for known in self._peers.values()))
@@ -240,7 +240,7 @@ class Fabric:
             for peer in peers:
                 if (known := self._peers.get(peer.name)) is not None and known.peer == peer:
                     continue
-                self._remove_peer(peer.name)
+                self.remove_peer(peer.name)
                 self._add_peer(peer, renew=peer.worker_id in self._spoilt)
 
     def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
@@ -267,7 +267,7 @@ class Fabric:
             known = self._peers.get(name)
             if known is not None and known.worker is broken:  # else it was removed, or another thread has renewed it
                 self._spoilt.add(known.peer.worker_id)
-                self._remove_peer(name)
+                self.remove_peer(name)
                 self._add_peer(known.peer, renew=True)
 
     def distrust(self, name: str) -> None:
@@ -279,14 +279,10 @@ class Fabric:
 
     def admit(self, hosts: Sequence[str]) -> None:
         """Allow connections only from these hosts; see AgentSpec.admitted. Existing connections stay."""
-        with self._lock:
-            self._admit(hosts)
-
-    def _admit(self, hosts: Sequence[str]) -> None:
-        if not hosts or not self._listeners:
-            return
         try:
-            tcp.admit_only(self._listeners, tcp.networks(hosts))
+            with self._lock:
+                if hosts and self._listeners:
+                    tcp.admit_only(self._listeners, tcp.networks(hosts))
         except OSError as error:
             logger.warning(
                 "any host that can route to this process can connect to its torchrpc listener, which has no "
@@ -345,11 +341,9 @@ class Fabric:
     def remove_peer(self, name: str) -> None:
         """Remove a peer. Calls to it in flight end by their deadline."""
         with self._lock:
-            self._remove_peer(name)
-
-    def _remove_peer(self, name: str) -> None:
-        known = self._peers.pop(name, None)
-        if known is not None:
+            known = self._peers.pop(name, None)
+            if known is None:
+                return
             if known.opened and known.peer.worker_id in self._spoilt:
                 close_connections(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
             maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
