@@ -287,7 +287,7 @@ class ShmLane(WindowLane):
         if target is not None and target.is_cpu and target.is_contiguous():
             if size := target.nbytes:
                 within(offset, size, flat.nbytes)
-                self._copier.move(target.data_ptr(), flat.data_ptr() + offset, size)
+                self.move(target.data_ptr(), flat.data_ptr() + offset, size)
             return target
         view = view_at(flat, offset, shape)
         if target is None:
