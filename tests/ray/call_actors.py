@@ -171,11 +171,6 @@ class Busy(Peer):
         raise ValueError("on purpose")
 
     @rtr.method
-    def work_twice(self) -> list[int]:
-        """Calls another decorated method of its own."""
-        return [self.work(), self.work()]
-
-    @rtr.method
     def bounce(self, other: str, depth: int) -> list[str]:
         """To the other and back, this many times."""
         me = rtr.current_member().name

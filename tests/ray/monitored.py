@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import ray
-
 import raytorchrpc as rtr
 from tests.ray.actors import Latch, Peer
 
@@ -132,9 +130,3 @@ class Learner(Base):
         """Until ``waits`` or ``stays`` has begun."""
         assert self.begun.wait(60)
         self.begun.clear()
-
-
-class GroupedLearner(Learner):
-    @ray.method(concurrency_group="io")
-    def beside(self) -> str:
-        return "beside"

@@ -85,13 +85,6 @@ def test_a_proxy_can_be_kept_and_used_again(members: Members) -> None:
     assert members.in_a(use_twice) == [2, 4, 6]
 
 
-def test_an_async_actor_calls_and_is_called(members: Members) -> None:
-    async def call() -> list[Any]:
-        return [await rtr.rpc_async(target).double(21) for target in ("a", "async")]
-
-    assert members.in_async(call) == [42, 42]
-
-
 # --- values ----------------------------------------------------------------------------------------------------
 
 
@@ -130,36 +123,12 @@ def test_tensors_anywhere_both_ways(members: Members, size: int) -> None:
     members.in_a(check)
 
 
-def test_many_tensors_in_one_call(members: Members) -> None:
-    def check() -> float:
-        return float(rtr.rpc_sync("b").total(*[torch.ones(10) for _ in range(3000)], last=torch.ones(LARGE)))
-
-    assert members.in_a(check) == 30_000 + LARGE
-
-
 def test_a_read_only_array_from_the_object_store_as_an_argument(members: Members) -> None:
     def check(array: numpy.ndarray) -> None:
         assert not array.flags.writeable
         numpy.testing.assert_array_equal(double("b", array), array * 2)
 
     ray.get(members.a.run.remote(check, ray.put(numpy.arange(LARGE))))
-
-
-def test_a_modules_state_dict(members: Members) -> None:
-    def check() -> None:
-        module = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.BatchNorm1d(400))
-        state = module.state_dict()
-
-        def load() -> dict[str, torch.Tensor]:
-            other = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.BatchNorm1d(400))
-            other.load_state_dict(state)
-            return other.state_dict()
-
-        back = give("b", load)
-        assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
-        assert back.keys() == state.keys()
-
-    members.in_a(check)
 
 
 def test_gradients_stay_behind_outside_a_context(members: Members) -> None:
@@ -347,18 +316,6 @@ def test_callbacks_get_the_future_may_block_and_may_call(members: Members) -> No
         rtr.rpc_async("b").double(20).add_done_callback(callback)
         assert told.wait(20)
         assert done == [42] * 3
-
-    members.in_a(check)
-
-
-def test_callbacks_are_told_of_errors(members: Members) -> None:
-    def check() -> None:
-        told = threading.Event()
-        found: list[Any] = []
-        future = rtr.rpc_async("b").give(lambda: 1 / 0)
-        future.add_done_callback(lambda future: (found.append(future.exception()), told.set()))
-        assert told.wait(20)
-        assert isinstance(found[0], ZeroDivisionError)
 
     members.in_a(check)
 

@@ -61,15 +61,6 @@ def call_many(target: str, method: str, count: int, *args: Any) -> list[Any]:
 # --- sync actors -----------------------------------------------------------------------------------------------
 
 
-def test_a_sync_actor_runs_one_method_at_a_time_however_it_is_called(members: Members) -> None:
-    a = members.handles["a"]
-    direct = [members.inside(name, call_many, "a", "work", 60) for name in ("caller", "other", "b")]
-    through_ray = [a.work.remote() for _ in range(60)]
-    own = members.inside("c", lambda: [rtr.rpc_sync("a").work_twice() for _ in range(20)])
-    ray.get([*direct, *through_ray, own], timeout=60)
-    assert ray.get(a.peak_so_far.remote()) == 1
-
-
 @pytest.mark.parametrize("holder", ["direct", "ray"])
 @pytest.mark.parametrize("waiter", ["direct", "ray"])
 def test_a_method_waits_while_another_runs(members: Members, latch: MakeLatch, holder: str, waiter: str) -> None:
@@ -91,21 +82,6 @@ def test_a_method_waits_while_another_runs(members: Members, latch: MakeLatch, h
 
 def _call(target: str, method: str, *args: Any) -> Any:
     return getattr(rtr.rpc_sync(target), method)(*args)
-
-
-def test_direct_calls_are_served_in_the_order_they_came(members: Members, latch: MakeLatch) -> None:
-    gate = latch()
-
-    def check() -> list[Any]:
-        staying = rtr.rpc_async("other").hold(gate)
-        held = gate.await_arrival()
-        futures = [rtr.rpc_async("other").keep(number) for number in range(20)]
-        gate.release(held)
-        staying.wait()
-        return [future.wait() for future in futures]
-
-    counts = members.in_("caller", check)
-    assert counts == list(range(counts[0], counts[0] + 20))
 
 
 def test_a_long_line_of_calls_waits_for_one_method(members: Members, latch: MakeLatch) -> None:
@@ -226,11 +202,6 @@ def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members) -> N
     assert elapsed < 28
 
 
-def test_many_chains_through_the_same_actors_at_once(members: Members) -> None:
-    ends = [members.inside(name, lambda: rtr.rpc_sync("a").bounce("b", 10)) for name in ("caller", "other")]
-    assert ray.get(ends, timeout=60) == [["a", "b"] * 5 + ["a"]] * 2
-
-
 def test_a_chain_by_torchrpc_alone_needs_no_more_than_two_of_its_threads(spawn: Spawn) -> None:
     actors = {"a": spawn(Busy), "b": spawn(Busy)}
     config = rtr.GroupConfig(lanes=("torchrpc",), torchrpc_threads=2)
@@ -254,11 +225,6 @@ def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_t
     log = members.in_("caller", lambda: rtr.rpc_sync("a").fan_out(["b", "c"]))
     assert len(log) == 40
     assert all(begin == "+" + end[1:] and end[0] == "-" for begin, end in zip(log[::2], log[1::2], strict=True))
-
-
-def test_a_method_may_call_another_of_its_own(members: Members) -> None:
-    assert members.in_("caller", lambda: rtr.rpc_sync("a").work_twice()) == [1, 1]
-    assert ray.get(members.handles["a"].work_twice.remote(), timeout=60) == [1, 1]
 
 
 def test_a_concurrent_method_may_call_what_needs_a_turn_on_behalf_of_a_chain(members: Members) -> None:

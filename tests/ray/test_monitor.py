@@ -17,7 +17,7 @@ import torch
 import raytorchrpc as rtr
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
-from tests.ray.monitored import GroupedLearner, Learner
+from tests.ray.monitored import Learner
 
 MakeLatch = Callable[[], Latch]
 
@@ -218,20 +218,6 @@ def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latc
         gate.release(held)
         get(staying)
         assert get(adding) == 1
-
-
-def test_concurrency_groups_of_a_sync_actor_run_beside_its_methods(spawn: Spawn, latch: MakeLatch) -> None:
-    gate = latch()
-    grouped = spawn(ray.remote(concurrency_groups={"io": 1})(GroupedLearner))
-    caller = spawn(Learner)
-    with rtr.init_group({"learner": grouped, "caller": caller}, name="grouped"):
-        staying = grouped.stays.remote(gate)
-        held = gate.await_arrival()
-        adding = inside(caller, call, "add", 1)
-        assert get(grouped.beside.remote()) == "beside"
-        assert ray.wait([adding], timeout=0.2)[0] == []
-        gate.release(held)
-        get([staying, adding])
 
 
 def test_an_actor_in_no_group_is_left_alone(spawn: Spawn) -> None:

@@ -181,10 +181,6 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
     assert all_given_back(stores)
 
 
-def rtr_instance() -> Any:
-    return insides.actor()
-
-
 @needs_mallinfo
 def test_messages_over_torchrpc_leave_no_memory_behind(two: list[Any], form: Callable[..., rtr.Group]) -> None:
     form(two, shm_bytes=4 * MIB)
