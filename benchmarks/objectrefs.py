@@ -81,7 +81,7 @@ class EmptyTransport(TensorTransportManager):  # type: ignore[misc]
 
 def _row(name: str, transport: str | None, **more: Any) -> Row:
     options = {"tensor_transport": transport, "empty": name == EMPTY}
-    return Row(name, "raytorchrpc" if name == OURS else "for comparison", "rdt", name, options=options, **more)
+    return Row(name, "rdt", name, "raytorchrpc" if name == OURS else "for comparison", options=options, **more)
 
 
 def main(pick: Pick) -> None:

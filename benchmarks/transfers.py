@@ -13,7 +13,7 @@ from raytorchrpc.bench.cases import PATTERN_ROWS, Case, Row, choose
 
 
 def _row(name: str, **more: Any) -> Row:
-    return Row(name, "raytorchrpc", "group", name, **more)
+    return Row(name, "group", name, "raytorchrpc", **more)
 
 
 def calls(pick: Pick) -> None:

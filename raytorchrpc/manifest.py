@@ -11,14 +11,13 @@ from pydantic.functional_validators import AfterValidator
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.runtime_env import DEFAULTS
-from raytorchrpc.text import explain
+from raytorchrpc.text import explain, size_in_bytes
 
 _LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 _RESOURCE = (
     r"(?!nvidia\.com/gpu$|([^/]*\.)?kubernetes\.io/)"
     r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 #: Least memory of a container with Ray and torch, in bytes.
 _LEAST_MEMORY = 1 << 30
 _SHM = "dshm"
@@ -31,10 +30,10 @@ _STORE_SHARE = 0.6
 
 def bytes_of(quantity: str) -> int:
     """A Kubernetes quantity of memory (``64Gi``, ``500M``) in bytes. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(|[kMGT]|[KMGT]i)", quantity)
-    if found is None:
+    size = size_in_bytes(quantity) if re.fullmatch(r"\d+(\.\d+)?(|[kMGT]|[KMGT]i)", quantity) else None
+    if size is None:
         raise ValueError(f"{quantity!r} is not a size; write it like 64Gi or 500M")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return size
 
 
 def _size(quantity: str) -> str:

@@ -16,7 +16,6 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import size_in_bytes
 
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
-Kind = Literal["raytorchrpc", "for comparison", "limit"]
 
 #: What a row may need; ``site.obstacle`` defines when each is met.
 Need = Literal[
@@ -29,10 +28,10 @@ class Row:
     """One link in one variant. Rows with the same ``pair`` share two actors."""
 
     name: str
-    kind: Kind
     transport: str
     """A key of ``links.LINKS``."""
     what: str
+    kind: Literal["raytorchrpc", "for comparison", "limit"] = "for comparison"
     devices: tuple[Device, ...] = DEVICES
     needs: tuple[Need, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -84,7 +83,7 @@ def _lane(name: str, what: str, *lanes: str, published: str = "", **more: Any) -
     config = {**({"lanes": lanes} if lanes else {}), **more.pop("config", {})}
     more.setdefault("carries", lanes[:1])
     known = (published, name) if published else None
-    return Row(name, "raytorchrpc", "group", what, config=config, published=known, **more)
+    return Row(name, "group", what, "raytorchrpc", config=config, published=known, **more)
 
 
 def _torchrpc(name: str, what: str, transports: tuple[str, ...], channels: tuple[str, ...], **more: Any) -> Row:
@@ -99,15 +98,7 @@ def _nccl(name: str, what: str, *needs: str, **more: Any) -> Row:
 
 def _rdt(name: str, what: str, tensor_transport: str, **more: Any) -> Row:
     what = f"Ray Direct Transport over {what}"
-    return _peer(name, "rdt", what, options={"tensor_transport": tensor_transport}, **more)
-
-
-def _peer(name: str, transport: str, what: str, **more: Any) -> Row:
-    return Row(name, "for comparison", transport, what, **more)
-
-
-def _limit(name: str, transport: str, what: str, **more: Any) -> Row:
-    return Row(name, "limit", transport, what, **more)
+    return Row(name, "rdt", what, options={"tensor_transport": tensor_transport}, **more)
 
 
 #: Every row, in the order of the tables.
@@ -135,24 +126,25 @@ ROWS: tuple[Row, ...] = (
     _lane("nng-ipc", "nng (pynng) within one host", "nng", over="ipc", needs=("one host", "pynng"), **_NNG),
     _lane("nixl", "NIXL: one-sided reads through UCX", "socket", "nixl", "torchrpc",
           needs=("nixl",), carries=("nixl",)),
-    _peer("ray", "ray", "Ray's object store", pair="plain", host_copies=8, in_store=True),
-    _peer("ray-zero-copy", "ray", "Ray's object store with zero-copy tensors",
-          env={"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, host_copies=6, in_store=True),
+    Row("ray", "ray", "Ray's object store", pair="plain", host_copies=8, in_store=True),
+    Row("ray-zero-copy", "ray", "Ray's object store with zero-copy tensors",
+        env={"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, host_copies=6, in_store=True),
     _rdt("ray-rdt-gloo", "Gloo", "gloo", **_CPU),
     _rdt("ray-rdt-nccl", "NCCL", "nccl", needs=("two GPUs", "NCCL"), **_CUDA),
     _rdt("ray-rdt-torchrpc", "raytorchrpc", "TORCHRPC"),
     _rdt("ray-rdt-nixl", "NIXL", "nixl", needs=("nixl",)),
     _rdt("ray-rdt-cuda-ipc", "CUDA IPC: both actors on one GPU, the only way it works", "cuda_ipc",
          needs=("one host",), one_gpu=True, **_CUDA),
-    _peer("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
-    _peer("bare-nccl", "nccl", "NCCL send and receive, no call", needs=("two GPUs", "NCCL"), **_CUDA),
-    _peer("bare-nng", "nng", "nng (pynng) over TCP, no call",
-          needs=("pynng",), published=(_BETWEEN, "nng-TCP"), **_NNG),
-    _limit("bare-socket", "socket", "a TCP socket", pair="plain", **_CPU),
-    _limit("bare-socket-x4", "socket", "four TCP sockets in parallel", pair="plain", options={"streams": 4}, **_CPU),
-    _limit("memcpy", "copy", "a copy into warm memory, in one process", pair="plain", **_CPU),
-    _limit("gpu-copy", "copy", "a copy between the GPUs, in one process",
-           needs=("one host",), options={"alone": True}, **_CUDA),
+    Row("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
+    Row("bare-nccl", "nccl", "NCCL send and receive, no call", needs=("two GPUs", "NCCL"), **_CUDA),
+    Row("bare-nng", "nng", "nng (pynng) over TCP, no call",
+        needs=("pynng",), published=(_BETWEEN, "nng-TCP"), **_NNG),
+    Row("bare-socket", "socket", "a TCP socket", "limit", pair="plain", **_CPU),
+    Row("bare-socket-x4", "socket", "four TCP sockets in parallel", "limit",
+        pair="plain", options={"streams": 4}, **_CPU),
+    Row("memcpy", "copy", "a copy into warm memory, in one process", "limit", pair="plain", **_CPU),
+    Row("gpu-copy", "copy", "a copy between the GPUs, in one process", "limit",
+        needs=("one host",), options={"alone": True}, **_CUDA),
 )
 # fmt: on
 
@@ -169,11 +161,11 @@ OURS, FLOOR = "auto", "floor"
 #: The rows of patterns, in the order of their tables.
 PATTERN_ROWS: tuple[Row, ...] = (
     _lane(OURS, "raytorchrpc, with the lanes it chooses by itself"),
-    _peer("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
-    _peer("ray", "ray", "Ray actor calls"),
-    _peer("ray-graph", "graph", "a Ray Compiled Graph, called by the driver", own_turn=True),
-    _peer("bare-nccl", "nccl", "NCCL send and receive with an acknowledgement, no call", needs=("two GPUs", "NCCL")),
-    _limit(FLOOR, "echo", "a bare echo of as many bytes over a Unix socket, paced alike, no call", **_CPU),
+    Row("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
+    Row("ray", "ray", "Ray actor calls"),
+    Row("ray-graph", "graph", "a Ray Compiled Graph, called by the driver", own_turn=True),
+    Row("bare-nccl", "nccl", "NCCL send and receive with an acknowledgement, no call", needs=("two GPUs", "NCCL")),
+    Row(FLOOR, "echo", "a bare echo of as many bytes over a Unix socket, paced alike, no call", "limit", **_CPU),
 )
 
 
