@@ -108,18 +108,6 @@ def is_cancelled(future: Future[Any]) -> None:
 # --- the method ----------------------------------------------------------------------------------------------
 
 
-def test_a_queued_call_never_runs(members: Members, actor: Actor) -> None:
-    running = rtr.rpc_async("home").hold("running")
-    assert actor.began.wait(LONG)
-    queued, last = rtr.rpc_async("home").note(1), rtr.rpc_async("home").note(2)
-    assert in_flight(members)[0] == 3 and queued.cancel()
-    is_cancelled(queued)
-    assert wait_until(lambda: in_flight(members)[0] == 2, LONG), "it takes part in flow control no more"
-    actor.go.set()
-    assert running.result() == "running" and last.result() == 2
-    assert actor.log == ["held", "noted"]
-
-
 def test_a_cancelled_call_is_in_the_trace_of_its_callee(members: Members, actor: Actor) -> None:
     tracer = Tracer(0, 100)
     members.members["home"].trace(tracer)
@@ -180,13 +168,6 @@ def test_a_coroutine_whose_first_step_has_not_come_never_begins(
     blocked.set()
     assert rtr.rpc_sync("home").note(1) == 1, "it has given its admission back"
     assert not actor.began.is_set() and actor.log == ["noted"]
-
-
-def test_it_goes_along_a_chain_of_coroutines(members: Members, actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytorchrpc.calls.server.gates.gate_of", lambda instance, group: Gate(1))
-    running = rtr.rpc_async("home").pass_on("b")
-    assert actor.began.wait(LONG) and running.cancel()
-    assert wait_until(lambda: actor.log == ["the caller of b.stay cancelled it", "left"], LONG)
 
 
 def test_a_cancellation_that_overtakes_its_call_stops_it(members: Members, actor: Actor) -> None:
