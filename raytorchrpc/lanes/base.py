@@ -16,9 +16,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
-from raytorchrpc.process.completion import Completion, run_reported
+from raytorchrpc.process.completion import Completion, nothing, run_reported
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape, view_at
 
 T = TypeVar("T")

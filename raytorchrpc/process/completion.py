@@ -62,6 +62,10 @@ class Completion:
         """Called under the lock, when the first callback is added, and when it is completed with callbacks."""
 
 
+def nothing() -> None:
+    """A callback for those that need none."""
+
+
 def run_reported(callback: Callable[[], object]) -> None:
     """Run a callback; report an exception from it, because others have to run all the same."""
     try:

@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
-
-def nothing() -> None:
-    """Do nothing."""
+from raytorchrpc.process.completion import nothing
 
 
 def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:

@@ -44,8 +44,8 @@ from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, USES, Export
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape, span_of, within
 
 #: Most allocations of peers kept mapped; beyond that, the least recently used is unmapped.

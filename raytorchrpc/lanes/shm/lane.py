@@ -39,9 +39,9 @@ from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.memory import Arena, Borrower, Lender, PeerArena, Slot
 from raytorchrpc.process import threads
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.cuda_streams import nothing
 from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at, within
 
 #: Most arenas with slots to be returned later.

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from raytorchrpc.errors import SerializationError
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors.codec import Codec
-from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
+from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import copied
 from raytorchrpc.tensors.plain_values import is_ordinary, is_plain
 

@@ -26,7 +26,8 @@ from raytorchrpc.patterns.weights.published import Readable, lease_end
 from raytorchrpc.patterns.weights.pull_plan import Selection
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import Layout, Snapshot, SnapshotPool, TensorSpec, VersionMemory
-from raytorchrpc.tensors.cuda_streams import nothing, own_streams
+from raytorchrpc.process.completion import nothing
+from raytorchrpc.tensors.cuda_streams import own_streams
 
 #: Requests for large messages that are sent before the first of them has to be answered.
 AHEAD = 2

@@ -27,8 +27,9 @@ from raytorchrpc.patterns.weights.model_tensors import (
 )
 from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.cuda_streams import follow_streams, nothing
+from raytorchrpc.tensors.cuda_streams import follow_streams
 from raytorchrpc.tensors.dtypes import unrecorded
 
 _INSTEAD = "swap(in_place=True) copies into the tensors instead"

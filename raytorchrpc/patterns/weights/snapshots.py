@@ -22,9 +22,10 @@ from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Region, Row, cut
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.cuda_streams import handoff_streams, nothing
+from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, unrecorded, view_at
 
 _ALIGN = 64
