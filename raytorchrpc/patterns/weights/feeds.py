@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -124,8 +123,6 @@ class Feed(Snapshot):
         """
         self._waits: Waits[int] = Waits(local.deadlines, self._changing)
         self._has_failed = False
-        self._unread = threading.Event()
-        self._unread.set()
         self.ended = DeferredReply()
         """Of a feed that is not lasting: settled with whether everything that came was sound."""
 
@@ -141,17 +138,6 @@ class Feed(Snapshot):
         with self._changing:
             self._here.append(here)
             self._waits.settle(number.__eq__, number)
-
-    def set_read(self) -> None:
-        """A reader has begun."""
-        self._unread.clear()
-
-    def set_unread(self) -> None:
-        self._unread.set()
-
-    def wait_for_readers(self, seconds: float) -> None:
-        """Block until no reader is left, but not longer."""
-        self._unread.wait(seconds)
 
     def fail(self) -> None:
         """No more pieces come."""
@@ -229,7 +215,7 @@ class Feeds(Readable):
         with self._lock:  # no reader begins any more
             self._is_over(signature, feed)
         feed.ended.settle(True)
-        feed.wait_for_readers(patience_s)
+        self.pool.wait_unread(feed, patience_s)
         self.pool.revoke(feed)
         for device in {tensor.get_device() for piece in feed.parts for tensor in piece if tensor.is_cuda}:
             self._fence(device)
@@ -252,7 +238,6 @@ class Feeds(Readable):
                 if not (feed.is_lasting or self._can_send(feed, caller)):
                     return 0
                 number = self.pool.lease(feed, caller, lease_end(seconds))
-                feed.set_read()
                 return number
 
         with self._lock:

@@ -10,6 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any
 
 from raytorchrpc.calls.scope import refuse_on_loop
@@ -26,27 +27,24 @@ from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
 
 
+@dataclass(eq=False)
 class Transfer:
     """One pull into buffers, by a thread of its own."""
 
-    def __init__(
-        self,
-        store: Any,
-        version: int | None,
-        since: int | None,
-        timeout: float | None,
-        options: dict[str, Any],
-        buffers: ModelBuffers,
-        specs: dict[str, BufferSpec],
-    ) -> None:
-        """``store``: a ``WeightStore``. ``options``: see ``WeightStore.pull``."""
-        self._store, self._version, self._since, self._timeout = store, version, since, timeout
-        self._options, self._buffers, self._specs = options, buffers, specs
-        self.wanted = True
-        self.handle: Callable[[], object] = lambda: None  # returns None once no handle refers to this
-        self.outcome = DeferredReply()
+    store: Any  # a ``WeightStore``
+    version: int | None
+    since: int | None
+    timeout: float | None
+    options: dict[str, Any]  # see ``WeightStore.pull``
+    buffers: ModelBuffers
+    specs: dict[str, BufferSpec]
+    wanted: bool = True
+    brought: bool = False  # whether the buffers have the version; False if the model has it already
+    handle: Callable[[], object] = lambda: None  # returns None once no handle refers to this
+    outcome: DeferredReply = field(default_factory=DeferredReply)
+
+    def __post_init__(self) -> None:
         self.outcome.set_running_or_notify_cancel()  # a cancelled coroutine does not cancel it
-        self.brought = False  # whether the buffers have the version; False if the model has it already
 
     def run(self) -> None:
         """Pull, and settle ``outcome``."""
@@ -61,40 +59,40 @@ class Transfer:
 
     def version_of_model(self) -> int | None:
         """The version that the model holds bit for bit, according to ``since``; None if that is not certain."""
-        has_all = self._options["strict"] and not self._options["only"]
-        return self._since if has_all and self._has_since() else None
+        has_all = self.options["strict"] and not self.options["only"]
+        return self.since if has_all and self._has_since() else None
 
     def _has_since(self) -> bool:
         """Whether the model may have the version that ``since`` says."""
-        return self._since is not None and self._store._has_pulled(self._since, Options.of(**self._options))
+        return self.since is not None and self.store._has_pulled(self.since, Options.of(**self.options))
 
     def _pull(self) -> int:
-        local, wait_s = run(begin_operation(self._timeout, self._store.home))
+        local, wait_s = run(begin_operation(self.timeout, self.store.home))
         until = time.monotonic() + wait_s
         del local
-        if not self._buffers.writing.acquire(timeout=wait_s):
+        if not self.buffers.writing.acquire(timeout=wait_s):
             raise RpcTimeout(
-                f"a cancelled prefetch from {self._store.name!r} still writes to the buffers of this model after "
+                f"a cancelled prefetch from {self.store.name!r} still writes to the buffers of this model after "
                 f"{wait_s:.3g} s"
             )
         try:
             if not self.wanted or self.handle() is None:
-                raise _cancelled(self._store.name)
+                raise _cancelled(self.store.name)
             return self._pull_into_buffers(until)
         finally:
-            self._buffers.writing.release()
+            self.buffers.writing.release()
 
     def _pull_into_buffers(self, until: float) -> int:
-        buffers, store, options = self._buffers, self._store, Options.of(**self._options)
-        if self._since is not None or buffers.reader is None:
+        buffers, store, options = self.buffers, self.store, Options.of(**self.options)
+        if self.since is not None or buffers.reader is None:
             newest: int = store.wait(0, _left(until))  # binds the handle
-            if self._since == (newest if self._version is None else self._version) and self._has_since():
-                return self._since
+            if self.since == (newest if self.version is None else self.version) and self._has_since():
+                return self.since
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
-        with buffers.writable(self._specs) as held:
+        with buffers.writable(self.specs) as held:
             tensors, held = buffers.as_model(), held if options == buffers.options and not options.only else None
-            pulled: int = buffers.reader.pull(tensors, self._version, since=held, timeout=_left(until), **self._options)
+            pulled: int = buffers.reader.pull(tensors, self.version, since=held, timeout=_left(until), **self.options)
         names = buffers.names
         if pulled != held:
             brings_all = options.strict and not options.only

@@ -243,9 +243,6 @@ class Snapshot:
                 self.note_own_reads()
         return [self._equal[pair] for pair in pairs]
 
-    def set_unread(self) -> None:
-        """Called when its last lease has ended. Quick: the pool holds its lock."""
-
     def note_own_reads(self) -> None:
         """Have the thread that writes to this memory next wait for what this thread's CUDA streams read of it."""
         if any(piece.is_cuda for piece in self.memory.pieces):
@@ -288,6 +285,7 @@ class SnapshotPool:
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._leave, self._fence = leave, fence
         self._lock = threading.Lock()
+        self._released = threading.Condition(self._lock)
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
@@ -351,14 +349,18 @@ class SnapshotPool:
                 return False
             snapshot, _, cancel_deadline = lease
             snapshot.readers -= 1
-            if not snapshot.readers:
-                snapshot.set_unread()
+            self._released.notify_all()
             self._reuse(snapshot)
         cancel_deadline()
         return True
 
     def _expire(self, number: int) -> None:
         self.release(number)
+
+    def wait_unread(self, snapshot: Snapshot, seconds: float) -> None:
+        """Block until no lease on a snapshot is left, but not longer."""
+        with self._released:
+            self._released.wait_for(lambda: not snapshot.readers, seconds)
 
     def revoke(self, snapshot: Snapshot) -> None:
         """End all leases on a snapshot."""
