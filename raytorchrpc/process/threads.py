@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
@@ -137,32 +138,20 @@ def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thr
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Like ``asyncio.to_thread``, on a thread of its own. If none can be started, nothing is left to run later."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: Future[T] = Future()
     context = contextvars.copy_context()
 
-    def finish(value: Any, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(value)
-        else:
-            done.set_exception(error)
-
     def work() -> None:
-        value, error = None, None
+        if not done.set_running_or_notify_cancel():  # its task was cancelled
+            return
         try:
-            value = context.run(function, *args, **kwargs)
-        except BaseException as raised:
-            # A Future does not accept StopIteration.
-            error = RuntimeError(f"it raised {raised!r}") if isinstance(raised, StopIteration) else raised
-        try:
-            loop.call_soon_threadsafe(finish, value, error)
-        except RuntimeError as closed:  # the loop was closed meanwhile
-            logger.debug("the result of %r arrived after its loop was closed: %s", function, closed)
+            done.set_result(context.run(function, *args, **kwargs))
+        except BaseException as error:
+            # A coroutine cannot raise StopIteration.
+            done.set_exception(RuntimeError(f"it raised {error!r}") if isinstance(error, StopIteration) else error)
 
     start(work, name="raytorchrpc-await")
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 def pause() -> None:

@@ -22,36 +22,27 @@ def taken(window: CreditWindow, size: int) -> Credit:
     return credit
 
 
-def test_calls_are_counted() -> None:
-    window = CreditWindow(2, 10**9)
-    first, second = taken(window, 0), taken(window, 0)
-    assert window.take(0) is None
-    first.give_back()
-    third = taken(window, 0)
-    assert window.take(0) is None
-    second.give_back()
-    third.give_back()
+@pytest.mark.parametrize(
+    ("max_calls", "max_bytes", "inside", "refused", "fits"),
+    [
+        (2, 10**9, [0, 0], 0, None),
+        (100, 10, [4], 7, 6),
+        (100, 10, [1000], 0, None),  # larger than the window: it goes alone
+    ],
+)
+def test_calls_and_bytes_are_counted(
+    max_calls: int, max_bytes: int, inside: list[int], refused: int, fits: int | None
+) -> None:
+    window = CreditWindow(max_calls, max_bytes)
+    credits = [taken(window, size) for size in inside]
+    assert window.take(refused) is None
+    if fits is not None:
+        credits.append(taken(window, fits))
+    credits.pop().give_back()
+    credits.append(taken(window, 0))
+    for credit in (*credits, *credits):  # given back twice, it counts once
+        credit.give_back()
     assert (window.calls, window.bytes) == (0, 0)
-
-
-def test_bytes_are_counted_and_a_call_above_them_goes_alone() -> None:
-    window = CreditWindow(100, 10)
-    small = taken(window, 4)
-    assert window.take(7) is None
-    taken(window, 6).give_back()
-    small.give_back()
-    large = taken(window, 1000)
-    assert window.take(0) is None
-    large.give_back()
-    assert (window.calls, window.bytes) == (0, 0)
-
-
-def test_a_credit_given_back_twice_counts_once() -> None:
-    window = CreditWindow(2, 100)
-    first, _ = taken(window, 10), taken(window, 20)
-    first.give_back()
-    first.give_back()
-    assert (window.calls, window.bytes) == (1, 20)
 
 
 def test_who_waits_is_served_in_order_and_before_later_ones() -> None:
