@@ -7,7 +7,6 @@ quick and can be repeated. A group forms in three steps: ``probe`` changes nothi
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
@@ -21,11 +20,11 @@ from typing import Any, TypeVar
 
 import ray
 
-from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
-from raytorchrpc.calls.server.exposed import exposed, take_turns
+from raytorchrpc.calls.server.exposed import methods_of, take_turns
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
@@ -126,7 +125,7 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     torch_internals.wait_for_rrefs_inside(allow_calls)
     me = replace(spec.member, rpc_name=identity.name, worker_id=identity.worker_id)
     max_bytes = spec.config.max_bytes_in_flight or default_capacity()
-    methods = exposed_methods(instance)
+    methods = methods_of(instance)
     take_turns()
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes, services)
@@ -310,20 +309,6 @@ def asked_for_gpu(instance: Any) -> bool:
 
         return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
-
-
-def exposed_methods(instance: Any) -> dict[str, Any]:
-    """The actor's methods that ``rtr.method`` exposes, by name, with their options."""
-    cls = type(instance)
-    found = {}
-    for name in dir(cls) if instance is not None else ():
-        function = inspect.getattr_static(cls, name, None)  # getattr would run the class's own descriptors
-        note = exposed(function)
-        if note is not None:
-            # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.
-            group = note.concurrency_group or ray_internals.concurrency_group_of(function)
-            found[name] = note._replace(concurrency_group=group)
-    return found
 
 
 def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:

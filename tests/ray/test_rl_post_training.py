@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from examples import rl_post_training
 
-pytest.importorskip("transformers", reason="the example needs transformers: pip install '.[llm]'")
 
-
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None,  # to import it takes a second of every test run
+    reason="the example needs transformers: pip install '.[llm]'",
+)
 @pytest.mark.slow  # each of five processes imports transformers
 @pytest.mark.usefixtures("cluster")
 def test_the_reward_rises_though_a_generator_is_killed(capsys: pytest.CaptureFixture[str]) -> None:

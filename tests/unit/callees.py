@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
-from raytorchrpc.calls.server.exposed import Exposed, in_turn
+from raytorchrpc.calls.server.exposed import Exposed, in_turn, methods_of
 from raytorchrpc.calls.server.gates import Gate
 from raytorchrpc.calls.server.incoming import IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
@@ -17,7 +17,18 @@ from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors.codec import Codec
 
-__all__ = ["TOKEN", "Deadlines", "DeferredReply", "Exposed", "Gate", "deferred", "exposed", "in_turn", "make_callee"]
+__all__ = [
+    "TOKEN",
+    "Deadlines",
+    "DeferredReply",
+    "Exposed",
+    "Gate",
+    "deferred",
+    "exposed",
+    "in_turn",
+    "make_callee",
+    "methods_of",
+]
 
 TOKEN = "1"
 """Of the callee's process."""

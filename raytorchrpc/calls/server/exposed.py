@@ -46,6 +46,20 @@ def exposed(function: Any) -> Exposed | None:
     return note
 
 
+def methods_of(instance: Any) -> dict[str, Exposed]:
+    """The methods of an actor that ``rtr.method`` exposes, by name; none of None, which is a driver."""
+    cls = type(instance)
+    found = {}
+    for name in dir(cls) if instance is not None else ():
+        function = inspect.getattr_static(cls, name, None)  # getattr would run the class's own descriptors
+        note = exposed(function)
+        if note is not None:
+            # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.
+            group = note.concurrency_group or ray_internals.concurrency_group_of(function)
+            found[name] = note._replace(concurrency_group=group)
+    return found
+
+
 class _Turn:
     """A turn of one method at its actor's gate, if it needs one. ``with turn:`` runs a step of the method inside."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import raytorchrpc as rtr
-from raytorchrpc.membership.join import exposed_methods
+from tests.unit.callees import methods_of
 
 
 class ClassLevel:
@@ -30,9 +30,9 @@ class Actor:
 
 
 def test_decorated_methods_are_exposed_and_no_code_of_the_class_runs() -> None:
-    found = exposed_methods(Actor())
+    found = methods_of(Actor())
     assert {name: note.retry for name, note in found.items()} == {"offered": 0, "repeated": 2}
-    assert exposed_methods(None) == {}, "a driver exposes nothing"
+    assert methods_of(None) == {}, "a driver exposes nothing"
 
 
 class Local:
