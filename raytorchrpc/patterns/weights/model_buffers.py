@@ -131,10 +131,6 @@ class ModelTensors:
             f"cancel the prefetch, and prefetch again"
         )
 
-    def check_lasting(self, names: frozenset[str]) -> None:
-        """Raise ConfigurationError, which names it, for one of these that ``state_dict`` makes anew each time."""
-        check_lasting(self._store, self._model, {name: tensor for name, tensor in self.own.items() if name in names})
-
     def check_replaceable(self, names: frozenset[str]) -> None:
         """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
         if not isinstance(self._model, torch.nn.Module):
@@ -309,7 +305,7 @@ class ModelBuffers:
         for name, target in zip(by_slot.values(), targets, strict=True):
             if (obstacle := obstacle_of(target)) is not None:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
-        model.check_lasting(self.names)
+        check_lasting(model._store, model._model, {name: model.own[name] for name in self.names})
         self._take_from_pull()
         with unrecorded(targets):
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])
@@ -325,17 +321,12 @@ class BuffersByModel:
 
     def of(self, model: Model, store: str) -> tuple[ModelBuffers, ModelTensors]:
         """The buffers of a model (of a mapping: as long as its first tensor lives), and its tensors."""
-        known: ModelBuffers | None = None
-        if isinstance(model, torch.nn.Module):
-            with self._lock:
-                known = self._buffers.get(model)  # type: ignore[no-untyped-call]
-        tensors = ModelTensors(model, store, None if known is None else known.known)
-        key = model if isinstance(model, torch.nn.Module) else next(iter(tensors.own.values()), None)
-        if key is None:
-            return ModelBuffers(), tensors
+        key = model if isinstance(model, torch.nn.Module) else next(iter(_state_of(model).saved.values()), None)
+        if not isinstance(key, (torch.nn.Module, torch.Tensor)):  # no tensor, or no model
+            return ModelBuffers(), ModelTensors(model, store)
         with self._lock:
-            found: ModelBuffers | None = self._buffers.get(key)  # type: ignore[no-untyped-call]
-            if found is None:
-                found = self._buffers[key] = ModelBuffers()
+            found = self._buffers.get(key) or ModelBuffers()  # type: ignore[no-untyped-call]
+        tensors = ModelTensors(model, store, found.known)
         found.known = tensors.known
-        return found, tensors
+        with self._lock:
+            return self._buffers.setdefault(key, found), tensors  # type: ignore[no-untyped-call]
