@@ -129,7 +129,7 @@ def _pull(instance: Any, object_id: str, process: str, to_cpu: bool) -> list[tor
     return [tensor.cpu() for tensor in kept.tensors] if to_cpu else kept.tensors
 
 
-SERVICES = {PULL: Exposed(_pull, True, None, False, False, False, frozen=True)}
+SERVICES = {PULL: Exposed(_pull, concurrent=True, frozen=True)}
 
 
 def _on_cpu(kept: _Kept) -> Encoded:

@@ -58,8 +58,7 @@ def exposed(function: Callable[..., Any], **options: Any) -> Exposed:
     """
     if "ahead" in options:
         options["call"] = ServedStream
-    defaults = {"concurrent": True, "concurrency_group": None, "is_coroutine": False, "share": False, "keep": False}
-    return Exposed(function, **{**defaults, **options})
+    return Exposed(function, **{"concurrent": True, **options})
 
 
 def deferred(reply: object) -> DeferredReply:

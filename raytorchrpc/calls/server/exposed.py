@@ -18,11 +18,11 @@ class Exposed(NamedTuple):
     """What ``@method`` records about a function: the function, and how it may run."""
 
     function: Callable[..., Any]
-    concurrent: bool
-    concurrency_group: str | None
-    is_coroutine: bool
-    share: bool
-    keep: bool
+    concurrent: bool = False
+    concurrency_group: str | None = None
+    is_coroutine: bool = False
+    share: bool = False
+    keep: bool = False
     frozen: bool = False
     """For a method of the package's own: its results do not change, so they need no copy before they are sent."""
     retry: int = 0
@@ -37,7 +37,7 @@ class Exposed(NamedTuple):
 
 def service(function: Callable[..., Any]) -> Exposed:
     """A method of the package's own that every member serves; see ``Exposed.service``."""
-    return Exposed(function, True, None, False, False, False, frozen=True, service=True)
+    return Exposed(function, concurrent=True, frozen=True, service=True)
 
 
 def exposed(function: Any) -> Exposed | None:

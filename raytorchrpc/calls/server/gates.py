@@ -83,6 +83,10 @@ class _Waiter(Completion):
         self.complete()
         return False
 
+    def leave(self) -> None:
+        assert self.admission is not None
+        self.admission.leave()
+
 
 class _Queued(NamedTuple):
     """A job, or a waiter, in a gate's queue."""
@@ -218,22 +222,14 @@ class Gate:
         admission = self.enter_now(label)
         if admission is not None:
             return admission
-        loop, waiter = asyncio.get_running_loop(), _Waiter(label)
-        admitted: asyncio.Future[None] = loop.create_future()
-
-        def settle() -> None:
-            if not admitted.cancelled():
-                admitted.set_result(None)
-            elif waiter.admission is not None:
-                waiter.admission.leave()
-
-        waiter.add_done_callback(lambda: loop.call_soon_threadsafe(settle))
+        loop, waiter, admitted = asyncio.get_running_loop(), _Waiter(label), asyncio.Event()
+        waiter.add_done_callback(lambda: loop.call_soon_threadsafe(admitted.set))
         self._queue_up(waiter)
         try:
-            await admitted
+            await admitted.wait()
         except asyncio.CancelledError:
-            if admitted.done() and not admitted.cancelled() and waiter.admission is not None:
-                waiter.admission.leave()  # cancelled between its admission and its next step
+            if not self.withdraw(waiter):  # it has its admission, or is about to
+                waiter.add_done_callback(waiter.leave)
             raise
         assert waiter.admission is not None
         return waiter.admission
@@ -365,7 +361,7 @@ class Gate:
 
     # --- jobs that wait ----------------------------------------------------------------------------------------------
 
-    def withdraw(self, job: Job) -> bool:
+    def withdraw(self, job: Job | _Waiter) -> bool:
         """Remove a job that waits for an admission; False if there is none."""
         with self.lock:
             for queue in self._queues():

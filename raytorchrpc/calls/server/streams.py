@@ -260,4 +260,4 @@ def _never(*_: Any) -> None:
     raise AssertionError("an ItemRequest answers itself")
 
 
-SERVICES = {NEXT: Exposed(_never, True, None, False, False, False, service=True, call=ItemRequest)}
+SERVICES = {NEXT: Exposed(_never, concurrent=True, service=True, call=ItemRequest)}
