@@ -22,7 +22,6 @@ from raytorchrpc.calls.server.incoming import IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
-from raytorchrpc.calls.server.streams import StreamTable
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.base import MessageLane, TensorLane, windows
@@ -85,16 +84,7 @@ class LocalMember:
             self.deadlines,
         )
         token = process_token(generation, me.rank, me.incarnation)
-        callee = Callee(
-            me.name,
-            instance,
-            self,
-            self.codec,
-            self.payloads,
-            self.workers,
-            self.deadlines,
-            StreamTable(),
-        )
+        callee = Callee(me.name, instance, self, self.codec, self.payloads, self.workers, self.deadlines)
         served = {**GUEST_SERVICES, **STREAM_SERVICES, **(services or {})}
         self.incoming = IncomingCalls(token, methods, served, callee, self.peers)
         self.services.open("stream", "", lambda: callee.streams)

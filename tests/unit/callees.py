@@ -12,7 +12,7 @@ from raytorchrpc.calls.server.gates import Gate
 from raytorchrpc.calls.server.incoming import IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import DeferredReply, Services
-from raytorchrpc.calls.server.streams import ServedStream, StreamTable
+from raytorchrpc.calls.server.streams import ServedStream
 from raytorchrpc.lanes.base import TensorLane
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors.codec import Codec
@@ -48,7 +48,7 @@ def make_callee(
         peers.add_peer(PeerRoute(Member(rank, f"caller {rank}", None, "node", 0, "", rank + 1), unused, unused, unused))
     payloads = Payloads(99, tensor_lanes or {})
     workers = Workers("test")
-    callee = Callee("callee", None, local, codec, payloads, workers, deadlines, StreamTable())
+    callee = Callee("callee", None, local, codec, payloads, workers, deadlines)
     return IncomingCalls(TOKEN, methods or {}, {}, callee, peers)
 
 

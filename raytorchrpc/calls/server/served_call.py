@@ -167,6 +167,49 @@ class CancellableCalls:
         return call if call is not None and call.cancel() else None
 
 
+class StreamTable:
+    """The streams that are open, by number; see ``services.Served``. Thread-safe."""
+
+    instance_id = 0
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Any] = {}
+        self._numbers = itertools.count(1)
+
+    def add(self, stream: Any) -> int:
+        """Returns its number."""
+        number = next(self._numbers)
+        self._streams[number] = stream
+        return number
+
+    def find(self, number: int) -> Any:
+        """The stream of that number, if it is open."""
+        return self._streams.get(number)
+
+    def remove(self, number: int) -> None:
+        """The stream has ended. Idempotent."""
+        self._streams.pop(number, None)
+
+    def end(self, number: int) -> None:
+        """Its caller has closed it."""
+        if (stream := self._streams.get(number)) is not None:
+            stream.close()
+
+    def lose(self, rank: int) -> None:
+        """Close the streams of a member that is away or gone."""
+        for stream in list(self._streams.values()):
+            if stream.route.member.rank == rank:
+                stream.close()
+
+    def keep_only(self, rank: int, process: str | None) -> None:
+        """A member that was away has no streams."""
+
+    def close(self, error: Exception) -> None:
+        """Close all streams."""
+        for stream in list(self._streams.values()):
+            stream.close()
+
+
 class Callee:
     """The parts of one member that all its served calls share."""
 
@@ -179,14 +222,15 @@ class Callee:
         payloads: Payloads,
         workers: Workers,
         deadlines: Deadlines,
-        streams: Any,
     ) -> None:
-        """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor.
-        ``streams``: a ``streams.StreamTable``.
-        """
+        """``instance``: the actor; None in a driver. ``local``: what services get instead of the actor."""
         self.name, self.instance, self.local = name, instance, local
         self.codec, self.payloads, self.workers, self.deadlines = codec, payloads, workers, deadlines
-        self.streams, self.replies, self.cancellable = streams, Replies(name, codec, deadlines), CancellableCalls()
+        self.replies, self.cancellable, self.streams = (
+            Replies(name, codec, deadlines),
+            CancellableCalls(),
+            StreamTable(),
+        )
         self.is_async = instance is not None and ray_internals.actor_is_async()
         self.tasks: set[asyncio.Task[None]] = set()
         """The calls on event loops."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
@@ -24,49 +23,6 @@ from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING
 
 logger = logging.getLogger(__name__)
-
-
-class StreamTable:
-    """The streams that are open, by number; see ``services.Served``. Thread-safe."""
-
-    instance_id = 0
-
-    def __init__(self) -> None:
-        self._streams: dict[int, ServedStream] = {}
-        self._numbers = itertools.count(1)
-
-    def add(self, stream: ServedStream) -> int:
-        """Returns its number."""
-        number = next(self._numbers)
-        self._streams[number] = stream
-        return number
-
-    def find(self, number: int) -> ServedStream | None:
-        """The stream of that number, if it is open."""
-        return self._streams.get(number)
-
-    def remove(self, number: int) -> None:
-        """The stream has ended. Idempotent."""
-        self._streams.pop(number, None)
-
-    def end(self, number: int) -> None:
-        """Its caller has closed it."""
-        if (stream := self._streams.get(number)) is not None:
-            stream.close()
-
-    def lose(self, rank: int) -> None:
-        """Close the streams of a member that is away or gone."""
-        for stream in list(self._streams.values()):
-            if stream.route.member.rank == rank:
-                stream.close()
-
-    def keep_only(self, rank: int, process: str | None) -> None:
-        """A member that was away has no streams."""
-
-    def close(self, error: Exception) -> None:
-        """Close all streams."""
-        for stream in list(self._streams.values()):
-            stream.close()
 
 
 class ServedStream(ServedCall):
