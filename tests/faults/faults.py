@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tests.faults import strangers
@@ -127,7 +127,7 @@ class Stop(Staged):
     """SIGSTOP, and SIGCONT after so many seconds, whatever happened meanwhile."""
 
     seconds: float = 1.0
-    absent: str = ""  # type: ignore[misc]
+    absent: str = field(default="", kw_only=True)  # type: ignore[misc]
     """It begins when this member is said to be lost, and ends when it is back, or after the seconds."""
 
     def hit(self, on: Strike) -> None:
