@@ -1,4 +1,4 @@
-"""ObjectRefs by the group's lanes where Ray itself is set up otherwise: each test is a program of its own."""
+"""ObjectRefs by the group's lanes where Ray itself is set up otherwise, in a program of its own."""
 
 from __future__ import annotations
 
@@ -40,32 +40,25 @@ with rtr.init_group({"a": a, "b": b, "c": c}):
 ray.shutdown()
 """
 
-QUIET = """
-import sys
-import raytorchrpc as rtr
-from ray.experimental.rdt import util
-print("TORCHRPC" in util.transport_manager_info, "raytorchrpc.rdt.transport" in sys.modules)
-rtr.rdt.enable()
-print("TORCHRPC" in util.transport_manager_info)
-"""
 
-
-def run(program: str, **environ: str) -> list[str]:
+@pytest.mark.slow
+def test_a_hung_transfer_ends_before_ray_ends_it_and_no_actor_dies() -> None:
+    """In a Ray of its own, whose patience is three seconds."""
     ran = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), **environ},
+        [sys.executable, "-c", PATIENCE],
+        env={
+            **os.environ,
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONPATH": str(ROOT),
+            "RAY_rdt_fetch_fail_timeout_milliseconds": "3000",
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=250,
     )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
-
-
-@pytest.mark.slow
-def test_a_hung_transfer_ends_before_ray_ends_it_and_no_actor_dies() -> None:
-    assert run(PATIENCE, RAY_rdt_fetch_fail_timeout_milliseconds="3000") == [
+    assert ran.stdout.splitlines() == [
         "RayTaskError(TransferFailed) True True",
         "TransferFailed True True",
         "in time",
@@ -73,7 +66,3 @@ def test_a_hung_transfer_ends_before_ray_ends_it_and_no_actor_dies() -> None:
         "100000.0 5.0",
         "[True, True]",
     ]
-
-
-def test_nothing_is_registered_unless_asked_for() -> None:
-    assert run(QUIET) == ["False False", "True"]

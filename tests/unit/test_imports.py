@@ -392,6 +392,7 @@ def test_the_search_for_private_names_finds_them() -> None:
 WHAT_CHANGES = """
 import json, logging, os, signal, sys, threading, warnings
 import ray, torch, torch.distributed.rpc, numpy  # what these do is not ours
+from ray.experimental.rdt import util as rdt
 
 def state():
     loggers = [logging.getLogger(), *map(logging.getLogger, sorted(logging.Logger.manager.loggerDict))]
@@ -406,6 +407,7 @@ def state():
         "cuda": torch.cuda.is_initialized(),
         "ray": ray.is_initialized(),
         "agent": torch.distributed.rpc.api._is_current_rpc_agent_set(),
+        "transports": [*rdt.transport_manager_info],
     }
 
 before, loaded = state(), set(sys.modules)
