@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 import ray
 
-from examples import async_actors, parameter_server, pipeline_training, ray_data, rl_collectors
+from examples import (
+    async_actors,
+    kv_cache,
+    parameter_server,
+    pipeline_training,
+    ray_data,
+    rl_collectors,
+    rl_post_training,
+)
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -96,18 +104,34 @@ def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
     assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 
 
-# --- as scripts ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("cluster")
-def test_a_cache_handed_over_decodes_as_one_process_does() -> None:
-    """In the Ray that RAY_ADDRESS names."""
-    address = ray.get_runtime_context().gcs_address
-    ran = script("kv_cache", "--prompts", "2", "--tokens", "8", RAY_ADDRESS=address)
-    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
-    *before, last = ran.stdout.splitlines()
+def test_a_cache_handed_over_decodes_as_one_process_does(capsys: pytest.CaptureFixture[str]) -> None:
+    kv_cache.main(["--prompts", "2", "--tokens", "8"])
+    *before, last = capsys.readouterr().out.splitlines()
     assert last == "checked: 2 answers of 8 tokens equal those of a single process"
     assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
+
+
+@pytest.mark.slow  # each of five processes imports transformers
+@pytest.mark.usefixtures("cluster")
+def test_the_reward_rises_though_a_generator_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="the example needs transformers: pip install '.[llm]'")
+    result = rl_post_training.main(["--quick"])
+    lines = capsys.readouterr().out.splitlines()
+    rewards = [step.reward for step in result.steps]
+    assert len(rewards) == 12 and sum(rewards[-3:]) > 2 * sum(rewards[:3])
+    assert [step.version for step in result.steps] == list(range(2, 14))
+    survivor, restarted = result.versions
+    # The survivor pulls once more in the new process group, so it may use one version twice.
+    assert survivor == sorted(survivor) and set(restarted) <= set(survivor)
+    assert len(set(restarted)) == len(restarted) and restarted[0] > survivor[0] == 1
+    changes = [line.strip() for line in lines if line.startswith(" ")]
+    assert changes == ["generator_1: lost", "generator_1: back"]
+    assert lines[-1].startswith("checked: the reward rose from ")
+    assert lines[-1].endswith(f"generator_1 rejoined with version {restarted[0]}")
+
+
+# --- as scripts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
