@@ -8,14 +8,10 @@ import pickle
 import pytest
 
 from benchmarks import scale
-from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.roster import GroupState, Roster
-from raytorchrpc.lanes.common.connections import SocketAddress
-from raytorchrpc.lanes.common.handshake import Instance
-from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
-from raytorchrpc.membership.messages import Prepared, Probe, Table
+from raytorchrpc.membership.messages import AgentIdentity, Owner, Prepared, Probe, Table
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
@@ -32,11 +28,7 @@ def prepared_of(roster: Roster) -> dict[str, Prepared]:
     return {
         name: Prepared(
             AgentIdentity(record.member.rpc_name, record.member.worker_id),
-            {
-                "socket": SocketAddress(
-                    os.urandom(12).hex(), None, Instance(record.member.rank, record.member.incarnation)
-                )
-            },
+            {"socket": f"{record.member.rank}.{record.member.incarnation} {os.urandom(12).hex()}"},
             {},
             record.probe.pid,
         )
