@@ -19,7 +19,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.payload import Payloads, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.calls.scope import Limit, Scope, Token, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission
@@ -120,10 +120,6 @@ class Replies:
         kept.fetched()
         return kept.message
 
-    def kept(self) -> int:
-        """How many results are kept."""
-        return len(self._kept)
-
     def close(self) -> None:
         """Drop all kept results."""
         self._kept.clear()
@@ -189,11 +185,6 @@ class StreamTable:
     def remove(self, number: int) -> None:
         """The stream has ended. Idempotent."""
         self._streams.pop(number, None)
-
-    def end(self, number: int) -> None:
-        """Its caller has closed it."""
-        if (stream := self._streams.get(number)) is not None:
-            stream.close()
 
     def lose(self, rank: int) -> None:
         """Close the streams of a member that is away or gone."""
@@ -284,11 +275,14 @@ class ServedCall:
         until = header.deadline
         limit = Limit(time.monotonic() + header.seconds if until is None else until)
         self.scope = Scope(header.path, limit)
-        self.path = header.path
         self.context = torch_internals.current_autograd_context()
         self.method = header.method
         if tracer is not None:
             self.span = tracer.served(self.label, header.mark)
+
+    @property
+    def path(self) -> tuple[Token, ...]:
+        return self.scope.path
 
     @property
     def label(self) -> str:
