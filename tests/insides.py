@@ -11,9 +11,10 @@ from typing import Any
 
 import ray
 
-from raytorchrpc._compat import ray_internals
+from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
+from raytorchrpc.calls.server import exposed, gates
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.membership import join
 from raytorchrpc.process import fork
@@ -31,6 +32,22 @@ def in_actor(actor: Any, function: Callable[..., Any], *args: Any) -> Any:
 def actor() -> Any:
     """The actor of this process."""
     return process_member().incoming.callee.instance
+
+
+def takes_turns() -> bool:
+    """Whether the methods of the actor in this process, decorated or not, wait for each other."""
+    return exposed._takes_turns
+
+
+def limit_nesting(most: int) -> int:
+    """Let a chain of calls come back to this actor so many times at most; returns how many it could before."""
+    before, gates.MOST_NESTED = gates.MOST_NESTED, most
+    return before
+
+
+def has_autograd_context() -> bool:
+    """Whether this thread is in a context of distributed autograd."""
+    return torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
 
 
 def leave_group() -> None:

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import torch_internals
+from tests import insides
 from tests.ray.actors import AsyncPeer, Latch, Peer
 
 #: Elements: in float32 above what travels in a message.
@@ -277,7 +277,7 @@ class Stage(Peer):
 
     @rtr.method
     def has_context(self) -> bool:
-        return torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
+        return insides.has_autograd_context()
 
     @rtr.method
     def parameters(self) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.server import gates
+from tests import insides
 from tests.ray.actors import Latch, Peer
 from tests.ray.call_actors import AsyncCaller, Busy, GroupedBusy
 from tests.ray.conftest import Spawn
@@ -182,21 +182,16 @@ def test_a_chain_of_a_thousand_calls(members: Members, first: str, second: str, 
 
 
 def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members) -> None:
-    limit = gates.MOST_NESTED
-
-    def set_limit(most: int) -> None:
-        gates.MOST_NESTED = most
-
     def descend() -> tuple[str, str, float]:
         start = time.monotonic()
         error = rtr.rpc_async("a").descend("b", 10**6).exception()
         return type(error).__name__, str(error), time.monotonic() - start
 
-    members.in_("a", set_limit, 50)
+    limit = members.in_("a", insides.limit_nesting, 50)
     try:
         kind, text, elapsed = members.in_("caller", descend)
     finally:
-        members.in_("a", set_limit, limit)
+        members.in_("a", insides.limit_nesting, limit)
     assert kind == "RayTorchRpcError"
     assert "a.descend was not called" in text and "come back to that actor 50 times" in text and "recursion" in text
     assert elapsed < 28

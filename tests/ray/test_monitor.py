@@ -15,6 +15,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.monitored import Learner
@@ -221,15 +222,10 @@ def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latc
 
 
 def test_an_actor_in_no_group_is_left_alone(spawn: Spawn) -> None:
-    def takes_turns(instance: Any) -> bool:
-        from raytorchrpc.calls.server import exposed
-
-        return exposed._takes_turns
-
     actor = spawn(Learner)
     get(actor.plain.remote(1))
     until = time.monotonic() + 20
-    while get(actor.__ray_call__.remote(takes_turns)):  # a fresh process looks whether a group waits for it
+    while get(inside(actor, insides.takes_turns)):  # a fresh process looks whether a group waits for it
         assert time.monotonic() < until
 
 
