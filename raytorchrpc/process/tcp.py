@@ -12,7 +12,7 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from raytorchrpc.process import fork
 
@@ -25,9 +25,11 @@ _PROBE_AFTER_S, _PROBE_EVERY_S = 5, 2
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-_SO_ATTACH_FILTER = 26  # asm-generic/socket.h; the socket module does not have it
-# linux/filter.h: load a word, and with a constant, jump if equal, return.
-_LOAD, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h; the socket module does not have them
+# linux/filter.h: load a word, load a half word, and with a constant, jump if equal, return.
+_LOAD, _LOAD_HALF, _AND, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x54, 0x15, 0x06
+# A load from there reads the TCP header.
+_SENDER_PORT = 0
 # A load at this offset reads the network header, for any socket type.
 _NETWORK_HEADER = -0x100000
 # Offset of the sender's address in that header.
@@ -35,9 +37,6 @@ _SENDER = {4: 12, 6: 8}
 _EVERYTHING, _NOTHING = 0xFFFFFFFF, 0
 # The kernel counts programs against net.core.optmem_max, 20 KiB on older ones: 2,560 instructions.
 _MAX_INSTRUCTIONS = 2500
-
-#: Inode of a listening socket -> its descriptor.
-Listeners = dict[int, int]
 
 
 def detect_silence(sock: socket.socket) -> None:
@@ -53,8 +52,8 @@ def limit_unacknowledged(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
-def listening() -> Listeners:
-    """Return the TCP sockets on which this process listens."""
+def listening() -> dict[int, int]:
+    """Return the TCP sockets on which this process listens: descriptor by inode."""
     found = {}
     for fd, sock in fork.own_sockets():
         with contextlib.suppress(OSError):  # another thread has closed it
@@ -62,18 +61,6 @@ def listening() -> Listeners:
             if of_internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[os.fstat(fd).st_ino] = fd
     return found
-
-
-def _still_open(listeners: Listeners) -> Iterator[socket.socket]:
-    """Yield those that have not been closed, each for use until the next."""
-    for inode, fd in listeners.items():
-        try:
-            if os.fstat(fd).st_ino != inode:
-                continue  # the descriptor has been reused
-        except OSError:
-            continue
-        with fork.borrowed(fd) as sock:
-            yield sock
 
 
 def networks(texts: Iterable[str]) -> list[Network]:
@@ -84,23 +71,29 @@ def networks(texts: Iterable[str]) -> list[Network]:
     return [*four, *six]
 
 
-def admit_only(listeners: Listeners, admitted: Collection[Network]) -> None:
-    """Allow only senders in ``admitted`` to connect to these listeners. Existing connections stay.
+def admit_only(listener: socket.socket, admitted: Collection[Network]) -> None:
+    """Allow only senders in ``admitted`` to connect to this listener. Existing connections stay.
 
-    Skips listeners that have been closed. Raises OSError if the kernel rejects the program, or its length; the listener
-    then keeps its previous filter.
+    Raises OSError if the kernel rejects the program, or its length; the listener then keeps its previous filter.
     """
-    for sock in _still_open(listeners):
-        _attach(sock, _program(6 if sock.family == socket.AF_INET6 else 4, admitted))
+    _attach(listener, _program(_version(listener), admitted))
 
 
-def notice_silence(listeners: Listeners) -> None:
-    """Have connections accepted from now on end when the other host is silent for about 15 s, as after a power cut.
+def admit_one(listener: socket.socket, sender: tuple[str, int]) -> None:
+    """Allow only the socket at this address and port to connect. Raises OSError as ``admit_only`` does."""
+    host, port = sender
+    rest = _program(_version(listener), networks([host]))
+    _attach(listener, [(_LOAD_HALF, 0, 0, _SENDER_PORT), (_JUMP_EQUAL, 1, 0, port), (_RETURN, 0, 0, _NOTHING), *rest])
 
-    TensorPipe does not do this itself, and would keep such a connection without end.
-    """
-    for sock in _still_open(listeners):
-        detect_silence(sock)
+
+def admit_all(sock: socket.socket) -> None:
+    """Take the filter off a listener, or off a connection that has it from its listener."""
+    with contextlib.suppress(OSError):  # it has none
+        sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
+def _version(sock: socket.socket) -> int:
+    return 6 if sock.family == socket.AF_INET6 else 4
 
 
 def _program(version: int, admitted: Collection[Network]) -> list[tuple[int, int, int, int]]:

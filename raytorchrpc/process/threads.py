@@ -154,9 +154,9 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return await asyncio.wrap_future(done)
 
 
-def pause() -> None:
+def pause(seconds: float = PAUSE_S) -> None:
     """Sleep briefly, so that memory or threads may be freed. Allocates nothing."""
-    _pause.acquire(True, PAUSE_S)
+    _pause.acquire(True, seconds)
 
 
 def report(error: BaseException, what: str) -> None:

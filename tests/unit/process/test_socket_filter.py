@@ -29,8 +29,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
 
 
 def _admit(server: socket.socket, *texts: str) -> None:
-    before = {fd: inode for inode, fd in tcp.listening().items()}
-    tcp.admit_only({before[server.fileno()]: server.fileno()}, tcp.networks(texts))
+    tcp.admit_only(server, tcp.networks(texts))
 
 
 def _gets_in(server: socket.socket, source: str | None = None, patience_s: float = 5.0) -> bool:
@@ -81,11 +80,28 @@ def test_a_connection_that_exists_stays() -> None:
             assert accepted.recv(100) == b"still here"
 
 
-def test_another_socket_that_has_got_the_number_is_left_alone() -> None:
-    with _listen(socket.AF_INET) as server:
-        (inode,) = (inode for inode, fd in tcp.listening().items() if fd == server.fileno())
-        tcp.admit_only({inode + 1: server.fileno()}, [])
-        assert _gets_in(server)
+def test_one_socket_alone_gets_in(server: socket.socket) -> None:
+    with socket.socket(server.family) as named, socket.socket(server.family) as other:
+        for sock in (named, other):
+            sock.bind((server.getsockname()[0], 0))
+            sock.settimeout(0.3)
+        tcp.admit_one(server, named.getsockname()[:2])
+        with pytest.raises(TimeoutError):
+            other.connect(server.getsockname()[:2])
+        named.connect(server.getsockname()[:2])
+        server.accept()[0].close()
+    tcp.admit_all(server)
+    assert _gets_in(server)
+
+
+def test_the_port_alone_is_not_enough() -> None:
+    with _listen(socket.AF_INET) as server, socket.socket() as named, socket.socket() as other:
+        named.bind(("127.0.0.1", 0))
+        tcp.admit_one(server, named.getsockname())
+        other.bind(("127.0.0.7", named.getsockname()[1]))
+        other.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            other.connect(server.getsockname())
 
 
 def test_more_networks_than_a_kernel_takes_are_refused_aloud() -> None:

@@ -1,0 +1,396 @@
+"""Guards the TCP listeners of libraries that authenticate nobody: TensorPipe's and gloo's.
+
+The guard accepts connections itself, asks whose they are, and hands those of members over; others are closed. The
+library reads nothing that a stranger has sent, and does not see it come or go.
+
+A connection is handed over by descriptor: the library polls a private listener, to which only the guard can connect. It
+accepts a stand-in there, and the member's connection takes the place of the stand-in (``dup2``). What a library polls,
+and with which data, is in ``/proc/self/fdinfo`` of its epoll set, see proc(5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import os
+import platform
+import re
+import select
+import socket
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from raytorchrpc.process import fork, tcp, threads
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+#: Most connections that have said nothing yet, beyond which the oldest is closed, and most that wait to be asked about.
+MOST_PENDING = 512
+#: Most threads that ask whose connections are.
+_MOST_ASKING = 4
+#: A connection on which nothing has arrived is closed after this time (seconds).
+_SILENT_S = 10.0
+#: Longest time until a library has accepted a stand-in (seconds).
+_ACCEPT_S = 10.0
+_ONE_LOOK_S = 0.0005
+_LONGEST_BYTES = 1 << 16
+"""Of a first message."""
+_TALKS, _LEFT = select.EPOLLIN | select.EPOLLRDHUP, select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+
+class Connection(NamedTuple):
+    """Both ends of a TCP connection, in the view of the process that made it."""
+
+    here: fork.Address
+    there: fork.Address
+
+
+#: Yields those connections that members made, each as soon as that is known. May block, for a bounded time.
+Vouch = Callable[[Sequence[Connection]], Iterable[Connection]]
+#: An epoll set, the events that it waits for, and the data that comes with them.
+Registered = tuple[int, int, int]
+#: Hands a connection over; raises OSError if it cannot.
+Deliver = Callable[[socket.socket], None]
+#: How many bytes the first message of a connection has, by its first eight bytes or what there is of them.
+Size = Callable[[bytes], int]
+
+
+class Guard:
+    """The guarded listeners of this process. Thread-safe. One thread of its own accepts; others ask and hand over."""
+
+    def __init__(self) -> None:
+        self.vouch: Vouch = lambda connections: ()
+        """Says which connections members made; at first it trusts nobody."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._doors: dict[int, tuple[socket.socket, Deliver, Size]] = {}
+        """By descriptor."""
+        self._silent: dict[int, tuple[socket.socket, Deliver, Size, float]] = {}
+        """By descriptor, oldest first: no whole message has arrived on them since that time (``time.monotonic``)."""
+        self._talking: list[tuple[socket.socket, Deliver]] = []
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._runs = False
+        self._asking = 0
+        """Threads that ask."""
+        fork.register(self)
+
+    def listen(self, host: str, deliver: Deliver, size: Size) -> socket.socket:
+        """Open a listener at this address, on a port that the kernel picks. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        made = socket.create_server((host, 0), family=family, backlog=MOST_PENDING)
+        self.watch(made, deliver, size)
+        return made
+
+    def watch(self, listener: socket.socket, deliver: Deliver, size: Size) -> None:
+        """Accept from a listener; each connection of a member goes to ``deliver``, on a thread of the guard's.
+
+        Once its first message has arrived: TensorPipe does not listen any more when a connection ends before that.
+        """
+        listener.setblocking(False)
+        with self._lock:
+            self._doors[listener.fileno()] = listener, deliver, size
+        self._poll.register(listener.fileno(), select.EPOLLIN)
+
+    def start(self) -> None:
+        """Accept, from now on. Raises ThreadShortage."""
+        with self._lock:
+            if not self._runs:
+                threads.start(threads.serve, self._step, "raytorchrpc-guard", name="raytorchrpc-guard")
+                self._runs = True
+
+    def stop(self) -> None:
+        """Accept nothing until ``start``; the thread ends."""
+        with self._lock:
+            if self._runs:
+                os.eventfd_write(self._wake, 1)
+                self._runs = False
+
+    def close(self, listener: socket.socket) -> None:
+        """Listen no longer there. Idempotent."""
+        with self._lock:
+            if self._doors.pop(listener.fileno(), None) is not None:
+                self._poll.unregister(listener.fileno())
+        listener.close()
+
+    def after_fork(self) -> list[fork.Address]:
+        """See fork.ForkAware."""
+        self._lock, self._runs = threading.Lock(), False
+        doors = [listener for listener, *_ in self._doors.values()]
+        self._doors, self._silent, self._talking = {}, {}, []
+        found = []
+        for listener in doors:
+            with contextlib.suppress(OSError):
+                found.append(address(listener.getsockname()))
+        return found
+
+    def _step(self) -> bool:
+        oldest = next(iter(self._silent.values()), None)
+        wait_s = None if oldest is None else max(0.0, oldest[3] + _SILENT_S - time.monotonic())
+        if self._talking:  # there was no thread to ask
+            wait_s = threads.PAUSE_S
+        for fd, events in self._poll.poll(wait_s):
+            door = self._doors.get(fd)
+            if fd == self._wake:
+                os.eventfd_read(self._wake)
+                return False
+            if door is None:
+                self._read(fd, has_left=bool(events & _LEFT))
+            elif not self._accept(*door):
+                self._drop_oldest()
+        while (oldest := next(iter(self._silent.values()), None)) and (
+            len(self._silent) > MOST_PENDING or oldest[3] + _SILENT_S <= time.monotonic()
+        ):
+            self._drop_oldest()
+        self._ask()
+        return True
+
+    def _accept(self, listener: socket.socket, deliver: Deliver, size: Size) -> bool:
+        """Take in who waits there; False if this process lacks descriptors or memory for that."""
+        for _ in range(MOST_PENDING):
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return True
+            except OSError:  # it was closed just now, or there is no descriptor left
+                return listener.fileno() < 0
+            tcp.admit_all(sock)  # a filter of the listener is for those who connect
+            self._silent[sock.fileno()] = sock, deliver, size, time.monotonic()
+            self._poll.register(sock.fileno(), _TALKS)
+        return True
+
+    def _read(self, fd: int, *, has_left: bool) -> None:
+        """Look, without reading it, whether the first message is there. ``has_left``: no more will come."""
+        if (found := self._silent.get(fd)) is None:
+            return
+        sock, deliver, size, _ = found
+        needed = _LONGEST_BYTES + 1
+        with contextlib.suppress(OSError):  # the other end has reset it
+            needed = size(sock.recv(8, socket.MSG_PEEK))
+            here = int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+            if here < needed <= _LONGEST_BYTES and not has_left:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
+                return
+            if here < needed:
+                needed = _LONGEST_BYTES + 1
+        del self._silent[fd]
+        self._poll.unregister(fd)
+        if needed <= _LONGEST_BYTES and len(self._talking) < MOST_PENDING:
+            self._talking.append((sock, deliver))
+        else:
+            sock.close()
+
+    def _drop_oldest(self) -> None:
+        oldest = next(iter(self._silent), None)
+        if oldest is None:
+            threads.pause()  # nothing to give up: wait for descriptors
+        else:
+            self._poll.unregister(oldest)
+            self._silent.pop(oldest)[0].close()
+
+    def _ask(self) -> None:
+        """Have a thread ask about those that talk: another than one that waits for the answer of a slow member."""
+        with self._lock:
+            if self._asking == _MOST_ASKING or not self._talking:
+                return
+            self._asking += 1
+        try:
+            threads.start(self._ask_all, name="raytorchrpc-guard-asks")
+        except threads.ThreadShortage as error:
+            threads.report(error, "connections to torchrpc wait")
+            with self._lock:
+                self._asking -= 1
+
+    def _ask_all(self) -> None:
+        while True:
+            with self._lock:
+                batch, self._talking = self._talking, []
+                if not batch:
+                    self._asking -= 1
+                    return
+            self._decide(batch)
+
+    def _decide(self, batch: list[tuple[socket.socket, Deliver]]) -> None:
+        pending: dict[Connection, tuple[socket.socket, Deliver]] = {}
+        for sock, deliver in batch:
+            try:
+                pending[Connection(address(sock.getpeername()), address(sock.getsockname()))] = sock, deliver
+            except OSError:  # the other end is gone
+                sock.close()
+        try:
+            for connection in self.vouch(list(pending)):
+                sock, deliver = pending.pop(connection)
+                try:
+                    deliver(sock)
+                except Exception as error:
+                    logger.warning("a connection from %s:%d was closed: %s", *connection.here, error)
+                finally:
+                    sock.close()
+        except Exception as error:
+            threads.report(error, "connections to torchrpc were closed")
+        if pending:
+            hosts = sorted({connection.here[0] for connection in pending})
+            logger.warning("closed %d connections from %s that no member made", len(pending), ", ".join(hosts))
+        for sock, _ in pending.values():
+            sock.close()
+
+
+class Takeover:
+    """A library's listener under guard. Thread-safe."""
+
+    def __init__(self, fd: int, registered: Registered | None) -> None:
+        """Exchange the listener under this descriptor, which the library keeps. Raises OSError if nothing polls it."""
+        if registered is None:
+            raise OSError(f"no epoll set holds the listener {fd}")
+        self._epoll, events, data = registered
+        self.public = socket.socket(fileno=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
+        self._lock = threading.Lock()
+        host = self.public.getsockname()[0]
+        self._host = host, 0, *self.public.getsockname()[2:]
+        self._private = socket.socket(self.public.family)
+        self._private.bind(self._host)
+        self._admit()  # before it listens
+        self._private.listen()
+        _copy_flags(fd, self._private.fileno())
+        _epoll_ctl(self._epoll, _DELETE, fd)
+        os.dup2(self._private.fileno(), fd, inheritable=False)
+        _epoll_ctl(self._epoll, _ADD, fd, events, data)
+
+    def deliver(self, sock: socket.socket) -> None:
+        """Have the library accept this connection. Blocks for a millisecond. Raises OSError if it does not accept."""
+        until = time.monotonic() + _ACCEPT_S
+        with self._lock, socket.socket(self.public.family) as maker:
+            maker.bind(self._host)
+            self._admit(maker)
+            maker.connect(self._private.getsockname())
+            stand_in = _await(lambda: _peer_of(maker.getsockname()), until)
+            epoll, events, data = _await(lambda: registered((self._epoll,)).get(stand_in), until)
+            self._admit()
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tcp.detect_silence(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            _copy_flags(stand_in, sock.fileno())
+            _epoll_ctl(epoll, _DELETE, stand_in)
+            os.dup2(sock.fileno(), stand_in, inheritable=False)
+            while said := maker.recv(1 << 16):  # by a library that speaks first, as TensorPipe's ibv
+                sock.sendall(said)
+            _epoll_ctl(epoll, _ADD, stand_in, events, data)
+
+    def _admit(self, maker: socket.socket | None = None) -> None:
+        """Have the private listener admit this socket alone; None: nobody."""
+        try:
+            if maker is None:
+                tcp.admit_only(self._private, ())
+            else:
+                tcp.admit_one(self._private, address(maker.getsockname()))
+        except OSError as error:
+            logger.warning(
+                "any process of this host can connect to a listener of torchrpc or gloo here, which have no "
+                "authentication: the kernel rejected the filter for it (%s); run nothing else on this host",
+                error,
+            )
+
+    def close(self) -> None:
+        """The library has closed its listener, or is about to. Idempotent."""
+        self.public.close()
+        self._private.close()
+
+
+def own_connections() -> set[Connection]:
+    """The TCP connections of this process, those that are being made included."""
+    found = set()
+    for _, sock in fork.own_sockets():
+        with contextlib.suppress(OSError):
+            if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
+                found.add(Connection(address(sock.getsockname()), address(sock.getpeername())))
+    return found
+
+
+def made_here(connections: Collection[Connection]) -> list[Connection]:
+    """Those of the connections that this process made."""
+    own = own_connections()
+    return [connection for connection in connections if connection in own]
+
+
+def address(name: tuple[str, int]) -> fork.Address:
+    """Host and port of a socket's name: without the scope of IPv6, and IPv4 always in its own form."""
+    return name[0].partition("%")[0].removeprefix("::ffff:"), name[1]
+
+
+def _peer_of(name: tuple[str, int]) -> int | None:
+    """The descriptor that is connected to the socket of that name."""
+    for fd, sock in fork.own_sockets():
+        with contextlib.suppress(OSError):
+            if sock.getpeername() == name:
+                return fd
+    return None
+
+
+def _await(look: Callable[[], T | None], until: float) -> T:
+    """Look again and again: no library says when it has accepted."""
+    while (found := look()) is None:
+        if time.monotonic() > until:
+            raise TimeoutError("the library does not accept connections")
+        threads.pause(_ONE_LOOK_S)
+    return found
+
+
+def _copy_flags(source: int, target: int) -> None:
+    fcntl.fcntl(target, fcntl.F_SETFL, fcntl.fcntl(source, fcntl.F_GETFL))
+
+
+# --- epoll sets of libraries ------------------------------------------------------------------------------------------
+
+_ADD, _DELETE = 1, 2
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_ENTRY = re.compile(r"^tfd:\s*(\d+) events:\s*([0-9a-f]+) data:\s*([0-9a-f]+)", re.MULTILINE)
+
+
+class _Event(ctypes.Structure):
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def _epoll_ctl(epoll: int, operation: int, fd: int, events: int = 0, data: int = 0) -> None:
+    if _LIBC.epoll_ctl(epoll, operation, fd, ctypes.byref(_Event(events, data))):
+        raise OSError(ctypes.get_errno(), "epoll_ctl")
+
+
+def registered(epolls: Iterable[int] | None = None) -> dict[int, Registered]:
+    """By descriptor, the epoll set of this process that holds it, the events, and the data that comes with them."""
+    found = {}
+    for epoll in _epolls() if epolls is None else epolls:
+        with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}") as file:
+            for fd, events, data in _ENTRY.findall(file.read()):
+                found[int(fd)] = epoll, int(events, 16), int(data, 16)
+    return found
+
+
+def _epolls() -> Iterator[int]:
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
+                yield int(entry)
+
+
+_guard: Guard | None = None
+_guard_lock = threading.Lock()
+
+
+def process_guard() -> Guard:
+    """The guard of this process. A forked child gets a new one."""
+    global _guard
+    with _guard_lock:
+        if _guard is None or _guard._pid != os.getpid():
+            _guard = Guard()
+        return _guard

@@ -1,0 +1,294 @@
+"""A listener under guard: the library gets the connections that are vouched for, and sees nothing of others."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import pytest
+
+from raytorchrpc.process import guard
+from raytorchrpc.process.guard import Connection, Guard, Takeover
+from tests.conformance.peers import Process
+
+
+class Library:
+    """Echoes what it gets, as TensorPipe and gloo do it: an epoll set of its own, and a thread that knows no guard."""
+
+    def __init__(self, family: socket.AddressFamily = socket.AF_INET, greeting: bytes = b"") -> None:
+        self._greeting = greeting
+        self.listener = socket.create_server(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0), family=family)
+        self.listener.setblocking(False)
+        self.where = self.listener.getsockname()[:2]
+        self.accepted = 0
+        self.read = b""
+        self._end, self._wake = os.pipe()
+        self._poll = select.epoll()
+        self._poll.register(self.listener.fileno(), select.EPOLLIN)
+        self._poll.register(self._end, select.EPOLLIN)
+        self._open: dict[int, socket.socket] = {}
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._end:
+                    return
+                with suppress(BlockingIOError):
+                    if fd == self.listener.fileno():
+                        sock, _ = self.listener.accept()
+                        sock.setblocking(False)
+                        self.accepted += 1
+                        self._open[sock.fileno()] = sock
+                        sock.sendall(self._greeting)
+                        self._poll.register(sock.fileno(), select.EPOLLIN)
+                    else:
+                        said = os.read(fd, 1 << 16)
+                        self.read += said
+                        os.write(fd, said)
+                        if not said:
+                            self._poll.unregister(fd)
+                            self._open.pop(fd).close()
+
+    def close(self) -> None:
+        os.write(self._wake, b"x")
+        self._thread.join()
+        for sock in (*self._open.values(), self.listener):
+            sock.close()
+        for fd in (self._end, self._wake):
+            os.close(fd)
+
+
+@pytest.fixture
+def library() -> Iterator[Library]:
+    made = Library()
+    yield made
+    made.close()
+
+
+class Members:
+    """Vouches for connections from these ports, once it may answer."""
+
+    def __init__(self) -> None:
+        self.ports: set[int] = set()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.asked: list[Connection] = []
+
+    def __call__(self, connections: Sequence[Connection]) -> Iterator[Connection]:
+        self.asked.extend(connections)
+        assert self.may_answer.wait(30)
+        yield from (each for each in connections if each.here[1] in self.ports)
+
+    def connect(self, where: tuple[str, int]) -> socket.socket:
+        sock = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
+        sock.settimeout(10)
+        sock.bind((where[0], 0))
+        self.ports.add(sock.getsockname()[1])
+        sock.connect(where)
+        return sock
+
+
+@pytest.fixture
+def members() -> Members:
+    return Members()
+
+
+@pytest.fixture
+def guarded(library: Library, members: Members) -> Iterator[Guard]:
+    guarding, door = guard_of(library, members)
+    yield guarding
+    guarding.stop()
+    guarding.close(door.public)
+    door.close()
+
+
+def guard_of(library: Library, members: Members, size: Callable[[bytes], int] = lambda _: 1) -> tuple[Guard, Takeover]:
+    guarding = Guard()
+    guarding.vouch = members
+    fd = library.listener.fileno()
+    door = Takeover(fd, guard.registered().get(fd))
+    guarding.watch(door.public, door.deliver, size)
+    guarding.start()
+    return guarding, door
+
+
+def echoed(sock: socket.socket, said: bytes = b"hello") -> bytes:
+    sock.sendall(said)
+    return sock.recv(100)
+
+
+def is_hung_up_on(sock: socket.socket) -> bool:
+    sock.settimeout(20)
+    with suppress(ConnectionError):
+        return sock.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6], ids=["ipv4", "ipv6"])
+def test_a_members_connection_arrives_with_all_that_it_sent(members: Members, family: socket.AddressFamily) -> None:
+    try:
+        library = Library(family)
+    except OSError as error:
+        pytest.skip(f"no such network here: {error}")
+    guarding, door = guard_of(library, members)
+    try:
+        for count in (1, 2, 3):
+            with members.connect(library.where) as sock:
+                assert echoed(sock) == b"hello"
+                assert echoed(sock, b"again") == b"again"
+            assert library.accepted == count
+        assert library.read == b"helloagain" * 3
+    finally:
+        guarding.stop()
+        guarding.close(door.public)
+        door.close()
+        library.close()
+
+
+def test_a_member_gets_what_the_library_says_first(members: Members) -> None:
+    library = Library(greeting=b"welcome")
+    guarding, door = guard_of(library, members)
+    with members.connect(library.where) as sock:
+        sock.sendall(b"hello")
+        assert sock.recv(7, socket.MSG_WAITALL) == b"welcome"
+        assert sock.recv(5, socket.MSG_WAITALL) == b"hello"
+    guarding.stop()
+    guarding.close(door.public)
+    door.close()
+    library.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"garbage", bytes(100_000)], ids=["nothing", "garbage", "much"])
+@pytest.mark.parametrize("end", ["close", "reset", "wait"])
+def test_a_stranger_is_hung_up_on_and_the_library_sees_nothing_of_it(
+    library: Library, members: Members, guarded: Guard, said: bytes, end: str
+) -> None:
+    with socket.create_connection(library.where) as stranger:
+        with suppress(ConnectionError):
+            stranger.sendall(said)
+        if end == "reset":
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        if end == "wait" and said:
+            assert is_hung_up_on(stranger)
+    with members.connect(library.where) as sock:
+        assert echoed(sock) == b"hello"
+    assert (library.accepted, library.read) == (1, b"hello")
+
+
+def test_who_says_nothing_is_hung_up_on_in_time(
+    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_SILENT_S", 0.2)
+    with socket.create_connection(library.where) as stranger:
+        assert is_hung_up_on(stranger)
+    assert not members.asked, "nobody is asked about who says nothing"
+
+
+@pytest.mark.parametrize("end", ["close", "shutdown", "reset"])
+def test_a_connection_that_ends_within_its_first_message_never_arrives(members: Members, end: str) -> None:
+    library = Library()
+    guarding, door = guard_of(library, members, lambda head: 5 if head[:1] == b"h" else 1 << 40)
+    with members.connect(library.where) as cut_short:
+        cut_short.sendall(b"hel")
+        if end == "reset":
+            cut_short.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        if end == "shutdown":
+            cut_short.shutdown(socket.SHUT_WR)
+            assert is_hung_up_on(cut_short)
+    with members.connect(library.where) as huge:
+        huge.sendall(b"x")
+        assert is_hung_up_on(huge), "no first message is that long"
+    with members.connect(library.where) as whole:
+        for part in (b"he", b"llo", b" again"):
+            whole.sendall(part)
+        assert whole.recv(11, socket.MSG_WAITALL) == b"hello again"
+    assert (library.accepted, library.read) == (1, b"hello again")
+    guarding.stop()
+    guarding.close(door.public)
+    door.close()
+    library.close()
+
+
+def test_silent_connections_beyond_the_limit_push_out_the_oldest(
+    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "MOST_PENDING", 5)
+    strangers = [socket.create_connection(library.where) for _ in range(20)]
+    with members.connect(library.where) as sock:
+        assert echoed(sock) == b"hello"
+    assert all(map(is_hung_up_on, strangers[:14]))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_member_that_is_slow_to_answer_holds_no_other_up(library: Library, members: Members, guarded: Guard) -> None:
+    members.may_answer.clear()
+    with members.connect(library.where) as slow:
+        slow.sendall(b"slow")
+        while not members.asked:
+            time.sleep(0.001)
+        guarded.vouch = quick = Members()
+        with quick.connect(library.where) as sock:
+            assert echoed(sock) == b"hello"
+        members.may_answer.set()
+        assert slow.recv(10) == b"slow"
+
+
+def test_before_anybody_is_known_all_are_strangers(library: Library) -> None:
+    guarding, door = guard_of(library, Members())
+    guarding.vouch = Guard().vouch
+    with socket.create_connection(library.where) as sock:
+        sock.sendall(b"x")
+        assert is_hung_up_on(sock)
+    guarding.stop()
+    guarding.close(door.public)
+    door.close()
+
+
+def test_nobody_else_can_connect_to_the_private_listener(library: Library, members: Members, guarded: Guard) -> None:
+    where = library.listener.getsockname()
+    assert where[:2] != library.where, "the library listens elsewhere now"
+    with members.connect(library.where) as sock:
+        assert echoed(sock) == b"hello"
+    with socket.socket() as stranger:
+        stranger.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            stranger.connect(where)
+
+
+def test_a_listener_that_nothing_polls_is_refused() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(OSError, match="no epoll set holds the listener"),
+    ):
+        Takeover(listener.fileno(), guard.registered().get(listener.fileno()))
+
+
+def test_a_process_knows_its_own_connections_alone() -> None:
+    other = Process()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            other.run(connect_and_keep, listener.getsockname())
+            accepted, name = listener.accept()
+            theirs = Connection(name, listener.getsockname())
+            with accepted, socket.create_connection(listener.getsockname()) as sock:
+                mine = Connection(sock.getsockname(), sock.getpeername())
+                assert guard.made_here([mine, theirs]) == [mine]
+                assert other.run(guard.made_here, [mine, theirs]) == [theirs]
+            assert guard.made_here([mine]) == [], "it is closed: another process may have the port"
+    finally:
+        other.kill()
+
+
+_kept: list[socket.socket] = []
+
+
+def connect_and_keep(where: tuple[str, int]) -> None:
+    _kept.append(socket.create_connection(where))
