@@ -69,10 +69,14 @@ class GroupConfig:
     interface: str | None = None
     """Network interface that torchrpc listens on. None: the one with the Ray node's address."""
 
+    torchrpc: Literal["when needed", "at once"] = "when needed"
+    """When torchrpc starts in a member: ``when needed``, for the first RRef, use of torch's own API or message over
+    torchrpc, here or in a peer that connects, which takes about 0.1 s; or ``at once``, when the member joins."""
+
     torchrpc_from: tuple[str, ...] = ()
-    """Further addresses or networks (CIDR) from which torchrpc's listener accepts connections. The listener has no
-    authentication, so by default it accepts them only from the members' hosts; ``("0.0.0.0/0", "::/0")`` accepts all.
-    Needed where a member appears under a translated address (NAT)."""
+    """Addresses or networks (CIDR) from which torchrpc and gloo accept connections without asking whose they are.
+    Otherwise they accept only connections that a member confirms to have made. A member behind address translation
+    (NAT) cannot confirm its own, so list the translated addresses here, and nothing else."""
 
     always_tcp: bool = False
     """Use TCP for the socket and nng lanes even where Unix sockets would work, for instance to measure the

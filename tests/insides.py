@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -126,6 +127,16 @@ def pretend(nodes: dict[str, str]) -> None:
 # --- the TensorPipe agent of this process ------------------------------------------------------------------------
 
 
+def agent_runs() -> bool:
+    """Whether the torchrpc agent of this process has started."""
+    return process_fabric().is_running
+
+
+def agent_address() -> tuple[str, int]:
+    """Where peers connect to the torchrpc agent of this process."""
+    return next(fork.addresses_in(agent_url()))
+
+
 def agent_url() -> str:
     return str(process_fabric()._url)
 
@@ -136,7 +147,7 @@ def agent_addresses() -> set[tuple[str, int]]:
 
 def agent_listeners() -> list[int]:
     """The descriptors that it listens on."""
-    return list(process_fabric()._listeners.values())
+    return [door.public.fileno() for door in process_fabric()._doors]
 
 
 def hang_up_on(url: str) -> int:
@@ -160,3 +171,18 @@ def actor_state(handle: Any) -> ray_internals.ActorState:
 def stored_keys(prefix: str) -> list[str]:
     """What the package keeps in Ray's store."""
     return ray_internals.stored_keys(prefix)
+
+
+def call_as_a_stranger(host: str, port: int, touched: str) -> str:
+    """Send a member a function to run, by an agent of one's own; the error."""
+    agent, store, _ = torch_internals.start_agent(
+        "stranger", 999, threads=4, timeout_s=5, transports=("uv",), channels=("basic",), device_maps={}, devices=()
+    )
+    torch_internals.init_autograd(999)
+    torch_internals.add_peer(agent, store, "victim", 1, f"uv://{host}:{port}", devices=(), inverse_map={})
+    worker = agent.get_worker_info("victim")
+    try:
+        torch_internals.invoke_async(worker, os.mkdir, (touched,), 3.0).wait()
+    except RuntimeError as error:
+        return str(error)
+    return ""

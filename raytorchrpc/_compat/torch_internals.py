@@ -133,10 +133,13 @@ _find_worker: Callable[[int], str | None] = lambda number: None  # noqa: E731
 logger = logging.getLogger(__name__)
 
 _init_rpc, _shutdown, _to_worker_info = rpc.init_rpc, rpc.shutdown, rpc_api._to_worker_info
+_init_rref = PyRRef.__init__
 
 
-def adapt_rpc(pickler: type[Any], refusal: str) -> None:
+def adapt_rpc(pickler: type[Any], refusal: str, start: Callable[[], None]) -> None:
     """Have torch's own API pickle with ``pickler``, take ranks for workers, and raise ``refusal`` from ``init_rpc``.
+
+    It calls ``start`` before it uses an agent, if none runs; and where it makes an RRef.
 
     For the rest of the process, because its agent stays as long. A leftover ``rpc.shutdown`` has no effect.
     """
@@ -158,6 +161,18 @@ def adapt_rpc(pickler: type[Any], refusal: str) -> None:
         info: WorkerInfo = _to_worker_info(to)  # type: ignore[no-untyped-call]
         return info
 
+    def is_set() -> bool:
+        if not agent_is_set():
+            start()
+        return agent_is_set()
+
+    @functools.wraps(_init_rref)
+    def init_rref(self: Any, *args: Any, **kwargs: Any) -> None:
+        is_set()
+        _init_rref(self, *args, **kwargs)
+
+    rpc_api._is_current_rpc_agent_set = rpc._is_current_rpc_agent_set = is_set  # type: ignore[attr-defined]
+    PyRRef.__init__ = init_rref  # type: ignore[method-assign]
     rpc_internal._pickler = pickler
     rpc_api._to_worker_info = to_worker_info
     rpc.init_rpc, rpc.shutdown = init_rpc, shutdown

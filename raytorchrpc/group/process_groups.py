@@ -95,9 +95,8 @@ def create_process_group(
         ids = _answers(roster.name, connections.call_all(call_collectives, prepare, deadline))
         left = max(1.0, deadline - time.monotonic())
         store, agents = StoreAddress(home, ids[home]), roster.plan.agents
-        translated = roster.config.torchrpc_from
         meetings = {
-            name: (Meeting(info, store, agents[name].interface, endpoint, left, translated),)
+            name: (Meeting(info, store, agents[name].interface, endpoint, left),)
             for name, endpoint in endpoints.items()
         }
         _answers(roster.name, connections.call_all(make_process_group, meetings, deadline))

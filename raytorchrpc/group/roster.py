@@ -183,6 +183,7 @@ class Roster:
             name=me.rpc_name,
             worker_id=me.worker_id,
             interface=agent.interface,
+            address=agent.address,
             transports=agent.transports,
             channels=agent.channels,
             threads=self.config.torchrpc_threads,
@@ -191,6 +192,7 @@ class Roster:
             devices=tuple(sorted(self.devices[member])),
             # torchrpc connects from whichever address leads to the peer.
             admitted=(*self._addresses(), *self.config.torchrpc_from),
+            at_once=self.config.torchrpc == "at once",
         )
         endpoint = record.probe.endpoint
         others = {peer: other for peer, other in self.records.items() if peer != member}

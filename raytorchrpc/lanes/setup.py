@@ -54,6 +54,6 @@ class LaneSetup:
 
         ``name``: the lane that uses, opens and closes it.
         """
-        lane = replace(self, member=f"{self.member}-{name}").make(registry.lane("socket"))
+        lane = replace(self, member=f"{self.member}-{name}").make(registry.lane(registry.CONTROL))
         assert isinstance(lane, MessageLane)
         return lane

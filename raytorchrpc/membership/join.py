@@ -30,12 +30,14 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailab
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric, unreachable
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership import process_group
 from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
+from raytorchrpc.process.guard import process_guard
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.planner import forbidden
@@ -117,7 +119,7 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     if _preparing is not None:  # an earlier attempt that was not rolled back
         leave(instance, _preparing[0].generation)
     fabric = process_fabric()
-    fabric.start(spec.agent, renew=spec.renew_agent)
+    fabric.prepare(spec.agent, renew=spec.renew_agent)
     identity = fabric.identity
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
@@ -129,6 +131,7 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     take_turns()
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes, services)
+    process_guard().vouch = partial(vouched, local)
     _preparing = spec, local  # from here on ``leave`` undoes it
     if spec.config.switch_interval_s is not None:
         local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
@@ -226,11 +229,21 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     reachable = [route for route in local.peers.routes if route.member.name not in left_out]
     ranks = [route.member.rank for route in reachable]
     neighbour = ranks[(ranks.index(local.me.rank) + 1) % len(ranks)]
+    # A ping over torchrpc would start the agents of both ends.
+    agents = local.config.torchrpc == "at once"
+    if not agents:
+        urls = {
+            route.member.name: table.peers[route.member.name].addresses[registry.FABRIC].url
+            for route in reachable
+            if route.member.name in far_away and not isinstance(route.fabric, AbsentLane)
+        }
+        silent.update(unreachable(urls, deadline))
     for route in reachable:
         far = route.member.name in far_away
         if route.member.rank == local.me.rank or not (far or route.member.rank == neighbour):
             continue
         routes = {route.calls, route.tensors, route.fabric} if far else {route.calls}
+        routes -= set() if agents else {route.fabric}
         for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
             try:
                 pending = local.outgoing.control(route, lane, protocol.PING, table.timeout_s)
@@ -280,6 +293,7 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
 
 
 def _end(local: LocalMember) -> None:
+    process_fabric().rest()
     try:
         local.leave()
     except BaseException:  # Ctrl-C, in a driver: finish leaving first

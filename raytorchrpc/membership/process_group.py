@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
-import json
 import os
 import socket
+import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -35,7 +34,7 @@ from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
-from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process import fork, guard, tcp, threads
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -80,8 +79,6 @@ class Meeting(NamedTuple):
     """This member's evidence, from which NCCL's environment is derived."""
     timeout_s: float
     """Deadline of this step, in seconds."""
-    translated: tuple[str, ...] = ()
-    """Networks in which members appear under translated addresses; see GroupConfig.torchrpc_from."""
 
 
 class _Made(NamedTuple):
@@ -167,7 +164,7 @@ class Collectives:
             raise ProcessGroupLost(f"its process group has ended in its home {self._name!r}: {self._cause}")
         return keys
 
-    def make(self, meeting: Meeting, store: Store) -> None:
+    def make(self, meeting: Meeting, store: MemberStore, listeners: GuardedListeners) -> None:
         """Create it together with the others. Blocks until all have begun, at most ``meeting.timeout_s`` or the
         deadline of a collective, whichever is later. Raises BootstrapError.
         """
@@ -176,7 +173,7 @@ class Collectives:
             with self._changed:
                 if self._wanted != info:
                     raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
-            made = self._start(meeting, store)
+            made = self._start(meeting, store, listeners)
             atexit.unregister(self._end_at_exit)
             atexit.register(self._end_at_exit)
             with self._changed:
@@ -187,11 +184,11 @@ class Collectives:
             _abort(made, None, self._cause)
             raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
 
-    def _start(self, meeting: Meeting, store: Store) -> _Made:
-        """Have torch create it, and check its connections."""
+    def _start(self, meeting: Meeting, store: MemberStore, listeners: GuardedListeners) -> _Made:
+        """Have torch create it."""
         info = meeting.info
         leave = _environment(info.backend, meeting)
-        hook, listeners = sys.excepthook, tcp.listening()
+        hook = sys.excepthook
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             dist.init_process_group(
@@ -204,19 +201,20 @@ class Collectives:
             )
         except Exception as error:  # torch's own are RuntimeError and ValueError, NCCL's DistBackendError
             leave()
+            listeners.close()
+            with contextlib.suppress(Exception):  # the others need not wait for this member
+                store.give_up(f"{self._name}: {_first_line(error)}")
             raise BootstrapError(f"{info.backend} could not start in {self._name!r}: {_first_line(error)}") from error
         finally:
             sys.excepthook = hook  # torch wraps it each time
         group = dist.group.WORLD
         assert group is not None
-        made = _Made(info, group, store, leave)
-        if info.backend == "gloo":
-            try:
-                _check_connections(store, info.ranks[self._name], info.world_size, listeners, meeting.translated)
-            except Exception as error:
-                _abort(made, None, str(error))
-                raise error if isinstance(error, BootstrapError) else BootstrapError(_first_line(error)) from error
-        return made
+
+        def end() -> None:
+            leave()
+            listeners.close()
+
+        return _Made(info, group, store, end)
 
     def stay_out(self, info: ProcessGroupInfo) -> None:
         """Others create one without this member: end the previous one. Does not block."""
@@ -316,67 +314,52 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or repr(error)
 
 
-# --- connections that gloo has accepted -------------------------------------------------------------------------------
-
-Address = tuple[str, int]
+# --- gloo's listeners -------------------------------------------------------------------------------------------------
 
 
-def _check_connections(store: Store, rank: int, size: int, before: tcp.Listeners, translated: Sequence[str]) -> None:
-    """Raise BootstrapError if a listener that is not in ``before`` has accepted a connection that no member made.
+class GuardedListeners:
+    """The listeners of one process group and its subgroups over gloo, which believes anybody who names a member.
 
-    gloo has no authentication: it accepts any connection that names a member which has not connected yet. A connection
-    is identified by its two addresses, so each member publishes its own in the process group's store, which only
-    members can write to, and compares. Every rank calls this after connecting; blocks for all of them. ``translated``:
-    networks in which members appear under translated addresses; connections from there are not checked.
+    gloo publishes the address of a listener in the store before any member can connect there.
     """
-    ports = {_ends(fd)[0][1] for inode, fd in tcp.listening().items() if inode not in before}
-    connections = _connections()
-    accepted = {(here, there) for here, there in connections if here[1] in ports}
-    keys = [f"connections/{number}" for number in range(size)]
-    store.set(keys[rank], json.dumps(sorted(connections - accepted)))
-    others = [json.loads(store.get(key)) for number, key in enumerate(keys) if number != rank]
-    made = {(tuple(there), tuple(here)) for connections_there in others for here, there in connections_there}
-    networks = tcp.networks(translated)
-    strangers = [
-        f"{host}:{port}"
-        for _, (host, port) in accepted - made
-        if not any(ipaddress.ip_address(host) in network for network in networks)
-    ]
-    if strangers:
-        raise BootstrapError(
-            f"gloo accepted a connection from {', '.join(strangers)}, which no member made: another process connects "
-            f"to members' ports. Block it (firewall, GroupConfig(interface=...)); if the network translates addresses, "
-            f"name the addresses under which members appear in GroupConfig(torchrpc_from=...)"
-        )
+
+    def __init__(self) -> None:
+        self._doors: dict[fork.Address, guard.Takeover] = {}
+        self._is_over = False
+
+    def look_at(self, published: bytes) -> None:
+        """Guard the listeners whose addresses are published. Raises BootstrapError if a stranger was faster."""
+        for fd in () if self._is_over else tcp.listening().values():
+            with contextlib.suppress(OSError), fork.borrowed(fd) as listener:
+                name = guard.address(listener.getsockname())
+                if name not in self._doors and _as_sent(name) in published:
+                    self._guard(fd, name)
+
+    def _guard(self, fd: int, name: fork.Address) -> None:
+        door = guard.Takeover(fd, guard.registered().get(fd))
+        self._doors[name] = door
+        guard.process_guard().watch(door.public, door.deliver, lambda head: 8)  # a sequence number
+        strangers = [f"{each.there[0]}:{each.there[1]}" for each in guard.own_connections() if each.here == name]
+        if strangers:
+            raise BootstrapError(
+                f"gloo accepted a connection from {', '.join(strangers)} before any member could connect: another "
+                f"process connects to members' ports; try again, or keep it out (firewall, GroupConfig(interface=...))"
+            )
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._is_over = True
+        for door in self._doors.values():
+            guard.process_guard().close(door.public)
+            door.close()
 
 
-def _connections() -> set[tuple[Address, Address]]:
-    """This process's TCP connections: local address, remote address."""
-    found = set()
-    for fd, _ in fork.own_sockets():
-        with contextlib.suppress(OSError):
-            here, there = _ends(fd)
-            if there is not None:
-                found.add((here, there))
-    return found
-
-
-def _ends(fd: int) -> tuple[Address, Address | None]:
-    """The addresses of a TCP socket; the remote one is None for a listener. Raises OSError for other sockets."""
-    sock = socket.socket(fileno=fd)
-    try:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-            raise OSError("not a TCP socket")
-        here = _address(sock.getsockname())
-        with contextlib.suppress(OSError):
-            return here, _address(sock.getpeername())
-        return here, None
-    finally:
-        sock.detach()
-
-
-def _address(name: tuple[str, int]) -> Address:
-    return name[0].partition("%")[0].removeprefix("::ffff:"), name[1]
+def _as_sent(name: fork.Address) -> bytes:
+    """An address as the kernel has it, and as gloo publishes it."""
+    host, port = name
+    if ":" in host:
+        return struct.pack("!HI16s", port, 0, socket.inet_pton(socket.AF_INET6, host))
+    return struct.pack("!H4s", port, socket.inet_aton(host))
 
 
 # --- the process groups of this process -------------------------------------------------------------------------------
@@ -423,8 +406,9 @@ def call_collectives(local: LocalMember, method: Callable[..., Any], *args: Any)
 
 def make_process_group(local: LocalMember, meeting: Meeting) -> None:
     """See Collectives.make."""
-    store = MemberStore(partial(_send_to_home, local, meeting.store))
-    collectives_of(local).make(meeting, store)
+    listeners = GuardedListeners()
+    store = MemberStore(partial(_send_to_home, local, meeting.store), listeners.look_at)
+    collectives_of(local).make(meeting, store, listeners)
 
 
 def _operate(

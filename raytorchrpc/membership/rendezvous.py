@@ -47,10 +47,13 @@ class KeyTable:
         """Why it was closed."""
 
     def operate(self, operation: str, *args: Any) -> Any:
-        """Run one of ``set``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count`` and ``wait``.
+        """Run one of ``set``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count``, ``give_up`` and
+        ``wait``.
 
         ``wait`` may return a DeferredReply. Raises ProcessGroupLost after ``close``, and ValueError.
         """
+        if operation == "give_up":
+            return self.close(*args)
         ready: list[tuple[DeferredReply, Any]] = []
         with self._lock:
             if self._cause is not None:
@@ -138,10 +141,14 @@ class MemberStore(Store):
     reached or the process group has ended. C++ finds the methods of this object only while it lives.
     """
 
-    def __init__(self, send: Callable[[float, str, tuple[Any, ...]], Any]) -> None:
-        """``send(seconds, operation, arguments)``: has the home run ``KeyTable.operate``; blocks for the result."""
+    def __init__(
+        self, send: Callable[[float, str, tuple[Any, ...]], Any], look_at: Callable[[bytes], object] = len
+    ) -> None:
+        """``send(seconds, operation, arguments)``: has the home run ``KeyTable.operate``; blocks for the result.
+        ``look_at``: called with each value before others can read it; what it raises keeps the value back.
+        """
         super().__init__()
-        self._send = send
+        self._send, self._look_at = send, look_at
 
     def _awaited(self, keys: Sequence[str], timeout: timedelta | None, read: bool) -> Any:
         seconds = self._timeout_s() if timeout is None else timeout.total_seconds()
@@ -159,10 +166,14 @@ class MemberStore(Store):
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # torch's stub lacks it
         return timeout.total_seconds()
 
+    def give_up(self, cause: str) -> None:
+        """End the process group for all its members, before it has formed."""
+        self._request("give_up", cause)
+
     # --- what torch calls, as its own stores have it ----------------------------------------------------------------
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._request("set", {key: _bytes(value)})
+        self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
         """A key's value. Blocks until it is set, at most the store's timeout."""
@@ -180,6 +191,7 @@ class MemberStore(Store):
         return value
 
     def append(self, key: str, value: str | bytes) -> None:
+        self._look_at(_bytes(value))
         self._request("append", key, _bytes(value))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -187,7 +199,10 @@ class MemberStore(Store):
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._request("set", dict(zip(keys, map(_bytes, values), strict=True)))
+        pairs = dict(zip(keys, map(_bytes, values), strict=True))
+        for value in pairs.values():
+            self._look_at(value)
+        self._request("set", pairs)
 
     def check(self, keys: Sequence[str]) -> bool:
         found: bool = self._request("check", list(keys))

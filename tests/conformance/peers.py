@@ -33,6 +33,7 @@ from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, process_fabric
+from raytorchrpc.process.guard import process_guard
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
@@ -96,8 +97,9 @@ class Node:
 
     def _make(self, kind: str, name: str, rank: int) -> MessageLane:
         if kind == "torchrpc":
-            spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", ("uv",), ("basic",), 4, 60.0, {}, ())
-            process_fabric().start(spec)
+            spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", "127.0.0.1", ("uv",), ("basic",), 4, 60.0, {}, ())
+            process_guard().vouch = iter  # all are members here
+            process_fabric().prepare(spec)
         by_tcp = frozenset({"a", "b", "c"}) if self.is_tcp else frozenset()
         host = "127.0.0.1" if by_tcp else None
         setup = LaneSetup(name, self.credentials, GroupConfig(), unasked, host, by_tcp)

@@ -168,11 +168,9 @@ def listeners() -> set[tuple[str, int]]:
 def answers_strangers(address: tuple[str, int]) -> bool:
     """Whether one of torch's stores listens there: it answers the first message of its protocol with its number."""
     number = struct.pack("<I", 0x12345678)
-    with socket.create_connection(address, timeout=5) as sock:
-        sock.settimeout(0.4)
+    with suppress(TimeoutError, ConnectionResetError), socket.create_connection(address, timeout=0.4) as sock:
         sock.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + number)
-        with suppress(TimeoutError, ConnectionResetError):
-            return sock.recv(4) == number
+        return sock.recv(4) == number
     return False
 
 
@@ -311,14 +309,15 @@ def test_nobody_outside_the_group_finds_a_store(group: rtr.Group, peers: list[An
     after = at_all(peers, listeners)
     opened = [now - then for now, then in zip(after, before, strict=True)]
     assert not [address for addresses in opened for address in addresses if answers_strangers(address)]
-    assert [len(addresses) for addresses in opened] == [1, 1, 1], "more listens than gloo in each member"
+    # gloo's own, and the one by which it gets the connections that are members'.
+    assert [len(addresses) for addresses in opened] == [2, 2, 2], "more listens than gloo in each member"
     assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
 
 
 def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(group: rtr.Group, peers: list[Any]) -> None:
     at_all(peers[1:2], let_a_stranger_in_first)
     try:
-        with pytest.raises(BootstrapError, match=r"b: gloo accepted a connection from .*, which no member made"):
+        with pytest.raises(BootstrapError, match=r"b: gloo.* accepted a connection from .* before any member"):
             group.process_group("gloo")
     finally:
         at_all(peers[1:2], keep_strangers_out)

@@ -101,7 +101,8 @@ with rtr.init_group([a, f, c, g, late]) as group:
 # Two groups that do not know of each other, as of two jobs, and then one of both.
 from raytorchrpc.group import worker_ids
 worker_ids.highest_elsewhere = lambda handles: -1
-with rtr.init_group([h], name="h"), rtr.init_group([i], name="i") as group:
+at_once = rtr.GroupConfig(torchrpc="at once")
+with rtr.init_group([h], name="h"), rtr.init_group([i], name="i", config=at_once) as group:
     assert ids(group) == [0]
 def refused(target):
     found = []

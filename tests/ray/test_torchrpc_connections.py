@@ -136,6 +136,7 @@ def test_without_descriptors_no_connection_is_begun(members: dict[str, Any]) -> 
     there = in_actor(members["b"], insides.agent_url)
 
     def crowded() -> str:
+        assert double("b") == 6
         insides.hang_up_on(there)
         with pytest.raises(rtr.PeerLost):
             double("b")

@@ -4,31 +4,37 @@ torch allows one agent at a time, and its RRef bookkeeping keeps the first agent
 that no shutdown resets): after a second start every RRef of the process fails. So the agent outlives the group. Leaving
 a group removes the peers and keeps the agent idle. The next group reuses it, unless it needs what can only be set at
 the start.
+
+It starts when this process first needs it, or when a member connects. Until then a listener of the guard's stands for
+it, at the address that peers know; see ``process.guard``.
 """
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import io
 import logging
 import operator
 import os
 import pickle
 import resource
+import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
-from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process import fork, guard, tcp, threads
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,8 @@ class AgentSpec(NamedTuple):
     worker_id: int
     """Above all ids that its peers' agents have known: they keep the pipe of a former agent under its id."""
     interface: str | None
+    address: str
+    """Of the interface, or of the node."""
     transports: tuple[str, ...]
     channels: tuple[str, ...]
     threads: int
@@ -69,7 +77,9 @@ class AgentSpec(NamedTuple):
     """By the peer's torchrpc name: own GPU -> the peer's GPU, for arguments."""
     devices: tuple[int, ...]
     admitted: tuple[str, ...] = ()
-    """Addresses and networks (CIDR) that may connect: TensorPipe has no authentication. Empty: all. Can change."""
+    """Addresses and networks (CIDR) of members, of which one may ask to connect. Empty: all. Can change."""
+    at_once: bool = False
+    """Start it with the member."""
 
 
 class FabricPeer(NamedTuple):
@@ -128,32 +138,114 @@ class Fabric:
         self._highest_id = -1
         self.shares_autograd_id = False
         """Another member may have the same id in distributed autograd, which has one id for the life of a process."""
-        self._listeners: tcp.Listeners = {}
+        self._coming: dict[str, FabricPeer] = {}
+        """Peers of an agent that has not started yet."""
+        self._front: socket.socket | None = None
+        """Listens at ``_url``."""
+        self._doors: list[guard.Takeover] = []
+        """The agent's own listeners and its channels'; the first is that of calls."""
         self._agents_started = 0
+        self._is_resting = True
+        """No group uses it."""
+        self._starter = 0
+        """The thread that starts the agent."""
+        fork.register(self)
 
     @property
     def identity(self) -> AgentIdentity | None:
-        """Identity of the running agent, idle or not."""
+        """Identity of the agent, idle or not started yet included."""
         return AgentIdentity(self._spec.name, self._spec.worker_id, self._highest_id) if self._spec else None
 
     @property
     def address(self) -> FabricPeer:
-        """How peers reach the running agent; each fills in its own map. Raises LaneUnavailable if none runs."""
+        """How peers reach the agent; each fills in its own map. Raises LaneUnavailable if there is none."""
         if self._spec is None:
-            raise LaneUnavailable("torchrpc", "no torchrpc agent runs in this process")
+            raise LaneUnavailable("torchrpc", "this process has no torchrpc agent")
         return FabricPeer(self._spec.name, self._spec.worker_id, self._url, {})
 
-    def start(self, spec: AgentSpec, *, renew: bool = False) -> str:
-        """Have an agent that fits ``spec``: the idle one, with its own id, if it does. Returns its URL.
+    @property
+    def is_running(self) -> bool:
+        """Whether the agent has started."""
+        return self._agent is not None
 
-        ``renew``: start a new one in any case. Raises BootstrapError if torch cannot start one. An interrupt (Ctrl-C)
+    def prepare(self, spec: AgentSpec, *, renew: bool = False) -> str:
+        """Have a place for an agent that fits ``spec``, and listen for it: the idle agent, with its own id, if it fits.
+        Returns the URL. The agent itself starts when it is needed, or now if ``spec`` says so.
+
+        ``renew``: no agent of before will do. Raises BootstrapError if torch cannot start one. An interrupt (Ctrl-C)
         ends the wait, but not the start: torch would otherwise keep an agent unknown to this object.
         """
-        begun: Future[str] = Future()
+        with self._lock:
+            self._prepare(spec, renew)
+        if spec.at_once:
+            self.start()
+        return self._url
+
+    def _prepare(self, spec: AgentSpec, renew: bool) -> None:
+        if self._agent is not None and not torch_internals.agent_is_set():
+            logger.warning(
+                "the program has called torch.distributed.rpc.shutdown(): starting another torchrpc agent; RRefs "
+                "of this process no longer work, because torch uses the first agent for them"
+            )
+            self._forget_agent()
+        # An agent without a spec is one whose start failed halfway.
+        if self._agent is not None and (renew or self._spec is None or not _fits(self._spec, spec)):
+            logger.warning(
+                "restarting the torchrpc agent %s: the new group needs %s; RRefs of this process no longer work, "
+                "because torch uses the first agent for them",
+                spec.name,
+                "another worker id" if renew else "other devices, transports or another interface",
+            )
+            self._stop()
+        self.shares_autograd_id |= renew
+        if self._agent is None:
+            self._check_alone()
+            if torch_internals.autograd_id() is not None and self._spec is None and self._agents_started == 0:
+                self._agents_started = 1  # the program had its own agent before, which RRefs stay with
+            torch_internals.init_autograd(spec.worker_id)
+            torch_internals.adapt_rpc(RpcPickler, _NO_INIT_RPC, self._start_for_torch)
+            self._highest_id = max(self._highest_id, spec.worker_id)
+            self._spec = spec
+            self._listen(spec.address)
+        self.admit(spec.admitted)
+        guard.process_guard().start()
+
+    def _check_alone(self) -> None:
+        if torch_internals.agent_is_set():
+            raise BootstrapError(
+                "this process already runs torch.distributed.rpc on its own (init_rpc); torch allows one agent "
+                "per process: call torch.distributed.rpc.shutdown() before joining a group"
+            )
+
+    def _listen(self, host: str) -> None:
+        if self._front is not None and self._front.getsockname()[0] == host:
+            return
+        self._close_front()
+        try:
+            self._front = guard.process_guard().listen(host, self._deliver, _first_message)
+        except OSError as error:
+            raise BootstrapError(f"torchrpc cannot listen on {host}: {error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self._url = f"uv://{shown}:{self._front.getsockname()[1]}"
+
+    def _deliver(self, sock: socket.socket) -> None:
+        """Have the agent accept a member's connection."""
+        self.start()
+        self._doors[0].deliver(sock)
+
+    def start(self) -> None:
+        """Start the agent, if it does not run yet. Blocks for about 50 ms. Raises BootstrapError."""
+        if self._agent is not None:
+            return
+        begun: Future[None] = Future()
 
         def begin() -> None:
+            self._starter = threading.get_ident()
             try:
-                begun.set_result(self._have(spec, renew))
+                with self._lock:
+                    if self._agent is None:
+                        self._start()
+                begun.set_result(None)
             except BaseException as error:
                 begun.set_exception(error)
 
@@ -161,41 +253,22 @@ class Fabric:
             threads.start(begin, name="raytorchrpc-start")
         except threads.ThreadShortage as error:
             raise BootstrapError(f"torchrpc's agent cannot be started: {error}") from error
-        return begun.result()
+        begun.result()
 
-    def _have(self, spec: AgentSpec, renew: bool) -> str:
-        with self._lock:
-            if self._agent is not None and not torch_internals.agent_is_set():
-                logger.warning(
-                    "the program has called torch.distributed.rpc.shutdown(): starting another torchrpc agent; RRefs "
-                    "of this process no longer work, because torch uses the first agent for them"
-                )
-                self._forget_agent()
-            # An agent without a spec is one whose start failed halfway.
-            if self._agent is not None and (renew or self._spec is None or not _fits(self._spec, spec)):
-                logger.warning(
-                    "restarting the torchrpc agent %s: the new group needs %s; RRefs of this process no longer work, "
-                    "because torch uses the first agent for them",
-                    spec.name,
-                    "another worker id" if renew else "other devices, transports or another interface",
-                )
-                self.shares_autograd_id |= renew
-                self._stop()
-            if self._agent is None:
-                self._start(spec)
-            self.admit(spec.admitted)
-            return self._url
+    def _start_for_torch(self) -> None:
+        """torch's own API is about to be used."""
+        if not self._is_resting and threading.get_ident() != self._starter and os.getpid() == self._pid:
+            self.start()
 
-    def _start(self, spec: AgentSpec) -> None:
-        if torch_internals.agent_is_set():
-            raise BootstrapError(
-                "this process already runs torch.distributed.rpc on its own (init_rpc); torch allows one agent "
-                "per process: call torch.distributed.rpc.shutdown() before joining a group"
-            )
+    def _start(self) -> None:
+        spec = self._spec
+        if spec is None:
+            raise BootstrapError("this process has no torchrpc agent to start: it is in no group")
+        self._check_alone()
         before = tcp.listening()
         try:
             with listening_on(spec.interface):
-                self._agent, self._store, self._url = torch_internals.start_agent(
+                agent, store, url = torch_internals.start_agent(
                     spec.name,
                     spec.worker_id,
                     threads=spec.threads,
@@ -207,22 +280,43 @@ class Fabric:
                 )
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
-        hosts = {host for host, _ in fork.addresses_in(self._url)}
-        now = tcp.listening()
-        self._listeners = {inode: fd for inode, fd in now.items() if inode not in before and _host_of(fd) in hosts}
-        tcp.notice_silence(self._listeners)
-        if torch_internals.autograd_id() is not None and self._agents_started == 0:
-            self._agents_started = 1  # the program had its own agent before, which RRefs stay with
-        torch_internals.init_autograd(spec.worker_id)
-        torch_internals.adapt_rpc(RpcPickler, _NO_INIT_RPC)
-        self._highest_id = max(self._highest_id, spec.worker_id)
-        self._spec, self._devices = spec, spec.devices
+        self._guard_listeners(spec, before, set(fork.addresses_in(url)))
+        self._store, self._devices = store, spec.devices
         me = FabricPeer(spec.name, spec.worker_id, self._url, {})
-        self._me = KnownPeer(me, self._agent.get_worker_info(), opened=True, connected=True)
+        self._me = KnownPeer(me, agent.get_worker_info(), opened=True, connected=True)
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
-            fork.register(self)
+        self._agent = agent
+        coming, self._coming = self._coming, {}
+        for peer in coming.values():
+            self._add_peer(peer, renew=peer.worker_id in self._spoilt)
+
+    def _guard_listeners(self, spec: AgentSpec, before: Collection[int], own: Collection[fork.Address]) -> None:
+        """Take over what the agent listens on: until then it admits anybody, for about a millisecond."""
+        hosts = {host for host, _ in own}
+        opened = {fd: _name_of(fd) for inode, fd in tcp.listening().items() if inode not in before}
+        opened = {fd: name for fd, name in opened.items() if name[0] in hosts}
+        try:
+            for fd in opened:
+                with fork.borrowed(fd) as listener:
+                    tcp.admit_only(listener, ())
+            for _, sock in fork.own_sockets():
+                with suppress(OSError):  # it is not connected
+                    if sock.getsockname() in opened.values() and sock.getpeername():
+                        tcp.admit_only(sock, ())  # a stranger was faster: nothing more of it comes in
+            registered = guard.registered()
+            for fd in sorted(opened, key=lambda fd: opened[fd] not in own):
+                door = guard.Takeover(fd, registered.get(fd))
+                self._doors.append(door)
+                guard.process_guard().watch(door.public, door.deliver, _first_message)
+            self.admit(spec.admitted)
+        except OSError as error:
+            torch_internals.stop_agent()
+            self._forget_doors()
+            raise BootstrapError(
+                f"torchrpc's listener, which authenticates nobody, cannot be guarded on this kernel: {error}"
+            ) from error
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware. The agent is never freed in the child, where that would wait for missing threads."""
@@ -235,17 +329,22 @@ class Fabric:
     def add_peers(self, peers: Sequence[FabricPeer]) -> None:
         """Make peers callable. Quick: the first call opens connections."""
         with self._lock:
-            if self._agent is None:
-                raise BootstrapError("no torchrpc agent is running in this process")
             for peer in peers:
                 if (known := self._peers.get(peer.name)) is not None and known.peer == peer:
                     continue
                 self.remove_peer(peer.name)
-                self._add_peer(peer, renew=peer.worker_id in self._spoilt)
+                if self._agent is None:
+                    self._coming[peer.name] = peer
+                    self._note_id(peer)
+                else:
+                    self._add_peer(peer, renew=peer.worker_id in self._spoilt)
 
-    def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
+    def _note_id(self, peer: FabricPeer) -> None:
         if peer.worker_id not in OWN_NUMBERS:
             self._highest_id = max(self._highest_id, peer.worker_id)
+
+    def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
+        self._note_id(peer)
         # torch would send to the process that it has connected to under this id before.
         renew |= self._urls.setdefault(peer.worker_id, peer.url) != peer.url
         if renew:
@@ -278,17 +377,25 @@ class Fabric:
                 self._spoilt.add(known.peer.worker_id)
 
     def admit(self, hosts: Sequence[str]) -> None:
-        """Allow connections only from these hosts; see AgentSpec.admitted. Existing connections stay."""
-        try:
-            with self._lock:
-                if hosts and self._listeners:
-                    tcp.admit_only(self._listeners, tcp.networks(hosts))
-        except OSError as error:
-            logger.warning(
-                "any host that can route to this process can connect to its torchrpc listener, which has no "
-                "authentication: the kernel rejected the filter for it (%s); restrict access with a firewall",
-                error,
-            )
+        """Listen to these hosts alone; see AgentSpec.admitted. Existing connections stay."""
+        with self._lock:
+            self._is_resting = False
+            self._filter(tcp.networks(hosts or ("0.0.0.0/0", "::/0")))
+
+    def rest(self) -> None:
+        """The group has ended: listen to nobody until the next one."""
+        with self._lock:
+            self._is_resting = True
+            self._coming.clear()
+            self._filter(())
+            guard.process_guard().stop()
+
+    def _filter(self, networks: Sequence[tcp.Network]) -> None:
+        for listener in (*((self._front,) if self._front else ()), *(door.public for door in self._doors)):
+            try:
+                tcp.admit_only(listener, networks)
+            except OSError as error:
+                threads.report(error, "torchrpc's listener asks members about connections from any host")
 
     def peer(self, name: str) -> KnownPeer:
         """Return a peer with torch's WorkerInfo for it. Send requests to it within ``connecting``.
@@ -301,7 +408,15 @@ class Fabric:
                 "this process has called torch.distributed.rpc.shutdown(), which a member must not do: leave that out, "
                 "and form the group again",
             )
+        if self._agent is None:
+            try:
+                self.start()
+            except BootstrapError as error:
+                raise LaneUnavailable("torchrpc", str(error)) from error
         known = self._peers.get(name)
+        if known is None:
+            with self._lock:  # another thread may be about to add those of before the start
+                known = self._peers.get(name)
         if known is None:
             if self._me is not None and name == self._me.peer.name:
                 return self._me
@@ -341,6 +456,7 @@ class Fabric:
     def remove_peer(self, name: str) -> None:
         """Remove a peer. Calls to it in flight end by their deadline."""
         with self._lock:
+            self._coming.pop(name, None)
             known = self._peers.pop(name, None)
             if known is None:
                 return
@@ -369,8 +485,20 @@ class Fabric:
 
     def _forget_agent(self) -> None:
         self._agent = self._store = self._spec = self._me = None
-        for table in (self._listeners, self._peers, self._spoilt, self._urls):
+        self._forget_doors()
+        for table in (self._peers, self._spoilt, self._urls):
             table.clear()
+
+    def _forget_doors(self) -> None:
+        for door in self._doors:
+            guard.process_guard().close(door.public)
+            door.close()
+        self._doors.clear()
+
+    def _close_front(self) -> None:
+        if self._front is not None:
+            guard.process_guard().close(self._front)
+            self._front = None
 
 
 def _fits(running: AgentSpec, wanted: AgentSpec) -> bool:
@@ -403,9 +531,43 @@ def check_can_open(name: str, url: str) -> None:
             raise PeerLost(name, f"there is no route to it at {host}: {error}", may_have_run=False) from error
 
 
-def _host_of(fd: int) -> str:
+def unreachable(urls: Mapping[str, str], until: float) -> dict[str, str]:
+    """Connect to each listener, and hang up; by the same key, why one cannot be reached. Starts no agent there.
+
+    Blocks until all have answered, at most until that time (``time.monotonic``).
+    """
+    reasons: dict[str, str] = {}
+    with ExitStack() as opened:
+        waiting: dict[int, tuple[str, socket.socket, str]] = {}
+        poll = select.poll()
+        for key, url in urls.items():
+            for host, port in fork.addresses_in(url):
+                sock = opened.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+                sock.setblocking(False)
+                failed = sock.connect_ex((host, port))
+                if failed in (0, errno.EINPROGRESS):
+                    waiting[sock.fileno()] = key, sock, f"{host}:{port}"
+                    poll.register(sock, select.POLLOUT)
+                else:
+                    reasons[key] = f"torchrpc at {host}:{port}: {os.strerror(failed)}"
+        while waiting and (left := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                poll.unregister(fd)
+                key, sock, where = waiting.pop(fd)
+                if failed := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    reasons[key] = f"torchrpc at {where}: {os.strerror(failed)}"
+        reasons.update({key: f"no answer from torchrpc at {where} in time" for key, _, where in waiting.values()})
+    return reasons
+
+
+def _first_message(head: bytes) -> int:
+    """Bytes of TensorPipe's first message on a connection: its length, in eight bytes, and so many bytes."""
+    return 8 + int.from_bytes(head, "little") if len(head) == 8 else 8
+
+
+def _name_of(fd: int) -> fork.Address:
     with fork.borrowed(fd) as listener:
-        return str(listener.getsockname()[0])
+        return guard.address(listener.getsockname())
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, Remo
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
+from raytorchrpc.process import fork
 from raytorchrpc.process.this_process import MallocTrimmer
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -56,6 +57,8 @@ class TorchRpcLane(MessageLane):
         self._me, self._fabric = me, fabric
         self.devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
+        self.hosts: dict[str, str] = {}
+        """Where peers listen, by member name."""
         self._rpc_names: dict[str, str] = {}
         """torchrpc's names, by member name."""
         self._broken: dict[str, Any] = {}
@@ -72,6 +75,7 @@ class TorchRpcLane(MessageLane):
         if (identity := self._fabric.identity) is not None:
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
+        self.hosts.update({peer.peer: next(fork.addresses_in(peer.address.url))[0] for peer in peers})
         self._fabric.add_peers([peer.address._replace(inverse_map=peer.devices_back) for peer in peers])
 
     def call(
@@ -136,6 +140,7 @@ class TorchRpcLane(MessageLane):
 
     def disconnect(self, peer: str) -> None:
         self._broken.pop(peer, None)
+        self.hosts.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent outlives the group, and keeps its own entry
             self._fabric.remove_peer(name)

@@ -1,0 +1,85 @@
+"""Members vouch for each other's connections to torchrpc and gloo, which authenticate nobody; see ``process.guard``.
+
+Who accepts a connection asks the members on the host that it comes from, over the group's own authenticated
+connections. A member knows the connections of its process from the kernel, those that torch opened by itself included.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import queue
+import time
+from collections.abc import Iterator, Sequence
+
+from raytorchrpc.calls import protocol
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.peers import PeerRoute
+from raytorchrpc.calls.protocol import ControlHeader
+from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.lanes import registry
+from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.process import tcp
+from raytorchrpc.process.guard import Connection, made_here
+
+#: How long members may take to answer (seconds).
+_ANSWER_S = 5.0
+
+
+def vouched(local: LocalMember, connections: Sequence[Connection]) -> Iterator[Connection]:
+    """Yield those that this process or another member made, each as soon as that is known.
+
+    Connections from ``GroupConfig.torchrpc_from`` count as members': addresses are translated there, so no member knows
+    its own by what is seen here.
+    """
+    left = set(connections)
+    translated = tcp.networks(local.config.torchrpc_from)
+    here = {each for each in left if any(ipaddress.ip_address(each.here[0]) in network for network in translated)}
+    here.update(made_here(left))
+    yield from here
+    left -= here
+    answers: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+    asked = 0
+    for route, about in _whom_to_ask(local, left):
+        try:
+            pending = _ask(local, route, about)
+        except RayTorchRpcError:  # it is lost
+            continue
+        pending.add_done_callback(lambda pending=pending: answers.put(pending))  # type: ignore[misc]
+        asked += 1
+    until = time.monotonic() + _ANSWER_S
+    while left and asked:
+        try:
+            message = answers.get(timeout=max(0.0, until - time.monotonic())).take()
+        except queue.Empty:
+            return
+        except RayTorchRpcError:
+            message = None
+        asked -= 1
+        if message is not None and message.header[0] == protocol.OK:
+            theirs = left.intersection(Connection(*each) for each in local.codec.decode(*message.body))
+            yield from theirs
+            left -= theirs
+
+
+def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[tuple[PeerRoute, list[Connection]]]:
+    """The members on the hosts that the connections come from; all of them about a host where none listens."""
+    hosts = next(lane for lane in local.lanes if lane.name == registry.FABRIC).hosts  # type: ignore[attr-defined]
+    known = set(hosts.values())
+    for route in local.peers.routes:
+        if route.member.rank != local.me.rank:
+            host = hosts.get(route.member.name)
+            about = [each for each in connections if each.here[0] == host or each.here[0] not in known]
+            if about:
+                yield route, about
+
+
+def _ask(local: LocalMember, route: PeerRoute, about: list[Connection]) -> Pending:
+    lane = next(lane for lane in local.lanes if lane.name == registry.CONTROL)
+    header = ControlHeader(protocol.ASK, local.me.rank, route.token)
+    body = local.codec.encode((own, ([tuple(each) for each in about],)), own=True)
+    return lane.call(route.member.name, Message(tuple(header), body), _ANSWER_S)
+
+
+def own(local: LocalMember, connections: Sequence[tuple[tuple[str, int], tuple[str, int]]]) -> list[Connection]:
+    """In a member that is asked: those that its process made."""
+    return made_here([Connection(*each) for each in connections])

@@ -1,0 +1,154 @@
+"""torchrpc starts where it is needed, and nowhere else; see GroupConfig.torchrpc."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+
+import raytorchrpc as rtr
+from tests import insides
+from tests.insides import in_actor
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+
+
+@pytest.fixture
+def actors(spawn: Spawn) -> dict[str, Any]:
+    return {name: spawn(Peer) for name in "abc"}
+
+
+@pytest.fixture
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors) as group:
+        yield group
+
+
+def running(actors: dict[str, Any]) -> list[str]:
+    return [name for name, actor in actors.items() if in_actor(actor, insides.agent_runs)]
+
+
+def torchrpc_threads() -> int:
+    """Threads that TensorPipe and torch's agent have started here."""
+    names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    return sum("TP_" in name or "ensor" in name.lower() for name in names)
+
+
+def call(peer: str) -> None:
+    assert rtr.rpc_sync(peer).double(torch.ones(3)).sum() == 6
+
+
+def by_rref(peer: str) -> None:
+    assert rtr.remote(peer).double(torch.ones(3)).to_here().sum() == 6
+
+
+def by_torchs_api(peer: str) -> None:
+    assert rpc.rpc_sync(name_of(peer), operator.add, args=(1, 2)) == 3
+
+
+def by_torchs_names(peer: str) -> None:
+    assert rpc.get_worker_info(name_of(peer)).name == name_of(peer)
+    assert rpc.rpc_async(name_of(peer), operator.add, args=(1, 2)).wait() == 3
+
+
+def by_autograd(peer: str) -> None:
+    with dist_autograd.context() as context:
+        weight = torch.ones(2, requires_grad=True)
+        dist_autograd.backward(context, [rtr.rpc_sync(peer).double(weight).sum()])
+        assert dist_autograd.get_gradients(context)[weight].tolist() == [2.0, 2.0]
+
+
+def by_an_rref_of_its_own(peer: str) -> None:
+    assert rpc.rpc_sync(name_of(peer), fetch, args=(rpc.RRef(torch.ones(2)),)) == 2
+
+
+def fetch(rref: Any) -> float:
+    return float(rref.to_here().sum())
+
+
+def name_of(peer: str) -> str:
+    return next(member.rpc_name for member in rtr.get_group().members if member.name == peer)
+
+
+@pytest.mark.parametrize("use", [by_rref, by_torchs_api, by_torchs_names, by_autograd, by_an_rref_of_its_own])
+def test_it_starts_at_both_ends_of_its_first_use(
+    group: rtr.Group, actors: dict[str, Any], use: Callable[[str], None]
+) -> None:
+    in_actor(actors["a"], call, "b")
+    assert running(actors) == []
+    assert in_actor(actors["a"], torchrpc_threads) == 0
+    in_actor(actors["a"], use, "b")
+    assert running(actors) == ["a", "b"]
+    assert in_actor(actors["a"], torchrpc_threads) > 0
+    in_actor(actors["a"], call, "c")
+    assert running(actors) == ["a", "b"], "other calls need none"
+
+
+def test_all_start_at_once_where_that_is_asked_for(actors: dict[str, Any]) -> None:
+    with rtr.init_group(actors, config=rtr.GroupConfig(torchrpc="at once")):
+        assert running(actors) == ["a", "b", "c"]
+
+
+def test_a_route_that_needs_it_starts_it(actors: dict[str, Any]) -> None:
+    with rtr.init_group(actors, config=rtr.GroupConfig(lanes=("torchrpc",))):
+        assert running(actors) == []
+        in_actor(actors["a"], call, "b")
+        assert running(actors) == ["a", "b"]
+
+
+def test_both_may_begin_at_once(group: rtr.Group, actors: dict[str, Any]) -> None:
+    pairs = [(one, other) for one in actors for other in actors if one != other]
+    ray.get([actors[one].run.remote(by_rref, other) for one, other in pairs], timeout=60)
+    assert running(actors) == ["a", "b", "c"]
+
+
+def test_after_the_group_torchs_api_starts_none(actors: dict[str, Any]) -> None:
+    with rtr.init_group(actors):
+        pass
+    with pytest.raises(ray.exceptions.RayTaskError, match="RPC has not been initialized"):
+        in_actor(actors["a"], lambda: rpc.get_worker_info("x"))
+    with rtr.init_group(actors):
+        in_actor(actors["a"], by_rref, "b")
+
+
+def test_a_member_that_stands_still_keeps_no_other_from_connecting(group: rtr.Group, actors: dict[str, Any]) -> None:
+    """Who accepts a connection asks all members of the host whose it is."""
+    frozen = in_actor(actors["c"], os.getpid)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        in_actor(actors["a"], by_rref, "b")
+        assert time.monotonic() - began < 4, "it waited for the one that stands still"
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+
+
+def test_who_dies_while_it_connects_leaves_the_listener_as_it_was(
+    group: rtr.Group, actors: dict[str, Any], spawn: Spawn
+) -> None:
+    host, port = in_actor(actors["b"], insides.agent_address)
+    in_actor(actors["a"], by_rref, "b")
+    for said in (b"", b"\x40", b"\x40" + bytes(7) + b"x"):
+        dying = spawn(Peer)
+        group.add({"dying": dying})
+        in_actor(dying, connect_and_say, host, port, said)
+        ray.kill(dying)
+        group.remove(["dying"])
+    in_actor(actors["c"], by_rref, "b")
+
+
+def connect_and_say(host: str, port: int, said: bytes) -> None:
+    import socket
+
+    insides.saved.sock = socket.create_connection((host, port))
+    insides.saved.sock.sendall(said)

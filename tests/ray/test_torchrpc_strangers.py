@@ -1,0 +1,352 @@
+"""Who is no member gets no byte to torchrpc, and ends nothing: as another user of the host, at every port of a member.
+
+See docs/security.md, and tests/conformance/test_guard.py for the guard by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests import insides
+from tests.conformance.peers import Process
+from tests.insides import in_actor
+from tests.ray.actors import Peer
+from tests.ray.conftest import Spawn
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a process as another user")
+
+GARBAGE = {
+    "seven bytes": b"1234567",
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "zeros": bytes(5000),
+    "a large length": struct.pack("<Q", 1 << 60) * 8,
+}
+_RESET = struct.pack("ii", 1, 0)
+_open: list[socket.socket] = []
+
+
+@pytest.fixture(scope="module")
+def actors(spawn_for_module: Spawn) -> dict[str, Any]:
+    return {name: spawn_for_module(Peer) for name in "abc"}
+
+
+@pytest.fixture
+def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
+    with rtr.init_group(actors) as group:
+        yield group
+
+
+@pytest.fixture
+def nobody() -> Iterator[Process]:
+    process = Process()
+    process.run(become_nobody)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def become_nobody() -> None:
+    user = pwd.getpwnam("nobody")
+    os.setgroups([])
+    os.setgid(user.pw_gid)
+    os.setuid(user.pw_uid)
+
+
+def works(peer: str) -> bool:
+    """Calls, RRefs, torch's own API and distributed autograd, from this member to a peer."""
+    import torch.distributed.autograd as dist_autograd
+    import torch.distributed.rpc as rpc
+
+    assert rtr.rpc_sync(peer).double(torch.ones(3)).sum() == 6
+    assert rtr.remote(peer).double(torch.ones(2)).to_here().sum() == 4
+    name = next(member.rpc_name for member in rtr.get_group().members if member.name == peer)
+    with dist_autograd.context() as context:
+        weight = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync(name, torch.mul, args=(weight, 3.0)).sum()
+        dist_autograd.backward(context, [loss])
+        assert dist_autograd.get_gradients(context)[weight].tolist() == [3.0, 3.0]
+    return True
+
+
+def listening(pid: int, host: str) -> list[tuple[str, int]]:
+    """Where a process listens for TCP over IPv4."""
+    own = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed just now
+            own.add(os.readlink(entry))
+    return [address for inode, address in _listeners(host) if f"socket:[{inode}]" in own]
+
+
+def _listeners(host: str) -> list[tuple[str, tuple[str, int]]]:
+    """What listens at an address, or on all: inode and address."""
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        address, port = words[1].split(":")
+        where = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+        if words[3] == "0A" and where in (host, "0.0.0.0"):
+            found.append((words[9], (host, int(port, 16))))
+    return found
+
+
+def torchrpc_ports(actor: Any) -> list[tuple[str, int]]:
+    """Where an actor listens: its Ray worker, torchrpc and gloo."""
+    return listening(in_actor(actor, os.getpid), in_actor(actor, node_ip))
+
+
+def node_ip() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def say(where: list[tuple[str, int]], said: bytes, end: str) -> int:
+    """Connect to each, say that, and end as told; how many could be connected to."""
+    connected = 0
+    for address in where:
+        with suppress(OSError):
+            sock = socket.create_connection(address, timeout=0.3)
+            connected += 1
+            sock.settimeout(0.3)
+            with suppress(OSError):
+                sock.sendall(said)
+                if end == "shutdown":
+                    sock.shutdown(socket.SHUT_WR)
+                    sock.recv(1)
+            if end == "open":
+                _open.append(sock)
+                continue
+            if end == "reset":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            sock.close()
+    return connected
+
+
+def connect_again_and_again(where: list[tuple[str, int]], seconds: float) -> int:
+    until, count = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        count += say(where, GARBAGE["seven bytes"], "open" if count % 2 else "close")
+        while len(_open) > 50:
+            _open.pop(0).close()
+    return count
+
+
+def test_garbage_at_every_port_harms_nobody(nobody: Process, spawn: Spawn) -> None:
+    actors = {name: spawn(Peer) for name in "ab"}
+    with rtr.init_group(actors):
+        _garbage_at_every_port(actors, nobody)
+
+
+def _garbage_at_every_port(actors: dict[str, Any], nobody: Process) -> None:
+    seen = 0
+    for _ in range(2):  # torchrpc may not have started there yet; it runs
+        where = nobody.run(answering, torchrpc_ports(actors["b"]))
+        assert len(where) > seen
+        seen = len(where)
+        for said in (*GARBAGE.values(), b""):
+            for end in ("close", "reset", "shutdown", "open"):
+                nobody.run(say, where, said, end)
+        assert in_actor(actors["a"], works, "b") and in_actor(actors["b"], works, "a")
+
+
+def test_a_strangers_agent_runs_no_code(
+    group: rtr.Group, actors: dict[str, Any], nobody: Process, tmp_path: Path
+) -> None:
+    assert in_actor(actors["a"], works, "b")
+    pid = in_actor(actors["b"], os.getpid)
+    tmp_path.chmod(0o777)
+    for host, port in nobody.run(answering, torchrpc_ports(actors["b"]))[:4]:
+        stranger = Process()
+        stranger.run(become_nobody)
+        assert stranger.run(insides.call_as_a_stranger, host, port, str(tmp_path / f"{port}")) != ""
+        stranger.kill()
+    assert list(tmp_path.iterdir()) == []
+    assert in_actor(actors["b"], os.getpid) == pid
+    assert in_actor(actors["c"], works, "b")
+
+
+def test_strangers_that_connect_while_members_do(group: rtr.Group, actors: dict[str, Any], nobody: Process) -> None:
+    where = nobody.run(answering, torchrpc_ports(actors["b"]))
+    nobody.begin(connect_again_and_again, where, 3.0)
+    for caller, peer in ("ab", "cb", "ba", "ac"):
+        assert in_actor(actors[caller], works, peer)
+    assert nobody.result() > 20
+
+
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_flood_of_connections_keeps_no_member_out(
+    group: rtr.Group, actors: dict[str, Any], nobody: Process, count: int
+) -> None:
+    assert in_actor(actors["a"], works, "b")
+    (first, *_) = nobody.run(answering, torchrpc_ports(actors["b"]))
+    before = in_actor(actors["b"], descriptors)
+    nobody.begin(flood, first, count)
+    for _ in range(5):
+        assert in_actor(actors["a"], works, "b")
+    assert nobody.result() == count
+    assert in_actor(actors["c"], works, "b")
+    assert in_actor(actors["b"], descriptors) < before + 1000, "strangers fill the descriptors of a member"
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def flood(where: tuple[str, int], count: int) -> int:
+    with ExitStack() as held:
+        for number in range(count):
+            with suppress(OSError):
+                sock = held.enter_context(socket.create_connection(where, timeout=2))
+                if number % 3:
+                    sock.sendall(b"x")
+            if number % 400 == 399:
+                held.close()
+    return count
+
+
+def test_the_port_of_a_dead_member_makes_no_member(
+    group: rtr.Group, actors: dict[str, Any], nobody: Process, spawn: Spawn
+) -> None:
+    dying = spawn(Peer)
+    group.add({"d": dying})
+    assert in_actor(dying, works, "b")
+    ports = in_actor(dying, ports_to, torchrpc_ports(actors["b"]))
+    assert ports
+    ray.kill(dying)
+    group.remove(["d"])
+    for mine, where in ports:
+        assert nobody.run(speak_from, mine, where) in ("closed", "refused")
+    assert in_actor(actors["a"], works, "b")
+
+
+def ports_to(where: list[tuple[str, int]]) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+    """This process's connections to these addresses: here, there."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            sock = socket.socket(fileno=os.dup(int(entry)))
+            with sock:
+                if sock.type == socket.SOCK_STREAM and sock.getpeername() in where:
+                    found.append((sock.getsockname(), sock.getpeername()))
+    return found
+
+
+def speak_from(mine: tuple[str, int], where: tuple[str, int]) -> str:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.settimeout(15)
+        try:
+            sock.bind(mine)
+            sock.connect(where)
+        except OSError:
+            return "refused"
+        sock.sendall(GARBAGE["zeros"])
+        with suppress(ConnectionError):
+            assert sock.recv(1) == b""
+        return "closed"
+
+
+def test_networks_in_torchrpc_from_are_let_in_unasked(nobody: Process, spawn: Spawn, tmp_path: Path) -> None:
+    """Addresses are translated there, so no member knows its own."""
+    tmp_path.chmod(0o777)
+    actors = {name: spawn(Peer) for name in "ab"}
+    for networks, error in (((), True), (("0.0.0.0/0",), False)):
+        with rtr.init_group(actors, config=rtr.GroupConfig(torchrpc_from=networks)):
+            host, port = in_actor(actors["b"], insides.agent_address)
+            stranger = Process()
+            stranger.run(become_nobody)
+            assert bool(stranger.run(insides.call_as_a_stranger, host, port, str(tmp_path / "made"))) is error
+            stranger.kill()
+    assert in_actor(actors["b"], os.path.exists, str(tmp_path / "made"))
+
+
+def test_gloo_and_its_subgroups_form_while_strangers_call_themselves_members(
+    group: rtr.Group, actors: dict[str, Any], nobody: Process
+) -> None:
+    pids = [in_actor(actor, os.getpid) for actor in actors.values()]
+    nobody.begin(claim_to_be_members, in_actor(actors["a"], node_ip), 6.0)
+    formed = 0
+    while formed < 3:
+        with suppress(rtr.BootstrapError):  # a stranger was there before the guard
+            group.process_group("gloo")
+            formed += 1
+            assert ray.get([actor.run.remote(summed) for actor in actors.values()], timeout=60) == [[3.0, 2.0]] * 3
+    assert nobody.result() > 0
+    assert [in_actor(actor, os.getpid) for actor in actors.values()] == pids
+
+
+def summed() -> list[float]:
+    """Over the process group, and over a subgroup of two."""
+    import torch.distributed as dist
+
+    ones = [torch.ones(2), torch.ones(2) if dist.get_rank() < 2 else torch.full((2,), 2.0)]
+    dist.all_reduce(ones[0])
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.all_reduce(ones[1], group=pair)
+    return [float(each[0]) for each in ones]
+
+
+def claim_to_be_members(host: str, seconds: float) -> int:
+    """Connect to each listener that appears, as gloo's peers do: with a number of a member; how often."""
+    known, count, until = {address for _, address in _listeners(host)}, 0, time.monotonic() + seconds
+    while time.monotonic() < until:
+        for address in {address for _, address in _listeners(host)} - known:
+            for number in range(3):
+                with suppress(OSError):
+                    sock = socket.create_connection(address, timeout=0.05)
+                    sock.sendall(struct.pack("<q", number))
+                    _open.append(sock)
+                    count += 1
+        while len(_open) > 100:
+            _open.pop(0).close()
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nmap") is None, reason="nmap is not installed")
+def test_a_port_scanner_harms_nobody(group: rtr.Group, actors: dict[str, Any]) -> None:
+    for _ in range(2):
+        ports = ",".join(str(port) for _, port in torchrpc_ports(actors["b"]))
+        host = in_actor(actors["b"], node_ip)
+        scan = ["nmap", "-Pn", "-n", "-sT", "-sV", "--version-all", "--host-timeout", "60s", "-p", ports, host]
+        running = subprocess.Popen(scan, stdout=subprocess.PIPE, text=True)
+        while running.poll() is None:
+            assert in_actor(actors["a"], works, "b")
+        assert "Nmap done" in running.communicate()[0]
+    assert in_actor(actors["c"], works, "b")
+
+
+def test_a_group_that_has_ended_listens_to_nobody(nobody: Process, spawn: Spawn) -> None:
+    actors = {name: spawn(Peer) for name in "ab"}
+    before = torchrpc_ports(actors["b"])
+    with rtr.init_group(actors):
+        assert in_actor(actors["a"], works, "b")
+        opened = [address for address in torchrpc_ports(actors["b"]) if address not in before]
+        assert nobody.run(answering, opened), "the guard accepts, and closes"
+    assert nobody.run(answering, opened) == []
+    with rtr.init_group(actors):
+        assert in_actor(actors["a"], works, "b"), "the same agent serves the next group"
+
+
+def answering(where: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    found = []
+    for address in where:
+        with suppress(OSError):
+            socket.create_connection(address, timeout=0.1).close()
+            found.append(address)
+    return found
