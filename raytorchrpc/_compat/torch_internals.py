@@ -162,8 +162,7 @@ def adapt_rpc(pickler: type[Any], refusal: str, start: Callable[[], None]) -> No
         return info
 
     def is_set() -> bool:
-        if not agent_is_set():
-            start()
+        start()
         return agent_is_set()
 
     @functools.wraps(_init_rref)

@@ -94,8 +94,11 @@ def own_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 @contextlib.contextmanager
 def borrowed(fd: int) -> Iterator[socket.socket]:
-    """A socket object for a descriptor, which it does not close. Raises OSError if that is no socket."""
-    sock = socket.socket(fileno=fd)
+    """A socket object for a descriptor, which it does not close. Raises OSError if that is no socket.
+
+    It has no type: Python would make the descriptor non-blocking for all its users after ``socket.setdefaulttimeout``.
+    """
+    sock = socket.socket(type=socket.SOCK_NONBLOCK, fileno=fd)
     try:
         yield sock
     finally:

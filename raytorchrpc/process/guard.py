@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import re
+import resource
 import select
 import socket
 import sys
@@ -40,10 +41,14 @@ _MOST_ASKING = 4
 _SILENT_S = 10.0
 #: Longest time until a library has accepted a stand-in (seconds).
 _ACCEPT_S = 10.0
+#: Longest time that ``stop`` waits for the guard's thread, which never blocks (seconds).
+_STOP_S = 5.0
 _ONE_LOOK_S = 0.0005
-_LONGEST_BYTES = 1 << 16
+LONGEST_BYTES = 1 << 16
 """Of a first message."""
-_TALKS, _LEFT = select.EPOLLIN | select.EPOLLRDHUP, select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+# Edge-triggered: urgent data, which is not counted as readable, would wake the guard again and again.
+_TALKS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
+_LEFT = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class Connection(NamedTuple):
@@ -63,11 +68,21 @@ Deliver = Callable[[socket.socket], None]
 Size = Callable[[bytes], int]
 
 
+def _most_pending() -> int:
+    """MOST_PENDING, or less where that would take much of the descriptors that this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_PENDING if limit == resource.RLIM_INFINITY else min(MOST_PENDING, limit // 16)
+
+
+def _nobody(connections: Sequence[Connection]) -> Iterable[Connection]:
+    return ()
+
+
 class Guard:
     """The guarded listeners of this process. Thread-safe. One thread of its own accepts; others ask and hand over."""
 
     def __init__(self) -> None:
-        self.vouch: Vouch = lambda connections: ()
+        self.vouch: Vouch = _nobody
         """Says which connections members made; at first it trusts nobody."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -79,7 +94,7 @@ class Guard:
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll.register(self._wake, select.EPOLLIN)
-        self._runs = False
+        self._thread: threading.Thread | None = None
         self._asking = 0
         """Threads that ask."""
         fork.register(self)
@@ -104,16 +119,17 @@ class Guard:
     def start(self) -> None:
         """Accept, from now on. Raises ThreadShortage."""
         with self._lock:
-            if not self._runs:
-                threads.start(threads.serve, self._step, "raytorchrpc-guard", name="raytorchrpc-guard")
-                self._runs = True
+            if self._thread is None:
+                self._thread = threads.start(threads.serve, self._step, "raytorchrpc-guard", name="raytorchrpc-guard")
 
     def stop(self) -> None:
-        """Accept nothing until ``start``; the thread ends."""
+        """Accept nothing until ``start``, and trust nobody; the thread ends."""
         with self._lock:
-            if self._runs:
-                os.eventfd_write(self._wake, 1)
-                self._runs = False
+            thread, self._thread = self._thread, None
+            self.vouch = _nobody
+        if thread is not None:
+            os.eventfd_write(self._wake, 1)
+            thread.join(_STOP_S)
 
     def close(self, listener: socket.socket) -> None:
         """Listen no longer there. Idempotent."""
@@ -124,7 +140,7 @@ class Guard:
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware."""
-        self._lock, self._runs = threading.Lock(), False
+        self._lock, self._thread = threading.Lock(), None
         doors = [listener for listener, *_ in self._doors.values()]
         self._doors, self._silent, self._talking = {}, {}, []
         found = []
@@ -147,8 +163,9 @@ class Guard:
                 self._read(fd, has_left=bool(events & _LEFT))
             elif not self._accept(*door):
                 self._drop_oldest()
+        most = _most_pending()
         while (oldest := next(iter(self._silent.values()), None)) and (
-            len(self._silent) > MOST_PENDING or oldest[3] + _SILENT_S <= time.monotonic()
+            len(self._silent) > most or oldest[3] + _SILENT_S <= time.monotonic()
         ):
             self._drop_oldest()
         self._ask()
@@ -156,7 +173,7 @@ class Guard:
 
     def _accept(self, listener: socket.socket, deliver: Deliver, size: Size) -> bool:
         """Take in who waits there; False if this process lacks descriptors or memory for that."""
-        for _ in range(MOST_PENDING):
+        for _ in range(_most_pending()):
             try:
                 sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -173,18 +190,22 @@ class Guard:
         if (found := self._silent.get(fd)) is None:
             return
         sock, deliver, size, _ = found
-        needed = _LONGEST_BYTES + 1
+        needed = LONGEST_BYTES + 1
         with contextlib.suppress(OSError):  # the other end has reset it
-            needed = size(sock.recv(8, socket.MSG_PEEK))
+            try:
+                needed = size(sock.recv(8, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            except BlockingIOError:  # the event was for another socket of this number
+                return
             here = int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
-            if here < needed <= _LONGEST_BYTES and not has_left:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
+            if here < needed <= LONGEST_BYTES and not has_left:
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != needed:  # to set it is an event
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
                 return
             if here < needed:
-                needed = _LONGEST_BYTES + 1
+                needed = LONGEST_BYTES + 1
         del self._silent[fd]
         self._poll.unregister(fd)
-        if needed <= _LONGEST_BYTES and len(self._talking) < MOST_PENDING:
+        if needed <= LONGEST_BYTES and len(self._talking) < _most_pending():
             self._talking.append((sock, deliver))
         else:
             sock.close()
@@ -269,21 +290,31 @@ class Takeover:
         """Have the library accept this connection. Blocks for a millisecond. Raises OSError if it does not accept."""
         until = time.monotonic() + _ACCEPT_S
         with self._lock, socket.socket(self.public.family) as maker:
+            where = self._private.getsockname()  # raises OSError after ``close``
             maker.bind(self._host)
             self._admit(maker)
-            maker.connect(self._private.getsockname())
+            maker.connect(where)
             stand_in = _await(lambda: _peer_of(maker.getsockname()), until)
-            epoll, events, data = _await(lambda: registered((self._epoll,)).get(stand_in), until)
+            epoll, events, data = _await(lambda: self._reading(stand_in), until)
             self._admit()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tcp.detect_silence(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
             _copy_flags(stand_in, sock.fileno())
             _epoll_ctl(epoll, _DELETE, stand_in)
-            os.dup2(sock.fileno(), stand_in, inheritable=False)
-            while said := maker.recv(1 << 16):  # by a library that speaks first, as TensorPipe's ibv
-                sock.sendall(said)
-            _epoll_ctl(epoll, _ADD, stand_in, events, data)
+            with socket.socket(fileno=os.dup(stand_in)) as replaced:
+                os.dup2(sock.fileno(), stand_in, inheritable=False)
+                replaced.shutdown(socket.SHUT_WR)  # a forked child may have it too
+            try:
+                while said := maker.recv(1 << 16):  # by a library that speaks first, as TensorPipe's ibv
+                    sock.sendall(said)
+            finally:
+                _epoll_ctl(epoll, _ADD, stand_in, events, data)
+
+    def _reading(self, stand_in: int) -> Registered | None:
+        """How the library waits for what the stand-in receives. TensorPipe's ibv waits first until it can send."""
+        found = registered((self._epoll,)).get(stand_in)
+        return found if found is not None and found[1] & select.EPOLLIN else None
 
     def _admit(self, maker: socket.socket | None = None) -> None:
         """Have the private listener admit this socket alone; None: nobody."""
@@ -300,9 +331,12 @@ class Takeover:
             )
 
     def close(self) -> None:
-        """The library has closed its listener, or is about to. Idempotent."""
-        self.public.close()
-        self._private.close()
+        """The library is about to close its listener. Idempotent. Waits for a connection that is being delivered: later
+        its descriptor may be another's.
+        """
+        with self._lock:
+            self.public.close()
+            self._private.close()
 
 
 def own_connections() -> set[Connection]:
@@ -310,7 +344,7 @@ def own_connections() -> set[Connection]:
     found = set()
     for _, sock in fork.own_sockets():
         with contextlib.suppress(OSError):
-            if sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6):
+            if tcp.is_tcp(sock):
                 found.add(Connection(address(sock.getsockname()), address(sock.getpeername())))
     return found
 

@@ -52,13 +52,18 @@ def limit_unacknowledged(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
 
 
+def is_tcp(sock: socket.socket) -> bool:
+    """Whether this is a TCP socket. Raises OSError if it is closed."""
+    kind = sock.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM
+
+
 def listening() -> dict[int, int]:
     """Return the TCP sockets on which this process listens: descriptor by inode."""
     found = {}
     for fd, sock in fork.own_sockets():
         with contextlib.suppress(OSError):  # another thread has closed it
-            of_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if of_internet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 found[os.fstat(fd).st_ino] = fd
     return found
 

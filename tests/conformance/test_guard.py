@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import socket
 import threading
@@ -20,8 +21,11 @@ from tests.conformance.peers import Process
 class Library:
     """Echoes what it gets, as TensorPipe and gloo do it: an epoll set of its own, and a thread that knows no guard."""
 
-    def __init__(self, family: socket.AddressFamily = socket.AF_INET, greeting: bytes = b"") -> None:
-        self._greeting = greeting
+    def __init__(
+        self, family: socket.AddressFamily = socket.AF_INET, greeting: bytes = b"", *, late: bool = False
+    ) -> None:
+        """``late``: send the greeting a while after a connection is registered."""
+        self._greeting, self._late = greeting, late
         self.listener = socket.create_server(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0), family=family)
         self.listener.setblocking(False)
         self.where = self.listener.getsockname()[:2]
@@ -46,8 +50,11 @@ class Library:
                         sock.setblocking(False)
                         self.accepted += 1
                         self._open[sock.fileno()] = sock
+                        if self._late:
+                            self._poll.register(sock.fileno(), select.EPOLLOUT)
+                            time.sleep(0.1)
                         sock.sendall(self._greeting)
-                        self._poll.register(sock.fileno(), select.EPOLLIN)
+                        (self._poll.modify if self._late else self._poll.register)(sock.fileno(), select.EPOLLIN)
                     else:
                         said = os.read(fd, 1 << 16)
                         self.read += said
@@ -241,6 +248,133 @@ def test_a_member_that_is_slow_to_answer_holds_no_other_up(library: Library, mem
         assert slow.recv(10) == b"slow"
 
 
+def test_a_forked_child_with_the_stand_in_holds_no_connection_up(
+    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited = []
+    exchange = os.dup2
+
+    def dup2(source: int, target: int, inheritable: bool = True) -> int:
+        inherited.append(os.dup(target))
+        return exchange(source, target, inheritable)
+
+    monkeypatch.setattr(os, "dup2", dup2)
+    with members.connect(library.where) as sock:
+        assert echoed(sock) == b"hello"
+    os.close(*inherited)
+
+
+def test_a_library_that_sends_first_is_waited_for(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorPipe's ibv waits until it can send, then changes that, and ends the process if its descriptor is gone."""
+    exchange = os.dup2
+
+    def dup2(source: int, target: int, inheritable: bool = True) -> int:
+        time.sleep(0.2)
+        return exchange(source, target, inheritable)
+
+    monkeypatch.setattr(os, "dup2", dup2)
+    library = Library(greeting=b"welcome", late=True)
+    guarding, door = guard_of(library, members)
+    with members.connect(library.where) as sock:
+        sock.sendall(b"hello")
+        assert [sock.recv(7), sock.recv(5)] == [b"welcome", b"hello"]
+    guarding.stop()
+    guarding.close(door.public)
+    door.close()
+    library.close()
+
+
+def test_strangers_leave_descriptors_to_the_process() -> None:
+    process, flooding = Process(), Process()
+    try:
+        flooding.run(connect_and_keep, *[process.run(guard_with_few_descriptors)] * 400)
+        assert process.run(free_descriptors) > 100
+    finally:
+        process.kill()
+        flooding.kill()
+
+
+def guard_with_few_descriptors() -> tuple[str, int]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    library = Library()
+    guard_of(library, Members())
+    return library.where
+
+
+def free_descriptors() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+
+
+def test_urgent_data_does_not_keep_the_guard_busy(members: Members) -> None:
+    """The kernel counts it as received, but not as readable."""
+    looks = []
+    library = Library()
+    guarding, door = guard_of(library, members, lambda head: looks.append(head) or 8)
+    with socket.create_connection(library.where) as stranger:
+        stranger.sendall(b"abc")
+        while not looks:
+            time.sleep(0.001)
+        stranger.send(b"d", socket.MSG_OOB)
+        stranger.sendall(b"efghijkl")
+        time.sleep(0.2)
+        assert len(looks) < 10
+    guarding.stop()
+    guarding.close(door.public)
+    door.close()
+    library.close()
+
+
+def test_a_guard_that_stops_and_starts_again_has_one_thread() -> None:
+    guarding = Guard()
+    before = set(threading.enumerate())
+    for _ in range(50):
+        guarding.start()
+        guarding.stop()
+    assert set(threading.enumerate()) == before
+
+
+def test_a_default_timeout_changes_no_socket_of_this_process() -> None:
+    socket.setdefaulttimeout(30)
+    try:
+        ends = socket.socketpair()
+        for end in ends:
+            end.setblocking(True)
+        guard.own_connections()
+        assert [os.get_blocking(end.fileno()) for end in ends] == [True, True]
+    finally:
+        socket.setdefaulttimeout(None)
+    for end in ends:
+        end.close()
+
+
+def test_a_door_is_not_closed_while_a_connection_is_delivered(
+    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library closes its descriptors next, and their numbers become others'."""
+    found, may_go_on = threading.Event(), threading.Event()
+    look = guard._peer_of
+
+    def peer_of(name: tuple[str, int]) -> int | None:
+        found.set()
+        assert may_go_on.wait(30)
+        return look(name)
+
+    monkeypatch.setattr(guard, "_peer_of", peer_of)
+    door = next(iter(guarded._doors.values()))[1].__self__  # type: ignore[attr-defined]
+    with members.connect(library.where) as sock:
+        sock.sendall(b"hello")
+        assert found.wait(30)
+        closing = threading.Thread(target=door.close)
+        closing.start()
+        closing.join(0.1)
+        assert closing.is_alive()
+        may_go_on.set()
+        assert sock.recv(5) == b"hello"
+        closing.join(30)
+    with socket.socket() as late, pytest.raises(OSError, match="Bad file descriptor"):
+        door.deliver(late)
+
+
 def test_before_anybody_is_known_all_are_strangers(library: Library) -> None:
     guarding, door = guard_of(library, Members())
     guarding.vouch = Guard().vouch
@@ -290,5 +424,5 @@ def test_a_process_knows_its_own_connections_alone() -> None:
 _kept: list[socket.socket] = []
 
 
-def connect_and_keep(where: tuple[str, int]) -> None:
-    _kept.append(socket.create_connection(where))
+def connect_and_keep(*where: tuple[str, int]) -> None:
+    _kept.extend(map(socket.create_connection, where))

@@ -45,6 +45,8 @@ _CONNECTION_FDS = 32
 _INTERFACE = "TP_SOCKET_IFNAME"
 #: The request that finds the connections closed fails at once; this is for one that does not (seconds).
 _FAILS_S = 10.0
+#: Longest time until the agent's threads poll its listeners (seconds).
+_REGISTERS_S = 1.0
 
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
@@ -235,7 +237,7 @@ class Fabric:
 
     def start(self) -> None:
         """Start the agent, if it does not run yet. Blocks for about 50 ms. Raises BootstrapError."""
-        if self._agent is not None:
+        if self._agent is not None and not self._coming:
             return
         begun: Future[None] = Future()
 
@@ -248,6 +250,8 @@ class Fabric:
                 begun.set_result(None)
             except BaseException as error:
                 begun.set_exception(error)
+            finally:
+                self._starter = 0
 
         try:
             threads.start(begin, name="raytorchrpc-start")
@@ -265,7 +269,7 @@ class Fabric:
         if spec is None:
             raise BootstrapError("this process has no torchrpc agent to start: it is in no group")
         self._check_alone()
-        before = tcp.listening()
+        before, polled = tcp.listening(), guard.registered()
         try:
             with listening_on(spec.interface):
                 agent, store, url = torch_internals.start_agent(
@@ -280,7 +284,7 @@ class Fabric:
                 )
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
-        self._guard_listeners(spec, before, set(fork.addresses_in(url)))
+        self._guard_listeners(spec, before, polled, set(fork.addresses_in(url)))
         self._store, self._devices = store, spec.devices
         me = FabricPeer(spec.name, spec.worker_id, self._url, {})
         self._me = KnownPeer(me, agent.get_worker_info(), opened=True, connected=True)
@@ -288,12 +292,23 @@ class Fabric:
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
         self._agent = agent
-        coming, self._coming = self._coming, {}
-        for peer in coming.values():
-            self._add_peer(peer, renew=peer.worker_id in self._spoilt)
+        try:
+            for peer in self._coming.values():
+                self._add_peer(peer, renew=peer.worker_id in self._spoilt)
+        finally:
+            self._coming = {}  # from now on other threads need not wait
 
-    def _guard_listeners(self, spec: AgentSpec, before: Collection[int], own: Collection[fork.Address]) -> None:
-        """Take over what the agent listens on: until then it admits anybody, for about a millisecond."""
+    def _guard_listeners(
+        self,
+        spec: AgentSpec,
+        before: Collection[int],
+        polled: Mapping[int, guard.Registered],
+        own: Collection[fork.Address],
+    ) -> None:
+        """Take over what the agent listens on: until then it admits anybody, for about a millisecond.
+
+        ``before``, ``polled``: what this process listened on and polled before. Other threads may open listeners too.
+        """
         hosts = {host for host, _ in own}
         opened = {fd: _name_of(fd) for inode, fd in tcp.listening().items() if inode not in before}
         opened = {fd: name for fd, name in opened.items() if name[0] in hosts}
@@ -301,11 +316,17 @@ class Fabric:
             for fd in opened:
                 with fork.borrowed(fd) as listener:
                     tcp.admit_only(listener, ())
+            registered = _registered(opened)
+            others = {entry[0] for fd, entry in registered.items() if entry == polled.get(fd)}
+            for fd in [fd for fd in opened if fd not in registered or registered[fd][0] in others]:
+                if opened[fd] not in own:
+                    del opened[fd]
+                    with fork.borrowed(fd) as listener:
+                        tcp.admit_all(listener)
             for _, sock in fork.own_sockets():
                 with suppress(OSError):  # it is not connected
                     if sock.getsockname() in opened.values() and sock.getpeername():
                         tcp.admit_only(sock, ())  # a stranger was faster: nothing more of it comes in
-            registered = guard.registered()
             for fd in sorted(opened, key=lambda fd: opened[fd] not in own):
                 door = guard.Takeover(fd, registered.get(fd))
                 self._doors.append(door)
@@ -473,6 +494,7 @@ class Fabric:
             torch_internals.stop_agent()
 
     def _stop(self) -> None:
+        self._forget_doors()
         # torch waits for running handlers without a limit, so it does that on a thread that may be left behind.
         try:
             stopper = threads.start(torch_internals.stop_agent, name="raytorchrpc-stop")
@@ -561,8 +583,20 @@ def unreachable(urls: Mapping[str, str], until: float) -> dict[str, str]:
 
 
 def _first_message(head: bytes) -> int:
-    """Bytes of TensorPipe's first message on a connection: its length, in eight bytes, and so many bytes."""
-    return 8 + int.from_bytes(head, "little") if len(head) == 8 else 8
+    """Bytes of TensorPipe's first message on a connection: its length, in eight bytes, and so many bytes.
+
+    That of ibv has no length, and begins with an address.
+    """
+    length = int.from_bytes(head, "little") if len(head) == 8 else 0
+    return 8 + length if length < guard.LONGEST_BYTES else 8
+
+
+def _registered(listeners: Collection[int]) -> dict[int, guard.Registered]:
+    """See guard.registered. The agent's threads may be about to register its listeners; another's may not be polled."""
+    until = time.monotonic() + _REGISTERS_S
+    while (found := guard.registered()) and not found.keys() >= set(listeners) and time.monotonic() < until:
+        threads.pause(0.001)
+    return found
 
 
 def _name_of(fd: int) -> fork.Address:
@@ -611,7 +645,7 @@ def _shut(addresses: Collection[fork.Address]) -> bool:
     with suppress(OSError):  # no descriptor left, even to list them
         for _, connection in fork.own_sockets() if addresses else ():
             with suppress(OSError):  # it is not connected
-                if connection.type == socket.SOCK_STREAM and connection.getpeername()[:2] in addresses:
+                if tcp.is_tcp(connection) and connection.getpeername()[:2] in addresses:
                     connection.shutdown(socket.SHUT_RDWR)
                     found = True
     return found

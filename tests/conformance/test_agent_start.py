@@ -1,0 +1,103 @@
+"""The start of a torchrpc agent, without Ray: what it takes over, and who may use it meanwhile."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed.rpc as rpc
+
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.lanes.torchrpc import agent
+from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
+from raytorchrpc.process import guard
+from tests.conformance.peers import Process
+
+SPEC = AgentSpec("rtr:a", 1, "lo", "127.0.0.1", ("uv",), ("basic", "mpt_uv"), 4, 60.0, {}, ())
+PEER = FabricPeer("rtr:b", 2, "uv://127.0.0.1:1", {})
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    made = Process()
+    yield made
+    made.kill()
+
+
+def test_listeners_of_other_threads_are_left_alone(process: Process) -> None:
+    assert process.run(start_beside_a_server) == ["accepted", "accepted"]
+
+
+def start_beside_a_server() -> list[str]:
+    poll, wake = select.epoll(), socket.socketpair()
+    poll.register(wake[0], select.EPOLLIN)
+    servers: list[socket.socket] = []
+    start = torch_internals.start_agent
+
+    def start_agent(*args: Any, **settings: Any) -> Any:
+        servers.extend(socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+        poll.register(servers[0], select.EPOLLIN)  # as an event loop does; the other is for a thread
+        return start(*args, **settings)
+
+    torch_internals.start_agent = start_agent
+    fabric = process_fabric()
+    fabric.prepare(SPEC)
+    fabric.start()
+    assert len(fabric._doors) > 1, "channels listen too"
+    seen = []
+    for server in servers:
+        server.settimeout(5)
+        with socket.create_connection(server.getsockname(), timeout=5):
+            server.accept()[0].close()
+            seen.append("accepted")
+    return seen
+
+
+def test_listeners_that_are_polled_a_moment_later_are_guarded(process: Process) -> None:
+    assert process.run(start_with_late_polling) > 1
+
+
+def start_with_late_polling() -> int:
+    """How many listeners are guarded."""
+    registered, until = guard.registered, time.monotonic() + 0.5
+
+    def late(epolls: Any = None) -> dict[int, guard.Registered]:
+        mine = agent.tcp.listening().values()
+        found = registered(epolls)
+        return found if time.monotonic() > until else {fd: found[fd] for fd in found if fd not in mine}
+
+    guard.registered = late
+    process_fabric().prepare(SPEC)
+    process_fabric().start()
+    return len(process_fabric()._doors)
+
+
+def test_another_thread_uses_the_agent_only_when_it_knows_its_peers(process: Process) -> None:
+    assert process.run(use_while_it_starts) == "rtr:b"
+
+
+def use_while_it_starts() -> str:
+    fabric = process_fabric()
+    fabric.prepare(SPEC)
+    fabric.add_peers([PEER])
+    add = torch_internals.add_peer
+
+    def add_peer(*args: Any, **settings: Any) -> None:
+        time.sleep(0.5)
+        add(*args, **settings)
+
+    torch_internals.add_peer = add_peer
+    threading.Thread(target=fabric.start).start()
+    while not torch_internals.agent_is_set():
+        time.sleep(0.001)
+    return rpc.get_worker_info("rtr:b").name
+
+
+def test_the_first_message_of_ibv_has_no_length() -> None:
+    assert agent._first_message(b"\1\0\0\0\xfe\x80\0\0") == 8
+    assert agent._first_message(b"\x40" + bytes(7)) == 0x48
