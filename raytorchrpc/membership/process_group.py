@@ -44,6 +44,8 @@ BACKENDS = ("gloo", "nccl")
 _END_S = 5.0
 #: The home answers in time that a key is missing; a request waits so much longer for that answer (seconds).
 _ANSWER_S = 5.0
+#: NCCL publishes an id of this length, with the address of a listener that is not gloo's. What gloo publishes is longer.
+_NCCL_ID_BYTES = 128
 _STORE = "raytorchrpc.process_group_store"
 #: What a member without a process group may do.
 _AGAIN = "call Group.process_group() again in the process that formed the group"
@@ -302,10 +304,10 @@ def _only_gpu() -> torch.device | None:
 
 def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
     """End it and all its subgroups. Pending collectives fail: NCCL's at once, gloo's at their deadline."""
+    made.end()  # first, as the guard must not use descriptors that gloo has closed
     with contextlib.suppress(Exception):
         if dist.group.WORLD is made.group:  # else it was destroyed already
             torch_internals.abort_process_groups()
-    made.end()
     if keys is not None:
         keys.close(cause)
 
@@ -328,15 +330,27 @@ class GuardedListeners:
         self._is_over = False
 
     def look_at(self, published: bytes) -> None:
-        """Guard the listeners whose addresses are published. Raises BootstrapError if a stranger was faster."""
-        for fd in () if self._is_over else tcp.listening().values():
-            with contextlib.suppress(OSError), fork.borrowed(fd) as listener:
-                name = guard.address(listener.getsockname())
-                if name not in self._doors and _as_sent(name) in published:
-                    self._guard(fd, name)
+        """Guard the listeners whose addresses are published. Raises BootstrapError if one cannot be guarded, or if a
+        stranger was faster.
+        """
+        if self._is_over or len(published) <= _NCCL_ID_BYTES:
+            return
+        for fd in tcp.listening().values():
+            try:
+                with fork.borrowed(fd) as listener:
+                    name = guard.address(listener.getsockname())
+            except OSError:  # it was closed just now
+                continue
+            if name not in self._doors and _as_sent(name) in published:
+                self._guard(fd, name)
 
     def _guard(self, fd: int, name: fork.Address) -> None:
-        door = guard.Takeover(fd, guard.registered().get(fd))
+        try:
+            door = guard.Takeover(fd, guard.registered().get(fd))
+        except OSError as error:
+            raise BootstrapError(
+                f"gloo's listener, which authenticates nobody, cannot be guarded on this kernel: {error}"
+            ) from error
         self._doors[name] = door
         guard.process_guard().watch(door.public, door.deliver, lambda head: 8)  # a sequence number
         strangers = [f"{each.there[0]}:{each.there[1]}" for each in guard.own_connections() if each.here == name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from raytorchrpc.errors import ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
+from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
 from raytorchrpc.group.process_groups import check_backend, check_encryption
+from raytorchrpc.membership.process_group import GuardedListeners
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
@@ -213,3 +215,12 @@ def test_a_group_that_encrypts_has_process_groups_within_a_host_alone() -> None:
     check_encryption("gloo", clusters.one_host(3))
     with pytest.raises(ConfigurationError, match=r"'gloo' does not encrypt.* worker_0 and worker_1 share no network"):
         check_encryption("gloo", clusters.two_hosts())
+
+
+def test_a_listener_of_gloos_that_cannot_be_guarded_ends_the_attempt() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # no epoll set holds it
+        host, port = listener.getsockname()
+        published = port.to_bytes(2, "big") + socket.inet_aton(host)
+        GuardedListeners().look_at(published.ljust(128, b"\0"))  # as NCCL's id, whose listener is none of gloo's
+        with pytest.raises(BootstrapError, match=r"gloo's listener, .* cannot be guarded"):
+            GuardedListeners().look_at(published.ljust(154, b"\0"))
