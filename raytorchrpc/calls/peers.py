@@ -155,6 +155,11 @@ class PeerTable:
             self._ranks.update(dict.fromkeys(keys_of(peer.rank, peer.name, actor), peer.rank))
             self._changed.notify_all()
 
+    def wait_for_route(self, rank: int, seconds: float) -> None:
+        """Block until there is a route to this rank, or this process leaves the group; at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self._routes or self._closed, seconds)
+
     def mark_away(self, rank: int, absence: Absence) -> None:
         """From now on calls to this peer fail at once; those that may be retried wait for its return."""
         with self._changed:

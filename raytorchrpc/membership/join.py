@@ -131,7 +131,7 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
     take_turns()
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes, services)
-    process_guard().vouch = partial(vouched, local)
+    process_guard().vouch = partial(vouched, local, {})
     _preparing = spec, local  # from here on ``leave`` undoes it
     if spec.config.switch_interval_s is not None:
         local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))

@@ -23,11 +23,17 @@ from raytorchrpc.process.guard import Connection, made_here
 
 #: How long members may take to answer (seconds).
 _ANSWER_S = 5.0
+#: A member that has not answered is not asked again before it has, at most for this long (seconds). Otherwise
+#: strangers' connections, about which it is asked, would hold up members' connections.
+_LEFT_OUT_S = 30.0
+#: Longest time until this process knows the other members: a faster one may connect before that (seconds).
+_FORMS_S = 60.0
 
 
-def vouched(local: LocalMember, connections: Sequence[Connection]) -> Iterator[Connection]:
+def vouched(local: LocalMember, slow: dict[str, float], connections: Sequence[Connection]) -> Iterator[Connection]:
     """Yield those that this process or another member made, each as soon as that is known.
 
+    ``slow``: by name, until when a member is left out that has not answered (``time.monotonic``). Is changed.
     Connections from ``GroupConfig.torchrpc_from`` count as members': addresses are translated there, so no member knows
     its own by what is seen here.
     """
@@ -37,25 +43,35 @@ def vouched(local: LocalMember, connections: Sequence[Connection]) -> Iterator[C
     here.update(made_here(left))
     yield from here
     left -= here
-    answers: queue.SimpleQueue[Pending] = queue.SimpleQueue()
-    asked = 0
+    if left:
+        local.peers.wait_for_route(local.me.rank, _FORMS_S)  # it comes after the others
+    answers: queue.SimpleQueue[tuple[str, Pending]] = queue.SimpleQueue()
+    asked: dict[str, Pending] = {}
     for route, about in _whom_to_ask(local, left):
+        name = route.member.name
+        if time.monotonic() < slow.get(name, 0.0):
+            continue
         try:
             pending = _ask(local, route, about)
         except RayTorchRpcError:  # it is lost
             continue
-        pending.add_done_callback(lambda pending=pending: answers.put(pending))  # type: ignore[misc]
-        asked += 1
+        pending.add_done_callback(lambda answer=(name, pending): answers.put(answer))  # type: ignore[misc]
+        asked[name] = pending
     until = time.monotonic() + _ANSWER_S
     while left and asked:
         try:
-            message = answers.get(timeout=max(0.0, until - time.monotonic())).take()
+            name, pending = answers.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
+            for name, pending in asked.items():
+                slow[name] = time.monotonic() + _LEFT_OUT_S
+                pending.add_done_callback(lambda name=name: slow.pop(name, None))  # type: ignore[misc]
             return
+        del asked[name]
+        try:
+            message = pending.take()
         except RayTorchRpcError:
-            message = None
-        asked -= 1
-        if message is not None and message.header[0] == protocol.OK:
+            continue
+        if message.header[0] == protocol.OK:
             theirs = left.intersection(Connection(*each) for each in local.codec.decode(*message.body))
             yield from theirs
             left -= theirs
