@@ -44,7 +44,7 @@ BACKENDS = ("gloo", "nccl")
 _END_S = 5.0
 #: The home answers in time that a key is missing; a request waits so much longer for that answer (seconds).
 _ANSWER_S = 5.0
-#: NCCL publishes an id of this length, with the address of a listener that is not gloo's. What gloo publishes is longer.
+#: NCCL publishes an id of this length, with the address of a listener of its own. What gloo publishes is longer.
 _NCCL_ID_BYTES = 128
 _STORE = "raytorchrpc.process_group_store"
 #: What a member without a process group may do.
