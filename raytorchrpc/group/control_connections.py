@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
@@ -51,6 +52,19 @@ class ControlConnections:
         self._tokens.pop(name, None)
         self._lane.disconnect(name)
 
+    def ping(self, name: str, patience_s: float) -> None:
+        """Block until the process answers. Raises RayTorchRpcError if it does not within ``patience_s``."""
+        ping = self._send(protocol.PING, name, patience_s)
+        if not ping.wait(patience_s):
+            raise RpcTimeout(f"{name!r} does not answer")
+        if ping.take().header[0] != protocol.OK:
+            raise PeerLost(name, "another process listens at its address", may_have_run=False)
+
+    def send(self, name: str, function: Callable[..., Any]) -> None:
+        """Have a process run a function, as ``call_all`` does. Waits for no answer, and does not raise."""
+        with suppress(RayTorchRpcError):
+            self._send(protocol.ASK, name, _CONNECT_S, self._codec.encode((function, ()), own=True))
+
     def watch(self, name: str, ended: Callable[[str], None], patience_s: float) -> None:
         """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
 
@@ -58,11 +72,7 @@ class ControlConnections:
         PeerLost whose ``__cause__`` is an OSError if the connection was refused.
         """
         token = self._tokens.get(name)
-        ping = self._send(protocol.PING, name, patience_s)
-        if not ping.wait(patience_s):
-            raise RpcTimeout(f"{name!r} does not answer")
-        if ping.take().header[0] != protocol.OK:
-            raise PeerLost(name, "another process listens at its address", may_have_run=False)
+        self.ping(name, patience_s)
         pending = self._send(protocol.WATCH, name, _CONNECT_S)
         if self._tokens.get(name) != token:
             raise PeerLost(name, "another process has replaced it meanwhile", may_have_run=False)

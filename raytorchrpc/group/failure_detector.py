@@ -11,7 +11,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.ray_calls import RestartedActors
+from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, LostMember, Phase
 from raytorchrpc.process import threads
 

@@ -23,6 +23,7 @@ from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
 from raytorchrpc.group.formation import Formation, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
+from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, GroupState, LostMember, Phase, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
@@ -59,7 +60,7 @@ class Supervisor:
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
         self._connections = ControlConnections(roster.credentials)
-        self._restarts = ray_calls.RestartedActors(roster.generation)
+        self._restarts = RestartedActors(roster)
         self._announcer = Announcer(self._state, self._connections, self._submit)
         parts = self._state, self._connections, self._restarts
         self._detector = FailureDetector(*parts, self._submit, self._handle_dialled)
@@ -204,12 +205,12 @@ class Supervisor:
             stopped, self._stopped = self._stopped, True
             self._state.changed.notify_all()
         if not stopped:
+            ray_calls.ended_here.append(self.roster.generation)
             self._tasks.put(None)
             self._no_more_posts.set()
             self._connections.close()
             self._events.stop()
-            if self._session_lasts():
-                self._restarts.post(None)
+            self._restarts.end(self._session_lasts())
 
     def after_fork(self) -> tuple[()]:
         """See fork.ForkAware."""
@@ -251,8 +252,7 @@ class Supervisor:
             threads.serve(self._run_next, f"the supervisor of group {self.roster.name!r}")
         finally:
             self._drain()
-            if self._session_lasts():
-                self._restarts.post(None)  # what it posted while the group ended
+            self._restarts.end(self._session_lasts())  # what it posted while the group ended
 
     def _run_next(self) -> bool:
         """Run the next task; False once the group has ended."""
@@ -365,9 +365,10 @@ class Supervisor:
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:
             state.dead.pop(name, None)
-        self._restarts.post(roster)
         if kind == "back":
             self._restarts.readmitted(handles)
+        else:
+            self._restarts.post(roster)
         announcer.mark_current(handles)
         announcer.activate(list(handles), others)
         state.recover(handles)
