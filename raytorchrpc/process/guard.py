@@ -184,10 +184,11 @@ class Guard:
                 needed = _LONGEST_BYTES + 1
         del self._silent[fd]
         self._poll.unregister(fd)
-        if needed <= _LONGEST_BYTES and len(self._talking) < MOST_PENDING:
-            self._talking.append((sock, deliver))
-        else:
-            sock.close()
+        with self._lock:
+            if needed <= _LONGEST_BYTES and len(self._talking) < MOST_PENDING:
+                self._talking.append((sock, deliver))
+                return
+        sock.close()
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._silent), None)
