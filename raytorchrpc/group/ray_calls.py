@@ -131,6 +131,8 @@ class WaitingNotice:
 
 def why_silent(handles: Mapping[str, Any]) -> dict[str, str]:
     """Why these actors do not answer, by name."""
+    if not handles:
+        return {}
     try:
         running = ray_internals.running_methods()
     except Exception as error:  # Ray may not keep task events

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.errors import RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.connections import SocketAddress
@@ -149,11 +149,16 @@ class RestartedActors:
     def call_all(
         self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: bool
     ) -> Answers:
-        """As ``ray_calls.call_all``, for restarted actors that listen: works while they run a method."""
+        """As ``ray_calls.call_all``, for restarted actors that listen: works while they run a method.
+
+        No answer in time is a BootstrapError: to ask Ray why would take longer than the next attempt.
+        """
         assert self._connections is not None
         names = {ray_internals.actor_id_of(handles[name]): name for name in arguments}
         asked = {actor_id: arguments[name] for actor_id, name in names.items()}
         results, failures = self._connections.call_all(function, asked, deadline)
+        silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")
+        failures = {name: silent if isinstance(error, TimeoutError) else error for name, error in failures.items()}
         return _by_name(names, results), _by_name(names, failures)
 
 

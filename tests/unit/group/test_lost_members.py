@@ -99,6 +99,22 @@ def test_members_that_could_return_do_not_wait_for_those_that_could_not(
     assert [name for name, lost in state.lost.items() if lost.phase is Phase.RESTARTED] == still_there
 
 
+def test_one_that_has_failed_before_holds_up_no_other() -> None:
+    roster: Any = SimpleNamespace(name="g", records={name: SimpleNamespace(handle=name) for name in "abc"})
+    state = GroupState(roster, None, {})  # type: ignore[arg-type]
+    for name in "abc":
+        state.lose(name, "its process ended")
+    state.lost["b"].retry_later()
+    admitted: list[Any] = []
+    actors = SimpleNamespace(call_all=None)
+    supervisor: Any = SimpleNamespace(
+        _state=state, roster=roster, _restarts=actors, _admit=lambda _, its: admitted.append(list(its.participants))
+    )
+    Supervisor._readmit(supervisor, ["a", "b", "c"])
+    Supervisor._readmit(supervisor, ["b"])
+    assert admitted == [["a", "c"], ["b"]]
+
+
 # --- processes of restarted actors ----------------------------------------------------------------------------------
 
 
