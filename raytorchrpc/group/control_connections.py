@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
@@ -88,30 +91,43 @@ class ControlConnections:
 
         pending.add_done_callback(over)
 
-    def call_all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
-        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember."""
+    def call_all(
+        self, function: Callable[..., Any], arguments: Arguments, deadline: float, *, gap_s: float = math.inf
+    ) -> Answers:
+        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember.
+
+        ``gap_s``: once one has answered, wait for each further answer only so long.
+        """
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
         asked: dict[str, Pending] = {}
+        done: queue.SimpleQueue[str] = queue.SimpleQueue()
         for name, args in arguments.items():
             body = self._codec.encode((function, args), own=True)
             try:
                 asked[name] = self._send(protocol.ASK, name, deadline - time.monotonic(), body)
+                asked[name].add_done_callback(partial(done.put, name))
             except RayTorchRpcError as error:
                 failures[name] = error
-        for name, pending in asked.items():
+        until = deadline
+        while asked:
             try:
-                if not pending.wait(max(0.0, deadline - time.monotonic())):
-                    raise RpcTimeout(f"{name!r} did not answer in time")
-                message = pending.take()
-                if message.header[0] == protocol.OK:
-                    results[name] = self._codec.decode(*message.body)
-                else:
-                    raised = decode_exception(self._codec, message.body, name)
-                    failures[name] = raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
-            except RayTorchRpcError as error:
+                name = done.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            try:
+                results[name] = self._result(asked.pop(name).take(), name)
+            except Exception as error:
                 failures[name] = error
+            until = min(deadline, time.monotonic() + gap_s)
+        failures.update((name, RpcTimeout(f"{name!r} did not answer in time")) for name in asked)
         return results, failures
+
+    def _result(self, message: Message, name: str) -> Any:
+        if message.header[0] == protocol.OK:
+            return self._codec.decode(*message.body)
+        raised = decode_exception(self._codec, message.body, name)
+        raise raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
 
     def _send(self, kind: int, name: str, timeout_s: float, body: Encoded = NOTHING) -> Pending:
         token = self._tokens.get(name)

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _ASK_AGAIN_S = 2.0
 #: To connect to a restarted process, and for it to answer (seconds). It may be suspended.
 _ANSWER_S = 2.0
+#: Once one of several processes has answered, how long the next may take (seconds). The others are admitted without it.
+_GAP_S = 1.0
 
 
 class _Restarted:
@@ -156,7 +158,7 @@ class RestartedActors:
         assert self._connections is not None
         names = {ray_internals.actor_id_of(handles[name]): name for name in arguments}
         asked = {actor_id: arguments[name] for actor_id, name in names.items()}
-        results, failures = self._connections.call_all(function, asked, deadline)
+        results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)
         silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")
         failures = {name: silent if isinstance(error, TimeoutError) else error for name, error in failures.items()}
         return _by_name(names, results), _by_name(names, failures)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, RayTaskError
 
 from raytorchrpc._compat import ray_internals
@@ -16,6 +17,7 @@ from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import failure_detector, restarts
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector, Findings
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, Phase
@@ -24,7 +26,7 @@ from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership.restarted import Process
-from raytorchrpc.tensors.codec import NOTHING
+from raytorchrpc.tensors.codec import NOTHING, Codec
 
 # --- what Ray says of them ------------------------------------------------------------------------------------------
 
@@ -249,3 +251,24 @@ def test_a_process_that_does_not_answer_is_tried_again(actor: Actor, monkeypatch
     assert not actor.polls()
     actor.is_silent = False
     assert actor.polls()
+
+
+def test_one_that_is_silent_holds_up_the_others_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "_GAP_S", 0.2)
+    credentials = Credentials(b"s" * 32, group="g", generation="1")
+    connections, codec = ControlConnections(credentials), Codec(cloudpickle.CloudPickler)
+    lanes = {name: SocketLane(name, credentials, tcp_host=None, by_tcp=frozenset()) for name in "abc"}
+    answer = Message((protocol.OK,), codec.encode("here"))
+    for name, lane in lanes.items():
+        silent = name == "b"
+        address = lane.open(lambda _, reply, silent=silent: None if silent else lambda: reply(answer), lambda _: None)
+        connections.set_address(name, "", address)
+    actors = RestartedActors(SimpleNamespace(name="g", tls=None, credentials=credentials))  # type: ignore[arg-type]
+    actors._connections = connections
+    handles = {name: SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name)) for name in lanes}
+    began = time.monotonic()
+    results, failures = actors.call_all(handles, print, dict.fromkeys(lanes, ()), began + 30)
+    assert results == {"a": "here", "c": "here"} and time.monotonic() - began < 10
+    assert isinstance(failures["b"], BootstrapError) and "no answer in time" in str(failures["b"])
+    for lane in (*lanes.values(), connections):
+        lane.close()
