@@ -58,7 +58,7 @@ def held() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "arena": _arena_used(),
         "in flight": in_flight(),
-        "kept": member.incoming.callee.replies.kept(),
+        "kept": len(member.incoming.callee.replies._kept),
         "deadlines": len(member.deadlines._heap),
         "objects": sum(ours.values()) - ours[_MAPPED],
         "mapped": ours[_MAPPED],
@@ -94,7 +94,7 @@ def settle(seconds: float) -> str:
         gc.collect()
         left = {
             "in flight": in_flight(),
-            "kept": process_member().incoming.callee.replies.kept(),
+            "kept": len(process_member().incoming.callee.replies._kept),
             "arena": _arena_used(),
         }
         if not any(left.values()):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future, gather, wait
 from raytorchrpc.calls.client.stream import Stream
 from raytorchrpc.calls.client.verbs import remote, rpc_async, rpc_sync
@@ -39,6 +38,7 @@ from raytorchrpc.errors import (
     SerializationError,
     TransferFailed,
 )
+from raytorchrpc.membership import restarted
 from raytorchrpc.patterns.queues.handles import Queue, Subscription, Topic
 from raytorchrpc.patterns.weights.conversions import BlockFp8
 from raytorchrpc.patterns.weights.shards import Shard
@@ -131,4 +131,4 @@ if ray_internals.runs_tasks():
     from raytorchrpc.membership import join  # a group waits for its slowest member
 
     join.preload()
-rejoin.begin()
+restarted.begin()

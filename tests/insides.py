@@ -168,9 +168,32 @@ def actor_state(handle: Any) -> ray_internals.ActorState:
     return ray_internals.actor_state(ray_internals.actor_id_of(handle))
 
 
+def group_secret() -> bytes:
+    """What the members of this member's group authenticate with."""
+    assert join._joined is not None
+    return join._joined[0].credentials.secret
+
+
 def stored_keys(prefix: str) -> list[str]:
     """What the package keeps in Ray's store."""
     return ray_internals.stored_keys(prefix)
+
+
+def stored_values(prefix: str) -> list[bytes]:
+    """What those keys hold."""
+    return [value for key in stored_keys(prefix) if (value := ray_internals.stored(key)) is not None]
+
+
+def posted(monkeypatch: Any) -> list[bytes]:
+    """Grows with what this process puts into Ray's store from now on."""
+    values, store = list[bytes](), ray_internals.store
+
+    def recorded(key: str, value: bytes | None) -> None:
+        values.extend(() if value is None else (value,))
+        store(key, value)
+
+    monkeypatch.setattr(ray_internals, "store", recorded)
+    return values
 
 
 def call_as_a_stranger(host: str, port: int, touched: str) -> str:

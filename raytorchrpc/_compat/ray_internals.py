@@ -102,6 +102,14 @@ def concurrency_group_of(function: Any) -> str | None:
     return group
 
 
+def call_actor(handle: Any, function: Callable[..., Any], *args: Any) -> Any:
+    """Run ``function(instance, *args)`` in the actor's present process alone; returns the reference of its result.
+
+    With the actor's own ``max_task_retries`` Ray might run it in the next process.
+    """
+    return handle.__ray_call__.options(max_task_retries=0).remote(function, *args)
+
+
 def actor_id_of(handle: Any) -> str:
     """Hex id of an ``ActorHandle``; the same for every copy of the handle and across restarts."""
     return str(handle._actor_id.hex())

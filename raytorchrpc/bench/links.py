@@ -308,8 +308,12 @@ class SocketLink(Link):
                 (length,) = _LENGTH.unpack(head)
                 if len(self._parts[number]) != length:
                     self._parts[number] = memoryview(bytearray(length))
-                if stream.recv_into(self._parts[number], length, socket.MSG_WAITALL) < length:
-                    return
+                view = self._parts[number]
+                while view:  # Linux receives at most 2 GiB at once, even with MSG_WAITALL
+                    got = stream.recv_into(view)
+                    if not got:
+                        return
+                    view = view[got:]
                 stream.sendall(b"+")
 
     def received(self) -> Digest | None:

@@ -28,12 +28,19 @@ logger = logging.getLogger(__name__)
 _LOGGED = 1000
 #: How long members have to prepare for arrivals, and to activate or remove members (seconds).
 _PREPARE_S, _ACTIVATE_S = 2.0, 0.5
-#: The same to prepare for a member that returns. The whole group waits for it, and a suspended member takes all of it.
-RETURN_S = 0.5
+#: The same to prepare for a member that returns: a base, and more for each member. The whole group waits for it, and a
+#: suspended member takes all of it.
+RETURN_S, _RETURN_EACH_S = 0.5, 0.002
 #: The same for a loss, of which callbacks are to hear within 0.2 s: a base, and more for each member (seconds).
 _LOSS_S, _LOSS_EACH_S = 0.05, 0.01
-#: Pause before a member that did not answer is resynchronised (seconds).
-_RETRY_S = 0.5
+#: Pause before a member that did not answer is resynchronised (seconds), and how many are at a time: each takes a
+#: thread and the full state of the group, and the supervisor would be late for the next change.
+_RETRY_S, _AT_A_TIME = 0.5, 8
+
+
+def return_s(members: int) -> float:
+    """How long a group of so many members waits for one of them when another returns (seconds)."""
+    return RETURN_S + _RETURN_EACH_S * members
 
 
 class Change(NamedTuple):
@@ -185,10 +192,6 @@ class Announcer:
         self.behind: dict[str, float] = {}
         """Members that missed an announcement, and when each is resynchronised (``time.monotonic``)."""
 
-    def mark_behind(self, names: Iterable[str]) -> None:
-        """Resynchronise these members as soon as possible."""
-        self.behind.update(dict.fromkeys(names, 0.0))
-
     def mark_current(self, names: Iterable[str]) -> None:
         for name in names:
             self.behind.pop(name, None)
@@ -231,6 +234,21 @@ class Announcer:
         ready = [peer for peer in others if peer not in self.behind]  # the others are resynchronised
         self._announce(join.activate, {peer: (names,) for peer in ready}, _ACTIVATE_S)
 
+    def revoke(self, names: Sequence[str], others: Iterable[str], attempt: Roster) -> None:
+        """Have other members that have prepared for these arrivals undo that: the attempt to admit them failed."""
+        lost = self._state.lost
+        losses = [
+            Loss(name, attempt.records[name].member.incarnation, lost[name].cause, False, True)
+            for name in names
+            if name in lost
+        ]
+        new = [name for name in names if name not in lost]
+        ready = [peer for peer in others if peer not in self.behind]  # the others are resynchronised
+        if losses:
+            self._announce(join.mark_lost, {peer: (losses,) for peer in ready}, return_s(len(ready)))
+        if new:
+            self._announce(join.remove_peers, {peer: (new,) for peer in ready}, return_s(len(ready)))
+
     def announce_removal(self, names: Sequence[str]) -> None:
         others = self.others(names)
         self._announce(join.remove_peers, {peer: (names,) for peer in others}, _ACTIVATE_S)
@@ -269,13 +287,19 @@ class Announcer:
 
     def due(self) -> list[float]:
         """When members are resynchronised next (``time.monotonic``)."""
+        if self._is_resynchronising():
+            return []
         return [when for name, when in self.behind.items() if name not in self._state.lost and when < math.inf]
+
+    def _is_resynchronising(self) -> bool:
+        """Whether so many members are being resynchronised that the next waits for the end of one."""
+        return sum(when == math.inf for when in self.behind.values()) >= _AT_A_TIME
 
     def resync_due(self) -> None:
         """Send the full state to members whose time has come, on threads that may block."""
         now = time.monotonic()
         for name, when in list(self.behind.items()):
-            if when <= now and name not in self._state.lost:
+            if when <= now and name not in self._state.lost and not self._is_resynchronising():
                 self._resync(name)
 
     def _resync(self, name: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
@@ -51,6 +55,19 @@ class ControlConnections:
         self._tokens.pop(name, None)
         self._lane.disconnect(name)
 
+    def ping(self, name: str, patience_s: float) -> None:
+        """Block until the process answers. Raises RayTorchRpcError if it does not within ``patience_s``."""
+        ping = self._send(protocol.PING, name, patience_s)
+        if not ping.wait(patience_s):
+            raise RpcTimeout(f"{name!r} does not answer")
+        if ping.take().header[0] != protocol.OK:
+            raise PeerLost(name, "another process listens at its address", may_have_run=False)
+
+    def send(self, name: str, function: Callable[..., Any]) -> None:
+        """Have a process run a function, as ``call_all`` does. Waits for no answer, and does not raise."""
+        with suppress(RayTorchRpcError):
+            self._send(protocol.ASK, name, _CONNECT_S, self._codec.encode((function, ()), own=True))
+
     def watch(self, name: str, ended: Callable[[str], None], patience_s: float) -> None:
         """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
 
@@ -58,11 +75,7 @@ class ControlConnections:
         PeerLost whose ``__cause__`` is an OSError if the connection was refused.
         """
         token = self._tokens.get(name)
-        ping = self._send(protocol.PING, name, patience_s)
-        if not ping.wait(patience_s):
-            raise RpcTimeout(f"{name!r} does not answer")
-        if ping.take().header[0] != protocol.OK:
-            raise PeerLost(name, "another process listens at its address", may_have_run=False)
+        self.ping(name, patience_s)
         pending = self._send(protocol.WATCH, name, _CONNECT_S)
         if self._tokens.get(name) != token:
             raise PeerLost(name, "another process has replaced it meanwhile", may_have_run=False)
@@ -78,30 +91,43 @@ class ControlConnections:
 
         pending.add_done_callback(over)
 
-    def call_all(self, function: Callable[..., Any], arguments: Arguments, deadline: float) -> Answers:
-        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember."""
+    def call_all(
+        self, function: Callable[..., Any], arguments: Arguments, deadline: float, *, gap_s: float = math.inf
+    ) -> Answers:
+        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember.
+
+        ``gap_s``: once one has answered, wait for each further answer only so long.
+        """
         results: dict[str, Any] = {}
         failures: dict[str, Exception] = {}
         asked: dict[str, Pending] = {}
+        done: queue.SimpleQueue[str] = queue.SimpleQueue()
         for name, args in arguments.items():
             body = self._codec.encode((function, args), own=True)
             try:
                 asked[name] = self._send(protocol.ASK, name, deadline - time.monotonic(), body)
+                asked[name].add_done_callback(partial(done.put, name))
             except RayTorchRpcError as error:
                 failures[name] = error
-        for name, pending in asked.items():
+        until = deadline
+        while asked:
             try:
-                if not pending.wait(max(0.0, deadline - time.monotonic())):
-                    raise RpcTimeout(f"{name!r} did not answer in time")
-                message = pending.take()
-                if message.header[0] == protocol.OK:
-                    results[name] = self._codec.decode(*message.body)
-                else:
-                    raised = decode_exception(self._codec, message.body, name)
-                    failures[name] = raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
-            except RayTorchRpcError as error:
+                name = done.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            try:
+                results[name] = self._result(asked.pop(name).take(), name)
+            except Exception as error:
                 failures[name] = error
+            until = min(deadline, time.monotonic() + gap_s)
+        failures.update((name, RpcTimeout(f"{name!r} did not answer in time")) for name in asked)
         return results, failures
+
+    def _result(self, message: Message, name: str) -> Any:
+        if message.header[0] == protocol.OK:
+            return self._codec.decode(*message.body)
+        raised = decode_exception(self._codec, message.body, name)
+        raise raised if isinstance(raised, Exception) else RayTorchRpcError(str(raised))
 
     def _send(self, kind: int, name: str, timeout_s: float, body: Encoded = NOTHING) -> Pending:
         token = self._tokens.get(name)

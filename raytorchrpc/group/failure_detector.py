@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.ray_calls import RestartedActors
+from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, LostMember, Phase
 from raytorchrpc.process import threads
 
-#: How often Ray is asked about a lost actor (seconds): at first, and after ten seconds.
-_POLL_S, _SLOW_POLL_S, _SLOW_AFTER_S = 0.02, 0.5, 10.0
+#: How often Ray is asked about a lost actor (seconds): at first, and after a minute.
+_POLL_S, _SLOW_POLL_S, _SLOW_AFTER_S = 0.02, 0.5, 60.0
 #: To connect to a member for the first time (seconds).
 _CONNECT_S = 2.0
 #: To connect again to a member that Ray believes alive (seconds). A host without power answers nothing, and Ray may
 #: believe in its actors for half a minute, so the other members learn of the loss only after this time.
 _DIAL_S = 0.4
+#: How many members it connects to at a time.
+_AT_A_TIME = 8
 #: For a dialling thread to report its result, when the process is short of memory (seconds).
 _REPORT_S = 10.0
 
@@ -61,19 +65,35 @@ class FailureDetector:
     def watch(self, names: Sequence[str], patience_s: float = _CONNECT_S) -> None:
         """Connect to these members; this process itself, if it is one of them, is not watched.
 
-        Blocks, for each at most ``patience_s``; one that cannot be reached is lost.
+        Blocks, for each at most ``patience_s``, for several at a time; one that cannot be reached is lost.
         """
         roster = self._state.roster
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         for name in names:
             self._set_address(name)
-            if roster.records[name].handle is None:
-                continue
-            incarnation = roster.records[name].member.incarnation
-            try:
-                self._connect(name, incarnation, patience_s)
-            except RayTorchRpcError as error:
-                self._suspect(name, incarnation, str(error))
+        incarnations = {name: roster.records[name].member.incarnation for name in names}
+        left, failed = [name for name in names if roster.records[name].handle is not None], dict[str, str]()
+
+        def connect() -> None:
+            while True:
+                try:
+                    name = left.pop()
+                except IndexError:
+                    return
+                try:
+                    self._connect(name, incarnations[name], patience_s)
+                except RayTorchRpcError as error:
+                    failed[name] = str(error)
+
+        beside = list[threading.Thread]()
+        with suppress(threads.ThreadShortage):  # then fewer connect
+            for _ in range(min(len(left), _AT_A_TIME) - 1):
+                beside.append(threads.start(connect, name="raytorchrpc-watch"))
+        connect()
+        for thread in beside:
+            thread.join()
+        for name, cause in failed.items():
+            self._suspect(name, incarnations[name], cause)
 
     def _set_address(self, name: str) -> None:
         record = self._state.roster.records[name]
@@ -99,9 +119,8 @@ class FailureDetector:
         """Ask Ray about lost members that are due. Reconnects, on a thread, to those that Ray believes alive."""
         now = time.monotonic()
         found = Findings([], [], [])
-        for name, lost in list(self._state.lost.items()):
-            if lost.next_poll > now:
-                continue
+        polled = [(name, lost) for name, lost in self._state.lost.items() if lost.next_poll <= now]
+        for name, lost in polled:
             lost.next_poll = now + (_POLL_S if now - lost.since < _SLOW_AFTER_S else _SLOW_POLL_S)
             record = self._state.roster.records[name]
             actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
@@ -116,6 +135,9 @@ class FailureDetector:
                 lost.phase = Phase.RESTARTED
             else:
                 lost.phase = Phase.ENDED
+        busy_s = time.monotonic() - now  # Ray's control store is busy while it restarts many actors
+        for _, lost in polled:
+            lost.next_poll += 2 * busy_s
         found.restarted.extend(name for name, lost in self._state.lost.items() if lost.phase is Phase.RESTARTED)
         return found
 

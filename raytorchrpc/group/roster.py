@@ -351,7 +351,8 @@ class GroupState:
 
     def loss(self, name: str, for_good: bool = False) -> Loss:
         """What the other members are told of a lost member."""
-        lost, incarnation = self.lost[name], self.roster.records[name].member.incarnation
+        lost, member = self.lost[name], self.roster.records[name].member
+        incarnation = max(member.incarnation, self.roster.tried.get(name, -1))  # whichever the others know
         return Loss(name, incarnation, lost.cause, for_good, lost.phase in (Phase.ENDED, Phase.RESTARTED))
 
     def recover(self, names: Iterable[str]) -> None:

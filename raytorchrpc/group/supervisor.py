@@ -18,11 +18,12 @@ from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import ray_calls
-from raytorchrpc.group.changes import RETURN_S, Announcer, Change, EventBus, RequestedChange
+from raytorchrpc.group.changes import Announcer, Change, EventBus, RequestedChange, return_s
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
 from raytorchrpc.group.formation import Formation, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
+from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, GroupState, LostMember, Phase, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: How long members have to do what a change asks of them (seconds). One that does not catches up later.
 _CHANGE_S = 10.0
+#: How much longer an attempt to readmit members may take for each member of the group (seconds).
+_ADMIT_EACH_S = 0.01
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
 _STOP_S = 2.0
 
@@ -59,7 +62,7 @@ class Supervisor:
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
         self._connections = ControlConnections(roster.credentials)
-        self._restarts = ray_calls.RestartedActors(roster.generation)
+        self._restarts = RestartedActors(roster)
         self._announcer = Announcer(self._state, self._connections, self._submit)
         parts = self._state, self._connections, self._restarts
         self._detector = FailureDetector(*parts, self._submit, self._handle_dialled)
@@ -204,12 +207,12 @@ class Supervisor:
             stopped, self._stopped = self._stopped, True
             self._state.changed.notify_all()
         if not stopped:
+            ray_calls.ended_here.append(self.roster.generation)
             self._tasks.put(None)
             self._no_more_posts.set()
             self._connections.close()
             self._events.stop()
-            if self._session_lasts():
-                self._restarts.post(None)
+            self._restarts.end(self._session_lasts())
 
     def after_fork(self) -> tuple[()]:
         """See fork.ForkAware."""
@@ -251,8 +254,7 @@ class Supervisor:
             threads.serve(self._run_next, f"the supervisor of group {self.roster.name!r}")
         finally:
             self._drain()
-            if self._session_lasts():
-                self._restarts.post(None)  # what it posted while the group ended
+            self._restarts.end(self._session_lasts())  # what it posted while the group ended
 
     def _run_next(self) -> bool:
         """Run the next task; False once the group has ended."""
@@ -335,10 +337,14 @@ class Supervisor:
         self._state.recover(names)
 
     def _readmit(self, names: Sequence[str]) -> None:
+        # Together, but for those that have failed more often: one that does not answer holds up all that come with it.
+        lost, members = self._state.lost, len(self.roster.records)
+        patience_s = min(lost[name].patience_s for name in names)
+        names = [name for name in names if lost[name].patience_s == patience_s]
         handles = {name: self.roster.records[name].handle for name in names}
-        patience_s = max(self._state.lost[name].patience_s for name in names)
+        patience_s += _ADMIT_EACH_S * members
         try:
-            its = Formation(self.roster, handles, patience_s, self._restarts.call_all, RETURN_S)
+            its = Formation(self.roster, handles, patience_s, self._restarts.call_all, return_s(members))
             self._admit("back", its)
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
@@ -347,7 +353,9 @@ class Supervisor:
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         state, announcer, others, handles = self._state, self._announcer, list[str](), formation.participants
-        patience = (RETURN_S,) if kind == "back" else ()  # how long the group waits for one that may be suspended
+        patience = (
+            (return_s(len(state.roster.records)),) if kind == "back" else ()
+        )  # how long the group waits for one that may be suspended
         formation.probe()
         try:
             prepared = {**state.prepared, **formation.prepare()}
@@ -359,15 +367,16 @@ class Supervisor:
             self._check_running()
         except BaseException:
             formation.roll_back()
-            announcer.mark_behind(others)  # they may know of an arrival that did not happen
+            announcer.revoke(list(handles), others, formation.roster)
             state.roster = state.roster.after_failure(formation.roster, handles)
             raise
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:
             state.dead.pop(name, None)
-        self._restarts.post(roster)
         if kind == "back":
             self._restarts.readmitted(handles)
+        else:
+            self._restarts.post(roster)
         announcer.mark_current(handles)
         announcer.activate(list(handles), others)
         state.recover(handles)

@@ -205,10 +205,11 @@ class Guard:
                 needed = LONGEST_BYTES + 1
         del self._silent[fd]
         self._poll.unregister(fd)
-        if needed <= LONGEST_BYTES and len(self._talking) < _most_pending():
-            self._talking.append((sock, deliver))
-        else:
-            sock.close()
+        with self._lock:
+            if needed <= LONGEST_BYTES and len(self._talking) < _most_pending():
+                self._talking.append((sock, deliver))
+                return
+        sock.close()
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._silent), None)

@@ -119,7 +119,7 @@ def test_an_actor_whose_class_has_never_heard_of_the_package_is_back_too(spawn: 
 
 
 def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
-    """What a group and those that came back have kept there; a request may hold the group's secret."""
+    """What a group and those that came back have kept there."""
     ray.get(members.sync.sync_call.remote(marker), timeout=90)
     members.group.wait_ready(30)
     # A driver that another test killed may have left the record of its group.
@@ -128,9 +128,24 @@ def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
     members.group.shutdown()
     assert record not in insides.stored_keys("groups/")
     until = time.monotonic() + 60
-    while insides.stored_keys("requests/") or insides.stored_keys("answers/"):
-        assert time.monotonic() < until, (insides.stored_keys("requests/"), insides.stored_keys("answers/"))
-        time.sleep(0.05)  # the process looks into its mailbox now and then
+    while left := insides.stored_keys("restarted/"):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)  # the process stops to listen
+
+
+def test_the_secret_of_a_group_is_never_in_rays_store(
+    members: Members, marker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the group nor a process that comes back puts it there."""
+    secret = insides.in_actor(members.peer, insides.group_secret)
+    posted = insides.posted(monkeypatch)
+    call = members.sync.sync_call.remote(marker)
+    while not ray.wait([call], timeout=0.001)[0]:
+        posted += insides.stored_values("restarted/")
+    ray.get(call)
+    posted += insides.stored_values("")
+    assert not any(secret in value for value in posted)
+    assert any(b"SocketAddress" in value for value in posted), "the process has posted where it listens"
 
 
 def test_a_call_in_init_is_refused_at_once(members: Members, marker: str) -> None:

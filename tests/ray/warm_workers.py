@@ -73,7 +73,7 @@ class _Hidden(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
-        module.rejoin.begin()  # as the package does when it is imported
+        module.restarted.begin()  # as the package does when it is imported
 
 
 def _main() -> None:

@@ -292,6 +292,9 @@ class Future(Generic[T]):
         Perhaps at once. The deadline does not count.
         """
         arrival = self._arrival
+        if arrival is not None and arrival.done and not self._cancelled and not self.done():
+            vars(self).pop("_arrival", None)  # late, after the call was sent again
+            arrival = None
         if arrival is None:
             mine = Completion()
             arrival = vars(self).setdefault("_arrival", mine)  # one, whichever thread is first

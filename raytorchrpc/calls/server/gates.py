@@ -374,6 +374,8 @@ class Gate:
     def watch(self, job: Job, deadlines: Deadlines) -> None:
         """Review the jobs that wait when that is due for this one, which waits from now on, and as long as any wait."""
         now, deadline = time.monotonic(), job.deadline
+        if self._review_at < now - SLOW_S:  # a group that has ended meanwhile was to do it
+            self._review_at = math.inf
         if self._review_at > now + SLOW_S or (deadline is not None and self._review_at > deadline - _MOST_EARLY_S):
             self._review_by(min(_Queued(job, now).refused_at, now + SLOW_S), deadlines)
 

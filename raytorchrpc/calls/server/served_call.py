@@ -120,6 +120,10 @@ class Replies:
         kept.fetched()
         return kept.message
 
+    def kept(self) -> int:
+        """How many results are kept."""
+        return len(self._kept)
+
     def close(self) -> None:
         """Drop all kept results."""
         self._kept.clear()

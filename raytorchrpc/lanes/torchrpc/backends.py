@@ -235,7 +235,7 @@ def _listener(
 ) -> tuple[str | None, str]:
     """The interface and address torchrpc listens on."""
     if config.interface is not None:
-        name, address = config.interface, _address_on(endpoint, config.interface)
+        name, address = config.interface, address_on(endpoint, config.interface)
     else:
         name, address = endpoint.interface_of(endpoint.node_ip) or "", endpoint.node_ip
     if not name:
@@ -253,7 +253,8 @@ def _listener(
     return name or None, address
 
 
-def _address_on(endpoint: Endpoint, name: str) -> str:
+def address_on(endpoint: Endpoint, name: str) -> str:
+    """The address of a process on that interface. Raises ConfigurationError if it has none there."""
     found = next((i for i in endpoint.interfaces if i.name == name), None)
     if found is None:
         problem = "has no such interface"

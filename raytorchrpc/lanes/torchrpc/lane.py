@@ -75,7 +75,7 @@ class TorchRpcLane(MessageLane):
         if (identity := self._fabric.identity) is not None:
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
-        self.hosts.update({peer.peer: next(fork.addresses_in(peer.address.url))[0] for peer in peers})
+        self.hosts.update({peer.peer: host for peer in peers for host, _ in fork.addresses_in(peer.address.url)})
         self._fabric.add_peers([peer.address._replace(inverse_map=peer.devices_back) for peer in peers])
 
     def call(

@@ -79,7 +79,9 @@ class ModelTensors:
         self.local = {name: local_tensor(tensor) for name, tensor in self.own.items()}
         """The tensors that have memory: of a DTensor, its local shard."""
         values = self.own if isinstance(model, torch.nn.Module) else model
-        targets = Targets.of(values) or Targets({})
+        if (targets := Targets.of(values)) is None:
+            shards_of(values, store)  # raises for what is no tensor
+            targets = Targets({})
         kinds = [(tensor.device, tensor.is_inference()) for tensor in self.local.values()]
         strides = [tensor.stride() for tensor in targets.tensors.values()]
         self._memory, self._ties, self._writes = targets.memory, ties_of(targets.tensors), _writes(self.local)

@@ -17,11 +17,11 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_tensors import (
+    ModuleState,
     Targets,
     check_lasting,
     check_writable,
     shards_of,
-    values_of,
 )
 from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
@@ -189,7 +189,9 @@ class ModelPull:
         self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
         self._memory, self._options, self._carry = memory, options, carry
         self._look, self._wait = lending(look), lending(wait)
-        self._model, self._values = model, values_of(model)
+        state = ModuleState.of(model) if isinstance(model, torch.nn.Module) else None
+        self._model, self._values = model, model if state is None else state.saved
+        self._is_made = state is not None and bool(state.made)  # some by state_dict(), perhaps in memory known before
         self._targets = Targets.of(self._values)
         self.has_begun = False  # whether some tensors may have been written
         self._usable = UsableSources(self._local, memory.silent)
@@ -356,6 +358,8 @@ class ModelPull:
             return None
         for known in self._memory.plans:
             if known.near == near and (found := known.fill(self._targets, self._options, self._check)) is not None:
+                if self._is_made:
+                    self._check(known.names)
                 self._memory.remember(known)
                 return found
         return None

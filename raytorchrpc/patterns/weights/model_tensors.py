@@ -75,11 +75,6 @@ def _saves_as_torch_does(kind: Any) -> bool:
     return as_torch and not issubclass(kind, torch.jit.ScriptModule)
 
 
-def values_of(model: Any) -> Any:
-    """A model's values by name: the parameters of a module themselves, which stay the same between pulls."""
-    return ModuleState.of(model).saved if isinstance(model, torch.nn.Module) else model
-
-
 def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
     """Raise ConfigurationError, which names it, for a tensor that ``state_dict`` makes anew: writes are lost in it."""
     if not isinstance(model, torch.nn.Module):

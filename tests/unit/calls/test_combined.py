@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,3 +252,53 @@ def test_on_an_event_loop_they_name_what_to_use_there(members: Members, latches:
         assert await futures[0] == 0
 
     asyncio.run(run())
+
+
+class Repeated:
+    """A call that is sent again: whoever takes the outcome of its first attempt finds it lost."""
+
+    label, attempt, is_here = "a.method", 1, True
+
+    def __init__(self) -> None:
+        self.until = time.monotonic() + LONG
+        self.callbacks: list[Callable[[], None]] = []
+
+    def remaining(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.is_here
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def outcome(self) -> tuple[Any, BaseException | None] | None:
+        if self.attempt == 1:
+            self.attempt, self.is_here = 2, False
+            return None
+        return 7, None
+
+    def answer(self) -> None:
+        self.is_here = True
+        for callback in self.callbacks:
+            callback()
+
+    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
+        return lambda: None
+
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        callback(argument)
+
+
+def test_a_callback_that_comes_after_its_attempt_was_taken_ends_no_wait() -> None:
+    call: Any = Repeated()
+    future: Future[int] = Future(call)
+    future.add_done_callback(lambda _: None)
+    late, call.callbacks = call.callbacks, []
+    with pytest.raises(rtr.RpcTimeout):
+        future.result(0)  # another thread takes the outcome before the lane has called back
+    for callback in late:
+        callback()
+    threading.Timer(0.2, call.answer).start()
+    began = time.monotonic()
+    assert rtr.wait([future]) == ([future], []) and time.monotonic() - began < LONG / 2

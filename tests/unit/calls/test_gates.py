@@ -119,6 +119,24 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     assert log == ["second", "fourth"]
 
 
+def test_calls_of_the_next_group_are_reviewed_though_the_last_one_ended_while_calls_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(execution, "SLOW_S", 0.02)
+    gate, refused = Gate(1), threading.Event()
+    gate.enter()
+    for name in ("first", "second"):
+        deadlines, method = execution.Deadlines(name), Method([], name)
+        method.deadline, method.refuse = time.monotonic() + 0.05, lambda _: refused.set()  # type: ignore[assignment,method-assign]
+        assert not gate.request(method)
+        gate.watch(method, deadlines)
+        if name == "first":
+            deadlines.stop()
+            time.sleep(0.1)
+    assert refused.wait(PATIENCE_S)
+    deadlines.stop()
+
+
 # --- monitors --------------------------------------------------------------------------------------------------
 
 

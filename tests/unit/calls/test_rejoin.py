@@ -1,66 +1,64 @@
-"""When a restarted process closes its mailbox."""
+"""When a restarted process stops to listen for its group."""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raytorchrpc.calls.rejoin import Rejoin
+from raytorchrpc.membership import restarted
 
 LONG_S = 30.0
+GROUP: Any = SimpleNamespace(credentials=SimpleNamespace(generation="1"))
 
 
-class Mailbox:
-    """Has one request, which makes the process a member, and is never emptied by a group."""
-
-    def __init__(self, rejoin: Rejoin, request: bool) -> None:
-        self._rejoin, self._request = rejoin, request
-        self.looked = threading.Event()
-        self.is_over_now = False
-
-    def take(self) -> object | None:
-        request, self._request = self._request, False
-        return object() if request else None
-
-    def answer(self, request: object, instance: object) -> None:
-        self._rejoin.joined("a member")
-
-    def is_over(self) -> bool:
-        self.looked.set()
-        return self.is_over_now
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a search for the actor's group finds: the first."""
+    found = [GROUP]
+    monkeypatch.setattr(restarted, "find_record", lambda actor_id: found[0])
+    monkeypatch.setattr(restarted, "_CHECK_S", 0.01)
+    return found
 
 
-@pytest.fixture(autouse=True)
-def no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytorchrpc.calls.rejoin.ray_internals.actor_instance", lambda: None)
-
-
-def polling(request: bool) -> tuple[Rejoin, Mailbox]:
+@pytest.fixture
+def listening(records: list[Any]) -> tuple[Rejoin, threading.Thread]:
     rejoin = Rejoin("actor")
-    mailbox: Any = Mailbox(rejoin, request)
-    rejoin._thread = threading.Thread(target=rejoin._poll, args=(mailbox,), daemon=True)
-    rejoin._thread.start()
-    return rejoin, mailbox
+    thread = threading.Thread(target=restarted._wait, args=(rejoin, "1"), daemon=True)
+    thread.start()
+    return rejoin, thread
 
 
-def ends(rejoin: Rejoin) -> bool:
-    assert rejoin._thread is not None
-    rejoin._thread.join(LONG_S)
-    return not rejoin._thread.is_alive()
+def ends(thread: threading.Thread, patience_s: float = LONG_S) -> bool:
+    thread.join(patience_s)
+    return not thread.is_alive()
 
 
-def test_not_before_the_group_that_it_returned_to_has_the_answers() -> None:
-    rejoin, mailbox = polling(request=True)
-    assert mailbox.looked.wait(LONG_S)
-    assert not rejoin.over
-    mailbox.is_over_now = True
-    assert ends(rejoin)
+def test_not_before_the_group_that_it_returned_to_needs_it_no_more(
+    listening: tuple[Rejoin, threading.Thread], records: list[Any]
+) -> None:
+    rejoin, thread = listening
+    rejoin.joined(SimpleNamespace(generation="1"))
+    assert not ends(thread, 0.1)
+    rejoin.finish()
+    assert ends(thread)
 
 
-def test_at_once_if_another_group_took_it_in_through_ray() -> None:
-    """That group does not know the mailbox, and would leave in Ray's store what it holds."""
-    rejoin, _ = polling(request=False)
-    rejoin.joined("a member")
-    assert ends(rejoin)
+def test_at_once_if_another_group_took_it_in_through_ray(listening: tuple[Rejoin, threading.Thread]) -> None:
+    """That group knows nothing of it."""
+    rejoin, thread = listening
+    rejoin.joined(SimpleNamespace(generation="2"))
+    assert ends(thread)
+
+
+@pytest.mark.parametrize("after", [None, SimpleNamespace(credentials=SimpleNamespace(generation="2"))])
+def test_once_its_group_has_ended(listening: tuple[Rejoin, threading.Thread], records: list[Any], after: Any) -> None:
+    rejoin, thread = listening
+    rejoin.joined(SimpleNamespace(generation="1"))
+    rejoin.joined(None)  # the attempt failed
+    assert not ends(thread, 0.1)
+    records[0] = after
+    assert ends(thread)

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.group import formation
-from raytorchrpc.group.ray_calls import RestartedActors
+from raytorchrpc.group import formation, ray_calls
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join
 from tests.unit import clusters
@@ -115,9 +113,8 @@ def test_a_process_that_joined_when_the_attempt_was_given_up_joins_again(actors:
 def test_a_member_that_has_not_left_a_group_that_this_process_has_ended_is_taken(
     actors: Actors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_internals, "store", lambda key, value: None)
     actors.generation = "ended here"
-    RestartedActors("ended here").post(None)
+    monkeypatch.setattr(ray_calls, "ended_here", ["ended here"])
     assert actors.form().spec("learner", "attempt").replaces == "ended here"
 
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, RayTaskError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
-from raytorchrpc.calls.rejoin import REQUESTS, Mailbox, Process, packed
+from raytorchrpc.calls import protocol
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.group import failure_detector, ray_calls
+from raytorchrpc.group import failure_detector, restarts
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector, Findings
-from raytorchrpc.group.ray_calls import RestartedActors
+from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, Phase
 from raytorchrpc.group.supervisor import Supervisor
+from raytorchrpc.lanes.base import Message
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.membership.restarted import Process
+from raytorchrpc.tensors.codec import NOTHING, Codec
 
 # --- what Ray says of them ------------------------------------------------------------------------------------------
 
@@ -32,9 +40,9 @@ class Ray:
         roster: Any = SimpleNamespace(records={"a": record})
         self.group = GroupState(roster, None, {})  # type: ignore[arg-type]
         self.group.lose("a", "connection broke")
-        restarts: Any = SimpleNamespace(is_listening=lambda *_: self.listens)
+        actors: Any = SimpleNamespace(is_listening=lambda *_: self.listens)
         nothing: Any = None
-        self._detector = FailureDetector(self.group, nothing, restarts, nothing, nothing)
+        self._detector = FailureDetector(self.group, nothing, actors, nothing, nothing)
         self._detector._dial = lambda *_: None  # type: ignore[method-assign]
 
     def poll(self, state: str, pid: int = 1, listens: bool = False) -> Findings:
@@ -87,16 +95,29 @@ def test_members_that_could_return_do_not_wait_for_those_that_could_not(
     def admit(*_: Any) -> None:
         raise BootstrapError("no answer", members=failed)
 
-    restarts = SimpleNamespace(call_all=None)
-    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=restarts, _admit=admit)
+    actors = SimpleNamespace(call_all=None)
+    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=actors, _admit=admit)
     Supervisor._readmit(supervisor, ["a", "b"])
     assert [name for name, lost in state.lost.items() if lost.phase is Phase.RESTARTED] == still_there
 
 
-# --- mailboxes ------------------------------------------------------------------------------------------------------
+def test_one_that_has_failed_before_holds_up_no_other() -> None:
+    roster: Any = SimpleNamespace(name="g", records={name: SimpleNamespace(handle=name) for name in "abc"})
+    state = GroupState(roster, None, {})  # type: ignore[arg-type]
+    for name in "abc":
+        state.lose(name, "its process ended")
+    state.lost["b"].retry_later()
+    admitted: list[Any] = []
+    actors = SimpleNamespace(call_all=None)
+    supervisor: Any = SimpleNamespace(
+        _state=state, roster=roster, _restarts=actors, _admit=lambda _, its: admitted.append(list(its.participants))
+    )
+    Supervisor._readmit(supervisor, ["a", "b", "c"])
+    Supervisor._readmit(supervisor, ["b"])
+    assert admitted == [["a", "c"], ["b"]]
 
 
-THERE = ActorState("ALIVE", 7, "node", "")
+# --- processes of restarted actors ----------------------------------------------------------------------------------
 
 
 class Handle:
@@ -119,115 +140,135 @@ class Handle:
         return SimpleNamespace(future=lambda: self.asked[-1])
 
 
-class Store:
-    """Ray's key-value store. ``answer`` is what the actor's process does when it polls its mailbox."""
+class Actor:
+    """A restarted actor: its processes, and its group, which polls whether the present one listens."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.now = 1000.0
+    def __init__(self, lanes: list[SocketLane]) -> None:
+        self.handle, self.pid, self.now, self._lanes = Handle(), 7, 1000.0, lanes
+        credentials = Credentials(b"s" * 32, group="g", generation="1")
+        roster: Any = SimpleNamespace(name="g", tls=None, credentials=credentials)
+        self.restarts = RestartedActors(roster)
+        self.listening: SocketLane | None = None
+        self.is_silent = False
+        """As a process that is suspended."""
 
-    def store(self, key: str, value: bytes | None) -> None:
-        if value is None:
-            self.values.pop(key, None)
-        else:
-            self.values[key] = value
+    @property
+    def process(self) -> Process:
+        return Process("abc", self.pid, "node")
 
-    def announce(self, pid: int) -> None:
-        Mailbox(Process("abc", pid, "node")).announce()
+    def listen(self) -> None:
+        lane = SocketLane("restarted", self.restarts._credentials, tcp_host=None, by_tcp=frozenset())
+        self._lanes.append(lane)
+        alive = Message((protocol.OK,), NOTHING)
+        self.process.post(lane.open(lambda _, reply: None if self.is_silent else lambda: reply(alive), lambda _: None))
 
-    def answer(self, pid: int) -> None:
-        mailbox = Mailbox(Process("abc", pid, "node"))
-        request = mailbox.take()
-        assert request is not None
-        mailbox.answer(request, None)
+    def poll(self) -> bool:
+        return self.restarts.is_listening(self.handle, ActorState("ALIVE", self.pid, "node", ""))
+
+    def polls(self) -> bool:
+        """Whether it is found to listen within a second."""
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            if self.poll():
+                return True
+            time.sleep(0.01)
+        return False
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    made = Store()
-    monkeypatch.setattr(ray_internals, "store", made.store)
-    monkeypatch.setattr(ray_internals, "stored", made.values.get)
-    monkeypatch.setattr(ray_calls, "time", SimpleNamespace(monotonic=lambda: made.now))
+def values(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """Ray's key-value store."""
+    made: dict[str, bytes] = {}
+
+    def store(key: str, value: bytes | None) -> None:
+        made.update({} if value is None else {key: value})
+        if value is None:
+            made.pop(key, None)
+
+    monkeypatch.setattr(ray_internals, "store", store)
+    monkeypatch.setattr(ray_internals, "stored", made.get)
     return made
 
 
 @pytest.fixture
-def restarts(store: Store) -> RestartedActors:
-    return RestartedActors("generation")
+def actor(values: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Actor]:
+    lanes: list[SocketLane] = []
+    made = Actor(lanes)
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: made.now))
+    yield made
+    made.restarts.end(session_lasts=True)
+    for lane in lanes:
+        lane.close()
 
 
-def test_a_process_is_asked_again_if_ray_has_lost_the_request(restarts: RestartedActors) -> None:
-    handle = Handle()
+def test_a_process_is_asked_again_if_ray_has_lost_the_request(actor: Actor) -> None:
+    handle = actor.handle
     handle.is_full = True
-    restarts.is_listening(handle, THERE)
+    actor.poll()
     handle.is_full = False
     for lost in range(3):
-        assert not restarts.is_listening(handle, THERE)
-        assert not restarts.is_listening(handle, THERE)
+        assert not actor.poll()
+        assert not actor.poll()
         assert len(handle.asked) == lost + 1, "it is asked once as long as Ray has not lost that"
         handle.asked[-1].set_exception(ActorUnavailableError("the actor is restarting", b"0" * 16))
 
 
 @pytest.mark.parametrize("error", [None, RayTaskError("begin", "no such module", ImportError("raytorchrpc"))])
-def test_a_process_that_was_asked_and_does_not_poll_is_asked_again_later(
-    restarts: RestartedActors, store: Store, error: Exception | None
+def test_a_process_that_was_asked_and_does_not_listen_is_asked_again_later(
+    actor: Actor, error: Exception | None
 ) -> None:
-    handle = Handle()
-    restarts.is_listening(handle, THERE)
+    actor.poll()
     if error is None:
-        handle.asked[0].set_result(None)
+        actor.handle.asked[0].set_result(None)
     else:
-        handle.asked[0].set_exception(error)
-    restarts.is_listening(handle, THERE)
-    assert len(handle.asked) == 1
-    store.now += 10
-    restarts.is_listening(handle, THERE)
-    restarts.is_listening(handle, THERE)
-    assert len(handle.asked) == 2
+        actor.handle.asked[0].set_exception(error)
+    actor.poll()
+    assert len(actor.handle.asked) == 1
+    actor.now += 10
+    actor.poll()
+    actor.poll()
+    assert len(actor.handle.asked) == 2
 
 
-def test_a_process_listens_once_it_answers_before_each_attempt(restarts: RestartedActors, store: Store) -> None:
-    handle = Handle()
-    store.announce(7)
+def test_a_process_listens_once_it_answers_before_each_attempt(actor: Actor, values: dict[str, bytes]) -> None:
+    actor.listen()
     for _ in range(2):
-        assert not restarts.is_listening(handle, THERE), "it may be suspended by now"
-        assert not restarts.is_listening(handle, THERE)
-        store.answer(7)
-        assert restarts.is_listening(handle, THERE)
-    restarts.is_listening(handle, THERE)
-    Mailbox(Process("abc", 7, "node")).close()
-    store.announce(7)  # it opens its mailbox again, where the request has to be posted again
-    restarts.is_listening(handle, THERE)
-    store.answer(7)
-    assert restarts.is_listening(handle, THERE)
-    later = ActorState("ALIVE", 8, "node", "")
-    assert not restarts.is_listening(handle, later)
-    store.announce(8)
-    assert not restarts.is_listening(handle, later)
-    store.answer(8)
-    assert restarts.is_listening(handle, later)
-    assert not any("/7@" in key for key in store.values), "what the earlier process posted is removed"
+        assert not actor.poll(), "it may be suspended by now"
+        assert actor.polls()
+    assert not actor.handle.asked
+    before = set(values)
+    actor.pid = 8
+    assert not actor.polls(), "it is another process"
+    actor.listen()
+    assert actor.polls()
+    assert not before & set(values), "what the earlier process posted is removed"
 
 
-def test_a_request_that_is_posted_while_another_is_taken_is_not_lost(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process = Process("abc", 7, "node")
-    mailbox, key = Mailbox(process), process.key(REQUESTS)
+def test_a_process_that_does_not_answer_is_tried_again(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "_ANSWER_S", 0.05)
+    actor.is_silent = True
+    actor.listen()
+    assert not actor.polls()
+    actor.is_silent = False
+    assert actor.polls()
 
-    def post(number: str) -> None:
-        store.store(key, packed((number, print, ())))
 
-    def read_before_the_next_is_posted(key: str) -> bytes | None:
-        text = store.values.get(key)
-        post("second")
-        return text
-
-    post("first")
-    with monkeypatch.context() as patch:
-        patch.setattr(ray_internals, "stored", read_before_the_next_is_posted)
-        first = mailbox.take()
-    second = mailbox.take()
-    assert first is not None and second is not None
-    assert (first.number, second.number) == ("first", "second")
-    assert mailbox.take() is None
+def test_one_that_is_silent_holds_up_the_others_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "_GAP_S", 0.2)
+    credentials = Credentials(b"s" * 32, group="g", generation="1")
+    connections, codec = ControlConnections(credentials), Codec(cloudpickle.CloudPickler)
+    lanes = {name: SocketLane(name, credentials, tcp_host=None, by_tcp=frozenset()) for name in "abc"}
+    answer = Message((protocol.OK,), codec.encode("here"))
+    for name, lane in lanes.items():
+        silent = name == "b"
+        address = lane.open(lambda _, reply, silent=silent: None if silent else lambda: reply(answer), lambda _: None)
+        connections.set_address(name, "", address)
+    actors = RestartedActors(SimpleNamespace(name="g", tls=None, credentials=credentials))  # type: ignore[arg-type]
+    actors._connections = connections
+    handles = {name: SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name)) for name in lanes}
+    began = time.monotonic()
+    results, failures = actors.call_all(handles, print, dict.fromkeys(lanes, ()), began + 30)
+    assert results == {"a": "here", "c": "here"} and time.monotonic() - began < 10
+    assert isinstance(failures["b"], BootstrapError) and "no answer in time" in str(failures["b"])
+    for lane in (*lanes.values(), connections):
+        lane.close()

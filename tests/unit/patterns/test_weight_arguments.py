@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -132,6 +133,27 @@ def test_copies_that_a_module_makes_are_named(members: Members) -> None:
             parts.pull(partly, strict=False)
 
 
+class Reusing(torch.nn.Linear):
+    """``state_dict`` makes copies, in memory that was freed a moment ago, as torch's allocators do."""
+
+    def __init__(self, *freed: torch.Tensor) -> None:
+        super().__init__(2, 2, bias=False)
+        self.freed = itertools.cycle(freed)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {"weight": next(self.freed).copy_(self.weight.detach())}
+
+
+def test_copies_are_named_where_a_pull_has_written_before(members: Members) -> None:
+    before, other = torch.zeros(2, 2), torch.zeros(2, 2)
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        store.publish({"weight": torch.ones(2, 2)})
+        store.pull({"weight": before})
+        with pytest.raises(rtr.ConfigurationError, match="'weight' of the weights for 'w' is a copy that"):
+            store.pull(Reusing(before, other))
+
+
 def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
     layers[1] = torch.compile(layers[1], backend="eager")
     return layers
@@ -255,6 +277,13 @@ def test_a_model_on_the_meta_device_is_told_what_to_do(members: Members, call: s
         store = rtr.WeightStore("w")
         store.publish(torch.nn.Linear(2, 2))
         getattr(store, call)(meta)
+
+
+@pytest.mark.parametrize("call", ["pull", "prefetch"])
+@pytest.mark.parametrize("wrong", [3, "x", rtr.Shard(3, (4,), (0,))])  # type: ignore[arg-type]
+def test_what_is_no_tensor_is_named(published: Members, call: str, wrong: Any) -> None:
+    with published.acting("a"), pytest.raises(rtr.ConfigurationError, match=r"'n' of the weights for 'w' is a .*not "):
+        getattr(rtr.WeightStore.find("w"), call)(model(n=wrong))
 
 
 def test_a_prefetch_copies_into_no_expanded_tensor(published: Members) -> None:

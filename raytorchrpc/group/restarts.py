@@ -1,0 +1,172 @@
+"""How the supervisor reaches actors that Ray has restarted; see ``membership.restarted`` for their side."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.protection import make_identity
+from raytorchrpc.membership import restarted
+from raytorchrpc.membership.restarted import Process, Record, post_record
+from raytorchrpc.process import threads
+
+logger = logging.getLogger(__name__)
+
+#: A restarted process that was asked to listen and does not, for instance because it could start no thread, is asked
+#: again after so long (seconds).
+_ASK_AGAIN_S = 2.0
+#: To connect to a restarted process, and for it to answer (seconds). It may be suspended.
+_ANSWER_S = 2.0
+#: Once one of several processes has answered, how long the next may take (seconds). The others are admitted without it.
+_GAP_S = 1.0
+
+
+class _Restarted:
+    """One process of a restarted actor."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.answers = self.is_dialled = False
+        self.ask_at = 0.0
+        """When it is asked to listen, unless it does by then (``time.monotonic``)."""
+
+
+class RestartedActors:
+    """Used by the supervisor's thread, and by whoever ends the group."""
+
+    def __init__(self, roster: Roster) -> None:
+        tls = make_identity(roster.name) if roster.tls else None
+        self._credentials = replace(roster.credentials, secret=secrets.token_bytes(32), tls=tls)
+        self._connections: ControlConnections | None = None
+        """To restarted processes, by actor."""
+        self._known: dict[str, _Restarted] = {}
+        self._by_tcp = set[str]()
+
+    def post(self, roster: Roster) -> None:
+        """Post which actors the group readmits. Failures are only logged."""
+        actors = tuple(ray_internals.actor_id_of(handle) for handle in roster.handles.values() if handle is not None)
+        node_id = ray.get_runtime_context().get_node_id()
+        self._post(Record(self._credentials, roster.config, actors, roster.owner, os.getpid(), node_id, roster.watcher))
+
+    def _post(self, record: Record | None) -> None:
+        try:
+            post_record(self._credentials.generation, record)
+        except Exception as error:
+            logger.warning("group %r: restarted actors cannot find the group: %s", self._credentials.group, error)
+
+    def end(self, session_lasts: bool) -> None:
+        """Remove the record, and end all waits for answers. Can be repeated."""
+        if session_lasts:
+            self._post(None)
+            for its in list(self._known.values()):
+                _forget(its.process)
+        if self._connections is not None:
+            self._connections.close()
+
+    def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
+        """Whether the actor's current process has answered a request since the last attempt to readmit it.
+
+        It is asked to listen, through Ray, in case that it has not imported this package. It may be suspended, or run a
+        method that holds the interpreter lock, and the supervisor would wait for it.
+        """
+        process = Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
+        its = self._known.get(process.actor_id)
+        if its is None or its.process != process:
+            if its is not None:
+                _forget(its.process)
+            its = self._known[process.actor_id] = _Restarted(process)
+        if its.answers:
+            its.answers = False
+            return True
+        if its.is_dialled:
+            return False
+        if (address := process.address()) is not None:
+            self._dial(its, address)
+        elif time.monotonic() >= its.ask_at:
+            self._ask(handle, its)
+        return False
+
+    def _dial(self, its: _Restarted, address: SocketAddress) -> None:
+        if self._connections is None:
+            self._connections = ControlConnections(self._credentials)
+        connections, actor_id = self._connections, its.process.actor_id
+        if address.tcp is not None:  # it listens there only for a supervisor that needs it
+            self._by_tcp.add(actor_id)
+            connections.reach(self._by_tcp)
+        connections.set_address(actor_id, "", address)
+
+        def dial() -> None:
+            try:
+                connections.ping(actor_id, _ANSWER_S)
+                its.answers = True
+            except RayTorchRpcError as error:
+                logger.debug("%s: %s", its.process, error)
+            finally:
+                its.is_dialled = False
+
+        its.is_dialled = True
+        try:
+            threads.start(dial, name=f"raytorchrpc-dial-{actor_id}")
+        except threads.ThreadShortage:  # the next poll tries again
+            its.is_dialled = False
+            raise
+
+    def _ask(self, handle: Any, its: _Restarted) -> None:
+        its.ask_at = math.inf
+
+        def asked(answer: Any) -> None:
+            error = answer.exception()
+            # At once if Ray has lost the request, for instance because it still took the actor for one that restarts.
+            lost = error is not None and not isinstance(error, RayTaskError)
+            its.ask_at = time.monotonic() + (0.0 if lost else _ASK_AGAIN_S)
+
+        try:
+            ray_internals.call_actor(handle, restarted.begin).future().add_done_callback(asked)
+        except RayError as error:  # its queue is full
+            logger.debug("%s: %s", its.process, error)
+            its.ask_at = 0.0
+
+    def readmitted(self, handles: Mapping[str, Any]) -> None:
+        """These are members again: their processes stop to listen here."""
+        for handle in handles.values():
+            its = self._known.pop(ray_internals.actor_id_of(handle), None)
+            if its is not None and self._connections is not None:
+                self._connections.send(its.process.actor_id, restarted.finish)
+                self._connections.forget(its.process.actor_id)
+
+    def call_all(
+        self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: bool
+    ) -> Answers:
+        """As ``ray_calls.call_all``, for restarted actors that listen: works while they run a method.
+
+        No answer in time is a BootstrapError: to ask Ray why would take longer than the next attempt.
+        """
+        assert self._connections is not None
+        names = {ray_internals.actor_id_of(handles[name]): name for name in arguments}
+        asked = {actor_id: arguments[name] for actor_id, name in names.items()}
+        results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)
+        silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")
+        failures = {name: silent if isinstance(error, TimeoutError) else error for name, error in failures.items()}
+        return _by_name(names, results), _by_name(names, failures)
+
+
+def _by_name(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
+    return {names[actor_id]: value for actor_id, value in found.items()}
+
+
+def _forget(process: Process) -> None:
+    process.post(None)

@@ -1,0 +1,182 @@
+"""A restarted actor's process listens for its group: the supervisor connects, and has it join.
+
+On threads of its own, without an actor task: Ray could not start one while it runs an interrupted method again that
+waits for the group. Ray's key-value store holds only what it takes to find each other, and a secret for these
+connections; the group's own secret comes over them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from functools import partial
+from typing import Any, NamedTuple
+
+import ray
+from ray import cloudpickle
+
+from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls import protocol, rejoin
+from raytorchrpc.calls.rejoin import Owner, Rejoin
+from raytorchrpc.calls.server.served_call import Replies
+from raytorchrpc.config import GroupConfig
+from raytorchrpc.lanes import registry
+from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.lanes.torchrpc.backends import address_on
+from raytorchrpc.process.workers import process_deadlines
+from raytorchrpc.tensors.codec import NOTHING, Codec
+from raytorchrpc.topology.endpoint import Endpoint
+
+_GROUPS, _ADDRESSES = "groups/", "restarted/"
+#: How often the process checks that the group still exists (seconds).
+_CHECK_S = 1.0
+#: After it has joined, a process waits this long for the group to need it no more (seconds).
+_CLOSE_S = 60.0
+
+
+class Record(NamedTuple):
+    """What a group posts about itself, for actors that may rejoin it."""
+
+    credentials: Credentials
+    """For connections to restarted processes: not the group's."""
+    config: GroupConfig
+    actors: tuple[str, ...]
+    """Hex ids of those that may rejoin."""
+    owner: Owner
+    pid: int
+    node_id: str
+    """With ``pid``, the supervisor's process: if ``owner`` is an actor, it may be restarted too."""
+    supervisor: Endpoint
+
+    def lasts(self) -> bool:
+        """Whether the supervisor's process is alive, as far as Ray reports."""
+        if self.owner.actor is None:
+            return self.owner.job not in ray_internals.dead_jobs()
+        there = ray_internals.actor_state(self.owner.actor)
+        return there.state != "DEAD" and (there.pid, there.node_id) == (self.pid, self.node_id)
+
+
+def post_record(generation: str, record: Record | None) -> None:
+    """Post a group's record, or remove it (None)."""
+    text = None if record is None else cloudpickle.dumps(tuple(record))  # type: ignore[no-untyped-call]
+    ray_internals.store(_GROUPS + generation, text)
+
+
+def find_record(actor_id: str) -> Record | None:
+    """The record of the group that this actor may rejoin, if there is one."""
+    for text in map(ray_internals.stored, ray_internals.stored_keys(_GROUPS)):
+        try:
+            record = None if text is None else Record(*pickle.loads(text))
+        except Exception:  # another release may post something else
+            continue
+        if record is not None and actor_id in record.actors and record.lasts():
+            return record
+    return None
+
+
+class Process(NamedTuple):
+    """One process of an actor."""
+
+    actor_id: str
+    pid: int
+    node_id: str
+
+    def post(self, address: SocketAddress | None) -> None:
+        """Post where it listens; None: it does not any more."""
+        ray_internals.store(self._key, None if address is None else pickle.dumps(address))
+
+    def address(self) -> SocketAddress | None:
+        """Where it listens, once it does."""
+        text = ray_internals.stored(self._key)
+        return None if text is None else pickle.loads(text)
+
+    @property
+    def _key(self) -> str:
+        return f"{_ADDRESSES}{self.actor_id}/{self.pid}@{self.node_id}"
+
+
+def begin(instance: Any = None) -> None:
+    """If this process holds an actor that Ray has restarted, let its group reach it. Idempotent, quick.
+
+    Runs when the package is imported, which a class with methods for direct calls does before the actor's ``__init__``;
+    and through Ray (with the instance), if the process does not listen.
+    """
+    rejoin.begin(_serve_group)
+
+
+def finish(instance: Any) -> None:
+    """Requested by the group, when it needs to reach this process by other ways only."""
+    rejoin.finish()
+
+
+def _serve_group(this: Rejoin) -> None:
+    record = find_record(this.actor_id)
+    if record is None or this.local is not None:  # it has joined by another way just now
+        return
+    this.expect(record.credentials.group, record.config.rpc_timeout_s)
+    process = Process(this.actor_id, os.getpid(), ray.get_runtime_context().get_node_id())
+    lane = _lane(record)
+    try:
+        process.post(lane.open(_Requests().serve, lambda work: work()))
+        _wait(this, record.credentials.generation)
+    finally:
+        process.post(None)
+        lane.close()
+
+
+def _lane(record: Record) -> MessageLane:
+    from raytorchrpc.membership import join  # when it is needed: it takes a while
+
+    here = join.endpoint("restarted")
+    config, host = record.config, None
+    if config.always_tcp or not here.same_network(record.supervisor):
+        host = here.node_ip if config.interface is None else address_on(here, config.interface)
+    setup = LaneSetup("restarted", record.credentials, config, lambda: here, tcp_host=host)
+    lane = setup.make(registry.lane(registry.CONTROL))
+    assert isinstance(lane, MessageLane)
+    return lane
+
+
+def _wait(this: Rejoin, generation: str) -> None:
+    """Block until the group has this process back and needs it here no more, or it will not return."""
+    until = None
+    while not this.finished:
+        local = this.local
+        if local is None:
+            record, until = find_record(this.actor_id), None
+            if record is None or record.credentials.generation != generation:
+                return
+        elif local.generation != generation:  # another group took it in through Ray
+            return
+        else:
+            until = until or time.monotonic() + _CLOSE_S
+            if time.monotonic() > until:
+                return
+        this.news.wait(_CHECK_S)
+        this.news.clear()
+
+
+class _Requests:
+    """Serves the supervisor's requests."""
+
+    def __init__(self) -> None:
+        self._codec = Codec(ray_internals.cloudpickler())
+        self._replies = Replies("a restarted actor", self._codec, process_deadlines())
+
+    def serve(self, message: Message, reply: Reply) -> Any:
+        """See ``lanes.base.Serve``."""
+        return partial(self._replies.send, reply, partial(self._answer, message))
+
+    def _answer(self, message: Message) -> Message:
+        try:
+            if message.header[0] == protocol.PING:
+                return Message((protocol.OK,), NOTHING)
+            function, arguments = self._codec.decode(*message.body)
+            result = function(ray_internals.actor_instance(), *arguments)
+            return Message((protocol.OK,), self._codec.encode(result))
+        except Exception as error:
+            return self._replies.refusal(protocol.ASK, error)
