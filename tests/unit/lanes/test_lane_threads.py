@@ -268,7 +268,8 @@ def test_no_peer_is_removed_while_torch_connects_to_one(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch_internals, "add_peer", lambda *peer, **settings: None)
     monkeypatch.setattr(torch_internals, "remove_peer", lambda *peer, **settings: removed.set())
     monkeypatch.setattr(torch_internals, "invoke_async", send)
-    peers = [PeerAddress(name, FabricPeer(f"rtr:{name}", number, "uv://192.0.2.1:1", {})) for number, name in enumerate("bc")]
+    url = "uv://192.0.2.1:1"
+    peers = [PeerAddress(name, FabricPeer(f"rtr:{name}", number, url, {})) for number, name in enumerate("bc")]
     lane.connect(peers)
     message = Message(("echo",), Encoded(b"", [], [], 0))
     lane.call("c", message, 5)
