@@ -13,6 +13,7 @@ import pytest
 import torch.distributed.rpc as rpc
 
 from raytorchrpc._compat import torch_internals
+from raytorchrpc.errors import BootstrapError
 from raytorchrpc.lanes.torchrpc import agent
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
 from raytorchrpc.process import guard
@@ -96,6 +97,42 @@ def use_while_it_starts() -> str:
     while not torch_internals.agent_is_set():
         time.sleep(0.001)
     return rpc.get_worker_info("rtr:b").name
+
+
+def test_none_starts_after_the_end_of_a_group(process: Process) -> None:
+    """As for a member that connected just before the end."""
+    assert process.run(start_after_the_end) == (True, False)
+
+
+def start_after_the_end() -> tuple[bool, bool]:
+    """Whether that was refused, and whether an agent runs."""
+    fabric = process_fabric()
+    fabric.prepare(SPEC)
+    fabric.rest()
+    with pytest.raises(BootstrapError, match="it is in no group"):
+        fabric.start()
+    return True, fabric.is_running
+
+
+def test_a_start_that_fails_leaves_no_thread_and_no_open_listener(process: Process) -> None:
+    assert process.run(fail_to_start) == (0, False)
+
+
+def fail_to_start() -> tuple[int, bool]:
+    """Threads of the guard, and whether a stranger can connect."""
+
+    def start_agent(*args: Any, **settings: Any) -> Any:
+        raise RuntimeError("not today")
+
+    torch_internals.start_agent = start_agent
+    fabric = process_fabric()
+    with pytest.raises(BootstrapError, match="not today"):
+        fabric.prepare(SPEC._replace(at_once=True))
+    guards = sum(thread.name == "raytorchrpc-guard" for thread in threading.enumerate())
+    assert fabric._front is not None
+    with socket.socket() as stranger:
+        stranger.settimeout(0.2)
+        return guards, stranger.connect_ex(fabric._front.getsockname()) == 0
 
 
 def test_the_first_message_of_ibv_has_no_length() -> None:

@@ -180,7 +180,11 @@ class Fabric:
         with self._lock:
             self._prepare(spec, renew)
         if spec.at_once:
-            self.start()
+            try:
+                self.start()
+            except BootstrapError:
+                self.rest()
+                raise
         return self._url
 
     def _prepare(self, spec: AgentSpec, renew: bool) -> None:
@@ -266,7 +270,7 @@ class Fabric:
 
     def _start(self) -> None:
         spec = self._spec
-        if spec is None:
+        if spec is None or self._is_resting:
             raise BootstrapError("this process has no torchrpc agent to start: it is in no group")
         self._check_alone()
         before, polled = tcp.listening(), guard.registered()
