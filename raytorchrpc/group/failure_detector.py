@@ -22,8 +22,10 @@ _POLL_S, _SLOW_POLL_S, _SLOW_AFTER_S = 0.02, 0.5, 60.0
 #: To connect to a member for the first time (seconds).
 _CONNECT_S = 2.0
 #: To connect again to a member that Ray believes alive (seconds). A host without power answers nothing, and Ray may
-#: believe in its actors for half a minute, so the other members learn of the loss only after this time.
-_DIAL_S = 0.4
+#: believe in its actors for half a minute, so the other members learn of the loss only after this time. Doubled each
+#: time, up to a limit: a process that is slow, for instance because its host starts many others, needs longer. The
+#: limit is lower for a member that could not be reached: the kernel repeats a request to connect more and more rarely.
+_DIAL_S, _LONGEST_DIAL_S, _LONGEST_AWAY_DIAL_S = 0.4, 10.0, 2.0
 #: How many members it connects to at a time.
 _AT_A_TIME = 8
 #: For a dialling thread to report its result, when the process is short of memory (seconds).
@@ -145,18 +147,20 @@ class FailureDetector:
         if now < lost.next_dial:
             return
         lost.next_dial = math.inf  # while a thread tries
+        patience_s = min(_DIAL_S * 2**lost.dials, _LONGEST_AWAY_DIAL_S if lost.is_announced else _LONGEST_DIAL_S)
+        lost.dials = min(lost.dials + 1, 10)
         incarnation = self._state.roster.records[name].member.incarnation
         self._set_address(name)
 
         def report(error: Exception | None) -> None:
-            lost.next_dial = now + _SLOW_POLL_S
+            lost.next_dial = max(now + _SLOW_POLL_S, time.monotonic())
             if self._state.lost.get(name) is lost:
                 self._dialled(name, lost, error)
 
         def dial() -> None:
             error: Exception | None = None
             try:
-                self._connect(name, incarnation, _DIAL_S)
+                self._connect(name, incarnation, patience_s)
             except Exception as failure:
                 error = failure
             threads.persist(lambda: self._submit(lambda: report(error)), _REPORT_S)

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 #: A restarted process that was asked to listen and does not, for instance because it could start no thread, is asked
 #: again after so long (seconds).
 _ASK_AGAIN_S = 2.0
-#: To connect to a restarted process, and for it to answer (seconds). It may be suspended.
-_ANSWER_S = 2.0
+#: To connect to a restarted process, and for it to answer (seconds). It may be suspended, or slow.
+_ANSWER_S = 10.0
 #: Once one of several processes has answered, how long the next may take (seconds). The others are admitted without it.
 _GAP_S = 1.0
 

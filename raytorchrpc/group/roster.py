@@ -311,6 +311,8 @@ class LostMember:
     def __init__(self, cause: str) -> None:
         self.cause, self.phase = cause, Phase.SUSPECTED
         self.since = self.next_poll = self.next_dial = time.monotonic()
+        self.dials = 0
+        """How often it was tried to connect to it again."""
         self._backoff = 1.0
         """Doubled with each attempt to admit it that failed."""
 

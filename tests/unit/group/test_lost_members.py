@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
-from raytorchrpc.errors import BootstrapError
+from raytorchrpc.errors import BootstrapError, RpcTimeout
 from raytorchrpc.group import failure_detector, restarts
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector, Findings
@@ -76,6 +77,29 @@ def test_the_end_of_a_process_is_reported_before_the_next_is_admitted(
     assert ray.poll("ALIVE", 2, listens=True) == Findings([], [], restarted=["a"])
     assert ray.poll("ALIVE", 3) == Findings([], [], []) and lost.phase is Phase.ENDED
     assert ray.poll("DEAD") == Findings([], dead=["a"], restarted=[])
+
+
+@pytest.mark.parametrize(("phase", "longest"), [(Phase.SUSPECTED, 10.0), (Phase.AWAY, 2.0)])
+def test_a_process_that_is_slow_to_answer_is_given_more_time(ray: Ray, phase: Phase, longest: float) -> None:
+    """Each attempt connects anew, so that none would succeed if all were as short."""
+    patience, reports = list[float](), queue.SimpleQueue[Any]()
+
+    def watch(name: str, ended: Any, patience_s: float) -> None:
+        patience.append(patience_s)
+        raise RpcTimeout("'a' does not answer")
+
+    ray.group.roster.records["a"].member = SimpleNamespace(rank=0, incarnation=0)
+    ray.group.prepared["a"] = SimpleNamespace(addresses={"socket": None})  # type: ignore[assignment]
+    ray.group.roster.generation = "1"  # type: ignore[misc]
+    connections: Any = SimpleNamespace(watch=watch, set_address=lambda *_: None)
+    detector = FailureDetector(ray.group, connections, None, reports.put, lambda *_: None)  # type: ignore[arg-type]
+    lost = ray.group.lost["a"]
+    lost.phase = phase
+    for _ in range(7):
+        lost.next_poll = lost.next_dial = 0.0
+        detector.poll()
+        reports.get(timeout=30)()
+    assert patience[:2] == [0.4, 0.8] and patience[-2:] == [longest, longest]
 
 
 # --- readmission ----------------------------------------------------------------------------------------------------
