@@ -183,6 +183,15 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(unix: Pair
     assert unix.ask().header == ("echo",)
 
 
+def test_a_request_that_could_not_begin_is_in_flight_no_more(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    unix.ask()
+    connection = unix.a.lane._made["b"]  # type: ignore[attr-defined]
+    fail_once(connection, "_ensure_reader", MemoryError(), monkeypatch)
+    with pytest.raises(MemoryError):
+        unix.a.lane.call("b", Message(("echo",), EMPTY), PATIENCE_S)
+    assert not connection._pending and unix.ask().header == ("echo",)
+
+
 @pytest.mark.parametrize("step", [10_000, 69_000, 300_000])
 def test_a_frame_that_is_skipped_tells_what_it_was(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     message = Message(

@@ -79,11 +79,12 @@ class Connection(connections.Connection):
 
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
         pending = SocketPending(self, on_released)
-        with self._state:
-            number = self._begin(pending)
-            if not caller_waits:
-                self._ensure_reader()
+        number = 0
         try:
+            with self._state:
+                number = self._begin(pending)
+                if not caller_waits:
+                    self._ensure_reader()
             self.send(frames.pack(frames.REQUEST, number, message), deadline)
         except BaseException:
             self._pending.pop(number, None)
