@@ -9,6 +9,7 @@ host and on several (``tests/multihost``).
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -32,14 +33,19 @@ from benchmarks._resources import footprint
 from raytorchrpc.bench.reports import grid
 from raytorchrpc.bench.results import nonnegative_terms
 from raytorchrpc.bench.site import free_memory
-from raytorchrpc.group.formation import current_owner
+from raytorchrpc.calls.peers import PeerTable
+from raytorchrpc.calls.rejoin import Owner
+from raytorchrpc.calls.server.services import Services
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.supervisor import Change
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
-from raytorchrpc.membership.messages import Prepared, Probe
+from raytorchrpc.membership.messages import Listening, Prepared, Probe, packed, unpacked
+from raytorchrpc.membership.settings import settings_of
 from raytorchrpc.topology import endpoint, probe
+
+T = TypeVar("T")
 
 SIZES = (8, 16, 32, 64)
 #: Members and hosts of the group that is only planned.
@@ -299,14 +305,19 @@ def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]:
-    """Bytes sent to all members together: to form the group, and when one member rejoins."""
+    """Bytes sent to all members together: to form the group, and when one member rejoins. What all members of a node
+    share (``shared``) is sent to each node once.
+    """
     info, first = roster.info(prepared), next(iter(roster.records))
-    tables = {name: _size(roster.table(name, info, prepared)) for name in roster.records}
+    listening = Listening(roster.name, roster.generation, prepared, TIMEOUT_S)
+    shared = sum(len(packed(message)) for message in (roster.description, listening))
     specs = {name: _size(roster.spec(name)) for name in roster.records}
     told = [_size(roster.arrival(name, info, prepared, (first,))) for name in roster.records if name != first]
+    nodes = len({record.member.node_id for record in roster.records.values()})
     return {
-        "form": sum(specs.values()) + sum(tables.values()),
-        "rejoin": sum(told) + specs[first] + tables[first],
+        "form": sum(specs.values()) + nodes * shared,
+        "shared": shared,
+        "rejoin": sum(told) + specs[first] + shared,
     }
 
 
@@ -316,33 +327,63 @@ def _size(value: Any) -> int:
 
 def plan_alone(members: int, hosts: int) -> dict[str, float]:
     """Time and bytes of the process that forms a group, for simulated members: copies of this one."""
-    me = probe.probe(name="member", node_ip="10.0.0.1", wants_gpu=False)
+    return simulate(probe.probe(name="member", node_ip="10.0.0.1", wants_gpu=False), members, hosts)
+
+
+def simulate(me: endpoint.Endpoint, members: int, hosts: int) -> dict[str, float]:
+    """The same for copies of ``me``; seconds are those of this thread on a core.
+
+    plan_s: the forming process decides everything. tables_s: it makes and packs what it sends. join_s: one member
+    unpacks it and derives its settings. replan_s: one member comes back.
+    """
     probes, prepared = {}, {}
     for rank in range(members):
         name, host = f"member_{rank}", rank % hosts
-        address = f"10.0.{host}.1"
+        address = f"10.{host >> 8}.{host & 255}.1"
         far = endpoint.Interface(name="eth0", up=True, addresses=(address,))
         copied = {"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
-        there = me.changed(copied)
+        there = pickle.loads(pickle.dumps(me.changed(copied)))  # as a member sends it: nothing is shared
         probes[name] = Probe(there, f"{host:056x}", rank, None, None, None, None, None)
-    roster = Roster("planned", rtr.GroupConfig(), current_owner(), me)
-    began = time.monotonic()
-    roster = roster.admit(dict.fromkeys(probes), probes)
-    took = {"members": members, "hosts": hosts, "plan_s": time.monotonic() - began}
+    alone = Roster("planned", rtr.GroupConfig(), Owner("job", None), me)
+    took: dict[str, float] = {"members": members, "hosts": hosts}
+    took["plan_s"], roster = _timed(lambda: alone.admit(dict.fromkeys(probes), probes))
     for name, record in roster.records.items():
-        member, there = record.member, (probes[name].endpoint.node_ip, 40000)
-        listens = SocketAddress("raytorchrpc-" + os.urandom(12).hex(), there, Instance(member.rank, 0))
+        member, its = record.member, (probes[name].endpoint.node_ip, 40000)
+        listens = SocketAddress("raytorchrpc-" + os.urandom(12).hex(), its, Instance(member.rank, 0))
         agent = AgentIdentity(member.rpc_name, member.worker_id)
-        torchrpc = FabricPeer(agent.name, agent.worker_id, "tcp://10.0.0.1:1", {})
+        torchrpc = FabricPeer(agent.name, agent.worker_id, f"uv://{its[0]}:{30000 + member.rank % 30000}", {})
         addresses = {"socket": listens, "torchrpc": torchrpc, "shm": f"{member.rank}:{os.urandom(8).hex()}"}
         prepared[name] = Prepared(agent=agent, addresses=addresses, retries={}, pid=record.probe.pid)
-    began = time.monotonic()
-    sent = sizes_of(roster, prepared)
-    took |= {"tables_s": time.monotonic() - began, "form_bytes": sent["form"], "rejoin_bytes": sent["rejoin"]}
+    took["tables_s"], sent = _timed(lambda: sizes_of(roster, prepared))
     one = next(iter(probes))
-    began = time.monotonic()
-    roster.admit({one: None}, {one: probes[one]})
-    return {**took, "replan_s": time.monotonic() - began}
+    description, listening = packed(roster.description), packed(Listening("", "", prepared, TIMEOUT_S))
+
+    def join() -> PeerTable:
+        info = unpacked(description)
+        settings_of(roster.spec(one), info)
+        peers = PeerTable("planned", Services())
+        peers.add_peers(info.with_agents(unpacked(listening).peers).members, lambda member: None)  # type: ignore[arg-type, return-value]
+        return peers
+
+    took["join_s"], _ = _timed(join)
+    took["replan_s"], _ = _timed(lambda: roster.admit({one: None}, {one: probes[one]}))
+    return {**took, **{f"{name}_bytes": size for name, size in sent.items()}}
+
+
+def _timed(work: Callable[[], T]) -> tuple[float, T]:
+    gc.collect()
+    gc.disable()  # its time depends on all that this process holds
+    try:
+        began = time.thread_time()
+        done = work()
+        return time.thread_time() - began, done
+    finally:
+        gc.enable()
+
+
+def slope(points: Mapping[int, float]) -> float:
+    """Of the line through these points, both axes logarithmic: 1 where a figure is proportional to n."""
+    return float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
 
 
 # --- tables ------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class OwnGroups:
             )
         if locals_ and not found:
             members = "; ".join(
-                f"group {local.group!r} has {', '.join(route.member.name for route in local.peers.routes)}"
+                f"group {local.group!r} has {', '.join(member.name for member in local.peers.members)}"
                 for local in locals_
             )
             raise NotAMember(f"no group that this process formed or fetched has a member {home!r}: {members}")

@@ -127,6 +127,16 @@ class Absence(NamedTuple):
     """It can only come back as another process, if at all."""
 
 
+class _Routes(dict[int, PeerRoute]):
+    """By rank; one that is missing is made."""
+
+    def __init__(self, make: Callable[[int], PeerRoute]) -> None:
+        self._make = make
+
+    def __missing__(self, rank: int) -> PeerRoute:
+        return self._make(rank)
+
+
 class PeerTable:
     """The members of a group as one of them reaches them. Thread-safe."""
 
@@ -136,7 +146,9 @@ class PeerTable:
         """``services``: told of every peer that is lost or comes back. ``guest_route(rank)``: the route
         back to a guest; None for another rank."""
         self._group, self._services, self._guest_route = group, services, guest_route
-        self._routes: dict[int, PeerRoute] = {}
+        self._members: dict[int, Member] = {}
+        self._routes = _Routes(self._make)
+        self._makers: dict[int, Callable[[Member], PeerRoute]] = {}
         self._ranks: dict[Any, int] = {}  # by rank, name and actor
         self._away: dict[int, Absence] = {}
         self._closed = False
@@ -148,17 +160,28 @@ class PeerTable:
 
     def add_peer(self, route: PeerRoute) -> None:
         """Add a peer (or this member itself), or replace the route to it."""
-        peer = route.member
+        self.add_peers([route.member], lambda _: route)
+
+    def add_peers(self, peers: Iterable[Member], make: Callable[[Member], PeerRoute]) -> None:
+        """Add peers, or replace the routes to them. ``make``: makes the route to one of them when it is first used."""
         with self._changed:
-            self._routes[peer.rank] = route
-            actor = None if peer.actor_id is None else ray_internals.key_of_actor(peer.actor_id)
-            self._ranks.update(dict.fromkeys(keys_of(peer.rank, peer.name, actor), peer.rank))
+            for peer in peers:
+                self._members[peer.rank], self._makers[peer.rank] = peer, make
+                self._routes.pop(peer.rank, None)
+                actor = None if peer.actor_id is None else ray_internals.key_of_actor(peer.actor_id)
+                self._ranks.update(dict.fromkeys(keys_of(peer.rank, peer.name, actor), peer.rank))
             self._changed.notify_all()
+
+    def _make(self, rank: int) -> PeerRoute:
+        with self._changed:
+            if (route := self._routes.get(rank)) is None:
+                route = self._routes[rank] = self._makers[rank](self._members[rank])
+            return route
 
     def wait_for_route(self, rank: int, seconds: float) -> None:
         """Block until there is a route to this rank, or this process leaves the group; at most so long."""
         with self._changed:
-            self._changed.wait_for(lambda: rank in self._routes or self._closed, seconds)
+            self._changed.wait_for(lambda: rank in self._members or self._closed, seconds)
 
     def mark_away(self, rank: int, absence: Absence) -> None:
         """From now on calls to this peer fail at once; those that may be retried wait for its return."""
@@ -177,8 +200,8 @@ class PeerTable:
     def remove_peer(self, rank: int) -> None:
         """Remove a peer that has left the group; its requests are refused from now on."""
         with self._changed:
-            self._routes.pop(rank, None)
-            self._away.pop(rank, None)
+            for table in (self._members, self._makers, self._routes, self._away):
+                table.pop(rank, None)
             self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
             self.removed = self.removed | {rank}
             self._changed.notify_all()
@@ -193,9 +216,19 @@ class PeerTable:
     # --- routes ----------------------------------------------------------------------------------------------
 
     @property
+    def members(self) -> tuple[Member, ...]:
+        """All members, by rank, this one included."""
+        members = self._members.copy()  # another thread may add some
+        return tuple(members[rank] for rank in sorted(members))
+
+    @property
     def routes(self) -> tuple[PeerRoute, ...]:
-        """The routes to all members, by rank, this member included."""
-        return tuple(self._routes[rank] for rank in sorted(self._routes))
+        """The routes to all members, by rank, this member included. Makes those that do not exist yet."""
+        return tuple(self._routes[member.rank] for member in self.members)
+
+    def member(self, target: Any) -> Member:
+        """The member that a target stands for; see ``route``. Makes no route."""
+        return self._members[find(target, self._ranks, self._described)]
 
     def route(self, target: Any) -> PeerRoute:
         """The route to a target: an actor handle, a member's name, its rank or a ``Member``.
@@ -205,7 +238,7 @@ class PeerTable:
         return self._routes[find(target, self._ranks, self._described)]
 
     def _described(self) -> str:
-        return described(f"group {self._group!r}", ((route.member.rank, route.member.name) for route in self.routes))
+        return described(f"group {self._group!r}", ((member.rank, member.name) for member in self.members))
 
     def route_for_call(self, target: Any) -> PeerRoute:
         """As ``route``. Raises NotAMember also after this process has left the group."""
@@ -220,20 +253,19 @@ class PeerTable:
 
     def route_back(self, rank: int) -> PeerRoute:
         """The route for replies to a caller. Raises NotAMember for a rank that is not, or no longer, in the group."""
-        route = self._routes.get(rank)
-        if route is None:
+        if rank not in self._members:
             if self._guest_route is not None and (guest := self._guest_route(rank)) is not None:
                 return guest
             state = "was removed from" if rank in self.removed else "is not in"
             raise NotAMember(f"the caller (rank {rank}) {state} group {self._group!r}")
-        return route
+        return self._routes[rank]
 
     # --- absence ---------------------------------------------------------------------------------------------
 
     def away(self) -> dict[str, Absence]:
         """The peers that are away, by name."""
         with self._changed:
-            return {self._routes[rank].member.name: absence for rank, absence in self._away.items()}
+            return {self._members[rank].name: absence for rank, absence in self._away.items()}
 
     def check_present(self, route: PeerRoute) -> None:
         """Raise PeerLost if the peer is away."""
@@ -244,10 +276,11 @@ class PeerTable:
         """Why the process that a route leads to cannot be called any more; None if it can, as far as is known here."""
         if self._closed:
             return "this process has left the group"
-        absence, now = self._away.get(route.member.rank), self._routes.get(route.member.rank)
+        absence, now = self._away.get(route.member.rank), self._members.get(route.member.rank)
         if absence is not None:
             return absence.cause
-        return None if now is not None and now.token == route.token else "its process was replaced, or removed"
+        same = now is not None and now.incarnation == route.member.incarnation
+        return None if same else "its process was replaced, or removed"
 
     def await_everybody(self, until: float) -> bool:
         """Block until no peer is away, at most until that time (``time.monotonic``); False if it ran out."""
@@ -256,24 +289,24 @@ class PeerTable:
 
     def incarnation(self, target: Any) -> int:
         """The incarnation of the process that a call to the target would reach now."""
-        return self.route(target).member.incarnation
+        return self.member(target).incarnation
 
     def await_return(self, target: Any, after: int, until: float) -> bool:
         """Block until the peer is back as a later incarnation than ``after``, or was there all the time; False if
         ``until`` passes first. Raises PeerLost for a peer that will not come back.
         """
-        peer = self.route(target).member
+        peer = self.member(target)
         rank = peer.rank
         patience = time.monotonic() + UNREPORTED_LOSS_S
         with self._changed:
             while True:
-                if self._closed or rank not in self._routes:
+                if self._closed or rank not in self._members:
                     raise PeerLost(peer.name, "it was removed from the group", may_have_run=False)
-                absence, route = self._away.get(rank), self._routes[rank]
-                if absence is None and route.member.incarnation > after:
+                absence, member = self._away.get(rank), self._members[rank]
+                if absence is None and member.incarnation > after:
                     return True
                 if absence is not None and absence.for_good:
-                    raise PeerLost(route.member.name, absence.cause, may_have_run=False)
+                    raise PeerLost(member.name, absence.cause, may_have_run=False)
                 now = time.monotonic()
                 # No report that the process ended: perhaps only the connection broke.
                 if absence is None and now >= patience:

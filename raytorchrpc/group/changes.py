@@ -277,7 +277,7 @@ class Announcer:
 
     def _arrival(self, name: str, coming: tuple[str, ...]) -> Arrival:
         roster = self._state.roster
-        return Arrival(roster.spec(name), roster.table(name, self._state.info, self._state.prepared), coming)
+        return Arrival(roster.spec(name), roster.table(self._state.info, self._state.prepared), coming)
 
     def _away(self, name: str) -> list[Loss]:
         """The losses that the other members know of."""

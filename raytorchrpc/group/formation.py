@@ -24,13 +24,15 @@ from raytorchrpc.group.control_connections import Answers, Arguments
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
-from raytorchrpc.membership.messages import GroupInfo, Prepared, Probe
+from raytorchrpc.membership.messages import GroupInfo, Listening, Prepared, Probe, packed
 from raytorchrpc.topology import device_map
 
 T = TypeVar("T")
 
 #: How long a rollback waits for the participants (seconds).
 _UNDO_S = 5.0
+#: Longer messages go through Ray's object store; shorter ones within the call (bytes).
+_LONG = 16 << 10
 #: The name of a driver that is a member.
 DRIVER = "driver"
 
@@ -114,17 +116,19 @@ class Formation:
         undo_s: float = _UNDO_S,
         *,
         deadline: float | None = None,
+        by_reference: bool = True,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
         ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
-        how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on.
+        how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on. ``by_reference``:
+        ``call_all`` takes references to Ray's objects.
         """
         self.participants = participants
         self.roster = roster
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s if deadline is None else deadline
-        self._call_all, self._undo_s = call_all, undo_s
+        self._call_all, self._undo_s, self._by_reference = call_all, undo_s, by_reference
         self._attempt = uuid.uuid4().hex[:12]
         self._restarting = False
         """Ray reported that a participant restarts when the attempt was rolled back."""
@@ -166,7 +170,8 @@ class Formation:
 
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
-        specs = {member: (self.roster.spec(member, self._attempt),) for member in self.participants}
+        group = self._shared(self.roster.description)
+        specs = {member: (self.roster.spec(member, self._attempt), group(member)) for member in self.participants}
         prepared: dict[str, Prepared] = self._ask("could not start", join.prepare, specs)
         records = self.roster.records
         if others := tuple(name for name, its in prepared.items() if its.pid != records[name].probe.pid):
@@ -206,14 +211,21 @@ class Formation:
         silent: Collection[str] = (),
     ) -> None:
         """Have every participant connect to the other members. ``prepared``: of the whole roster. ``away``, ``silent``:
-        members that cannot be reached, see Table.
+        members that cannot be reached, see Listening.
         """
         left = max(1.0, self.deadline - time.monotonic())
-        tables = {}
-        for member in self.participants:
-            table = self.roster.table(member, info, prepared)
-            tables[member] = (table._replace(timeout_s=left, away=dict(away or {}), silent=tuple(silent)),)
-        self._ask("could not reach the others", join.commit, tables)
+        peers = self.roster.table(info, prepared).peers
+        listening = self._shared(Listening(info.name, info.generation, peers, left, dict(away or {}), tuple(silent)))
+        arguments = {member: (listening(member),) for member in self.participants}
+        self._ask("could not reach the others", join.commit, arguments)
+
+    def _shared(self, message: GroupInfo | Listening) -> Callable[[str], Any]:
+        """By participant, the argument by which it gets a message that all of them get: packed once, and where it is
+        long put once into Ray's object store, which moves one copy to each node.
+        """
+        data = packed(message)
+        stored = ray.put(data) if self._by_reference and len(data) > _LONG else data
+        return lambda member: data if self.participants[member] is None else stored
 
     def roll_back(self) -> None:
         """Undo what was begun. A participant that is stuck undoes it as soon as it runs again."""

@@ -67,7 +67,7 @@ class Group:
         known, own = self._first_info, join.group_info()
         if own is None or own.generation != known.generation or own.members == known.members:
             return known
-        return own  # a member learns of every change, but knows only its own routes
+        return own  # a member learns of every change
 
     @property
     def name(self) -> str:
@@ -98,14 +98,8 @@ class Group:
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
-        """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu".
-
-        ConfigurationError in a member that is neither: it knows only its own maps and routes.
-        """
-        info, first, second = self._info, self._member(a).name, self._member(b).name
-        if first != second:
-            info.plan.route(first, second)
-        return dict(info.device_maps.get(first, {}).get(second, {}))
+        """Where a's tensors arrive on b: {a's gpu: b's gpu}, each as that process numbers its own, or "cpu"."""
+        return self._info.plan.device_map(self._member(a).name, self._member(b).name)
 
     @takes_timeout
     def stats(self, timeout: float = STATS_TIMEOUT_S) -> GroupStats:

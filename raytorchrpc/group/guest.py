@@ -88,14 +88,14 @@ class Guest:
             raise NotAMember(f"this process is in no group, and the one that it used has ended: {error}") from error
         local, lane = self._open(directory)
         lane.reach(None, frozenset(name for name, contact in directory.contacts.items() if contact.by_tcp))
-        known = {route.member.name: route for route in local.peers.routes}
-        for name, route in known.items():
+        known = {member.name: member for member in local.peers.members}
+        for name, member in known.items():
             if name not in directory.contacts:
-                local.peers.remove_peer(route.member.rank)
+                local.peers.remove_peer(member.rank)
                 lane.disconnect(name)
         for name, (member, address, _) in directory.contacts.items():
             token = process_token(local.generation, member.rank, member.incarnation)
-            if name not in known or known[name].token != token:
+            if name not in known or known[name].incarnation != member.incarnation:
                 lane.disconnect(name)
                 lane.connect([PeerAddress(name, address)])
                 near = member.node_id == local.me.node_id

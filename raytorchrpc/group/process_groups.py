@@ -94,9 +94,9 @@ def create_process_group(
         prepare = {name: (Collectives.prepare, info, name == home, left) for name in records}
         ids = _answers(roster.name, connections.call_all(call_collectives, prepare, deadline))
         left = max(1.0, deadline - time.monotonic())
-        store, agents = StoreAddress(home, ids[home]), roster.plan.agents
+        store = StoreAddress(home, ids[home])
         meetings = {
-            name: (Meeting(info, store, agents[name].interface, endpoint, left),)
+            name: (Meeting(info, store, roster.plan.kind(name).agent.interface, endpoint, left),)
             for name, endpoint in endpoints.items()
         }
         _answers(roster.name, connections.call_all(make_process_group, meetings, deadline))

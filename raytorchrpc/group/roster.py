@@ -20,11 +20,10 @@ from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.lanes.torchrpc.agent import AgentSpec
-from raytorchrpc.membership.messages import Arrival, DeviceMaps, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
-from raytorchrpc.routing import planner, routes
+from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
+from raytorchrpc.routing import planner
+from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import device_map
-from raytorchrpc.topology.device_map import DeviceMap
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: Pause before another attempt to admit a restarted actor (seconds): doubled each time, up to the limit.
@@ -61,10 +60,7 @@ class Roster:
     """The key and certificate of a group that encrypts."""
     records: Mapping[str, MemberRecord] = field(default_factory=dict)
     """By member, in rank order."""
-    plan: routes.RoutePlan = field(default_factory=lambda: routes.RoutePlan({}, {}))
-    maps: Mapping[str, DeviceMap] = field(default_factory=dict)
-    devices: Mapping[str, set[int]] = field(default_factory=dict)
-    """By member: its GPUs that any device map names."""
+    plan: RoutePlan = field(default_factory=lambda: RoutePlan(GroupConfig(), (), {}))
     highest_id: int = -1
     """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
     next_rank: int = 0
@@ -93,7 +89,7 @@ class Roster:
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
         admitted = replace(self, records=records, highest_id=max(highest, *ids.values()), next_rank=next(fresh))
-        return admitted._decided(self)
+        return admitted._decided()
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
         """This roster after an attempt to admit these members, which some member may know: its ids are taken."""
@@ -139,22 +135,14 @@ class Roster:
         """The roster without these members. Their ranks are not used again."""
         gone = set(names)
         left = replace(self, records={name: record for name, record in self.records.items() if name not in gone})
-        return left._decided(self) if left.records else left
+        return left._decided() if left.records else left
 
-    def _decided(self, before: Roster) -> Roster:
+    def _decided(self) -> Roster:
         endpoints = {name: record.probe.endpoint for name, record in self.records.items()}
-        known = {name: record.probe.endpoint for name, record in before.records.items()}
         if not self.config.across_users and not self.config.always_tcp:
             _check_users({**endpoints, "the process that forms the group": self.watcher})
-        maps = device_map.resolve(self.config, list(endpoints), endpoints)
-        plan = planner.plan(endpoints, self.config, (known, before.plan))
-        devices: dict[str, set[int]] = {name: set() for name in self.records}
-        for name, each in maps.items():
-            for peer, mapping in each.to_dict().items():
-                pairs = device_map.gpu_pairs(mapping)
-                devices[name] |= set(pairs)
-                devices.setdefault(str(peer), set()).update(pairs.values())
-        return replace(self, plan=plan, maps=maps, devices=devices)
+        device_map.check(self.config, endpoints)
+        return replace(self, plan=planner.plan(endpoints, self.config))
 
     @property
     def handles(self) -> dict[str, Any]:
@@ -167,80 +155,41 @@ class Roster:
 
     def reached_by_tcp(self, member: str, endpoint: Endpoint | None = None) -> bool:
         """Whether the process that ``endpoint`` describes (None: the supervisor's) needs TCP to reach this member."""
-        return self._by_tcp(endpoint or self.watcher, self.records[member])
-
-    def _by_tcp(self, endpoint: Endpoint, peer: MemberRecord) -> bool:
-        return self.config.always_tcp or not peer.probe.endpoint.same_network(endpoint)
+        its = self.records[member].probe.endpoint
+        return self.config.always_tcp or not its.same_network(endpoint or self.watcher)
 
     def spec(self, member: str, attempt: str = "") -> JoinSpec:
-        """What this member needs in order to prepare. ``attempt``: see JoinSpec."""
-        record, agent = self.records[member], self.plan.agents[member]
+        """What only this member needs in order to prepare. ``attempt``: see JoinSpec."""
+        record = self.records[member]
         me = record.member
-        given = self.maps[member].to_dict()
-        pairs = {peer: device_map.gpu_pairs(given[peer]) for peer in self.records if peer in given}
-        outgoing = {peer: mapping for peer, mapping in pairs.items() if mapping}
-        agent_spec = AgentSpec(
-            name=me.rpc_name,
-            worker_id=me.worker_id,
-            interface=agent.interface,
-            address=agent.address,
-            transports=agent.transports,
-            channels=agent.channels,
-            threads=self.config.torchrpc_threads,
-            timeout_s=self.config.rpc_timeout_s,
-            device_maps={self.records[peer].member.rpc_name: mapping for peer, mapping in outgoing.items()},
-            devices=tuple(sorted(self.devices[member])),
-            # torchrpc connects from whichever address leads to the peer.
-            admitted=(*self._addresses(), *self.config.torchrpc_from),
-            at_once=self.config.torchrpc == "at once",
-        )
-        endpoint = record.probe.endpoint
-        others = {peer: other for peer, other in self.records.items() if peer != member}
-        elsewhere = tuple(peer for peer, other in others.items() if self._by_tcp(endpoint, other))
         return JoinSpec(
             member=me,
             credentials=replace(self.credentials, rank=me.rank, incarnation=me.incarnation),
             attempt=attempt,
             replaces=record.probe.generation,
-            config=self.config,
-            agent=agent_spec,
             renew_agent=record.renew_agent,
-            device_maps=outgoing,
-            tcp_host=agent.address if elsewhere or self.reached_by_tcp(member) else None,
-            by_tcp=elsewhere,
-            lanes=self.plan.lanes_of(member),
+            supervised_by_tcp=self.reached_by_tcp(member),
         )
 
-    def _addresses(self) -> list[str]:
-        endpoints = [record.probe.endpoint for record in self.records.values()]
-        found = {address for endpoint in endpoints for each in endpoint.interfaces for address in each.addresses}
-        return sorted({*found, *(endpoint.node_ip for endpoint in endpoints)})
+    @property
+    def description(self) -> GroupInfo:
+        """The group as it is planned, before its members listen: the same for all."""
+        members = tuple(record.member for record in self.records.values())
+        return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan)
 
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
-        agents = {name: prepared[name].agent for name in self.records}
-        members = tuple(
-            replace(self.records[name].member, rpc_name=agent.name, worker_id=agent.worker_id)
-            for name, agent in agents.items()
-        )
-        texts = {name: {str(peer): pairs for peer, pairs in each.to_dict().items()} for name, each in self.maps.items()}
-        return GroupInfo(self.name, self.generation, self.owner, members, self.config, self.plan, texts)
+        return self.description.with_agents(prepared)
 
-    def table(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared]) -> Table:
-        """What this member needs in order to connect to the others."""
-        own = info._replace(plan=self.plan.for_member(member), device_maps=_of(member, info.device_maps, self.records))
-        return Table(own, {name: prepared[name] for name in self.records})
+    def table(self, info: GroupInfo, prepared: Mapping[str, Prepared]) -> Table:
+        """The group as a member keeps it."""
+        return Table(info, {name: prepared[name] for name in self.records})
 
     def arrival(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], coming: Sequence[str]) -> Arrival:
         """The update an existing member needs in order to accept newcomers."""
-        new = info._replace(
-            members=tuple(each for each in info.members if each.name in coming),
-            plan=self.plan.for_arrivals(member, coming),
-            device_maps=_of(member, info.device_maps, coming),
-        )
-        spec = self.spec(member)
-        # An agent keeps the maps it started with.
-        bare = spec._replace(device_maps={}, agent=spec.agent._replace(device_maps={}))
-        return Arrival(bare, Table(new, {name: prepared[name] for name in (member, *coming)}), tuple(coming))
+        names = dict.fromkeys((member, *coming))
+        arrivals = tuple(self.records[name].member for name in coming)
+        new = info._replace(members=arrivals, plan=self.plan.part(names)).with_agents(prepared)
+        return Arrival(self.spec(member), Table(new, {name: prepared[name] for name in names}), tuple(coming))
 
 
 def _rpc_name(actor_id: str | None, probe: Probe) -> str:
@@ -263,13 +212,6 @@ def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
                 "in different user namespaces; if all of them may run code as each other, form the group with "
                 "GroupConfig(across_users=True)"
             )
-
-
-def _of(member: str, maps: DeviceMaps, others: Iterable[str]) -> DeviceMaps:
-    """The maps between one member and others, itself included."""
-    found = {other: {member: maps[other][member]} for other in others if member in maps[other]}
-    found[member] = {other: maps[member][other] for other in (member, *others) if other in maps[member]}
-    return found
 
 
 # --- the group as it is now -------------------------------------------------------------------------------------------

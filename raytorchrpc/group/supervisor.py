@@ -344,7 +344,8 @@ class Supervisor:
         handles = {name: self.roster.records[name].handle for name in names}
         patience_s += _ADMIT_EACH_S * members
         try:
-            its = Formation(self.roster, handles, patience_s, self._restarts.call_all, return_s(members))
+            undo_s = return_s(members)
+            its = Formation(self.roster, handles, patience_s, self._restarts.call_all, undo_s, by_reference=False)
             self._admit("back", its)
         except RayTorchRpcError as error:
             logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,31 +30,57 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailab
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, process_fabric, unreachable
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_fabric, unreachable
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership import process_group
-from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
+from raytorchrpc.membership.messages import (
+    Arrival,
+    GroupInfo,
+    JoinSpec,
+    Listening,
+    Loss,
+    Prepared,
+    Probe,
+    Table,
+    unpacked,
+)
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.membership.settings import Settings, settings_of
 from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
-from raytorchrpc.routing.planner import forbidden
+from raytorchrpc.routing.pairs import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology import probe as topology_probe
-from raytorchrpc.topology.device_map import gpu_pairs, inverse, way_back
+from raytorchrpc.topology.device_map import inverse, way_back
 from raytorchrpc.topology.endpoint import Endpoint
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+
+@dataclass
+class Membership:
+    """This process as a member of a group, from ``prepare`` on."""
+
+    spec: JoinSpec
+    local: LocalMember
+    table: Table
+    """Until ``commit`` without addresses."""
+
+    def route(self, peer: Member) -> PeerRoute:
+        """The lanes by which this member reaches ``peer``, or itself."""
+        return route_to(self.local, peer, self.table)
+
+
 _JOINING = Absence("it has not joined yet", for_good=False)
 
 _changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
-_preparing: tuple[JoinSpec, LocalMember] | None = None
-_joined: tuple[JoinSpec, Table] | None = None
+_preparing: Membership | None = None
+_joined: Membership | None = None
 #: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
 _given_up: deque[str] = deque(maxlen=64)
 
@@ -74,11 +100,16 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     )
 
 
-def prepare(instance: Any, spec: JoinSpec) -> Prepared:
-    """Start to listen for a group that is forming. Leaves nothing behind if it raises BootstrapError."""
+def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
+    """Start to listen for a group that is forming. Leaves nothing behind if it raises BootstrapError.
+
+    ``group``: a packed GroupInfo.
+    """
+    info: GroupInfo = unpacked(group)
+    settings = settings_of(spec, info)
     with _changing:
-        local = _start(instance, spec)
-        addresses = open_lanes(spec, local)
+        local = _start(instance, spec, info, settings.agent)
+        addresses = open_lanes(spec, settings, local)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
         return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries, os.getpid())
 
@@ -91,13 +122,12 @@ def _worker_of_rank(rank: int) -> str | None:
     if (local := current_local()) is None:
         return None
     try:
-        found = local.peers.route(rank).member
+        found = local.peers.member(rank)
     except NotAMember:
         return None
     if found.worker_id == rank:
         return found.rpc_name
-    others = (route.member for route in local.peers.routes)
-    other = next((member for member in others if member.worker_id == rank), None)
+    other = next((member for member in local.peers.members if member.worker_id == rank), None)
     if other is not None:
         raise ConfigurationError(
             f"{rank} is the rank of {found.name!r} and the worker id of {other.name!r}: pass the rpc_name of the Member"
@@ -105,7 +135,7 @@ def _worker_of_rank(rank: int) -> str | None:
     return found.rpc_name
 
 
-def _start(instance: Any, spec: JoinSpec) -> LocalMember:
+def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> LocalMember:
     """The member, without lanes; ends what this process was a part of before."""
     global _preparing
     if spec.attempt in _given_up or spec.generation in _given_up:
@@ -117,60 +147,63 @@ def _start(instance: Any, spec: JoinSpec) -> LocalMember:
             logger.warning("%s leaves group %r, which has ended", stale.me.name, stale.group)
         leave(instance, stale.generation)
     if _preparing is not None:  # an earlier attempt that was not rolled back
-        leave(instance, _preparing[0].generation)
+        leave(instance, _preparing.spec.generation)
     fabric = process_fabric()
-    fabric.prepare(spec.agent, renew=spec.renew_agent)
+    fabric.prepare(agent, renew=spec.renew_agent)
     identity = fabric.identity
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
     torch_internals.find_workers_by(_worker_of_rank)
     torch_internals.wait_for_rrefs_inside(allow_calls)
     me = replace(spec.member, rpc_name=identity.name, worker_id=identity.worker_id)
-    max_bytes = spec.config.max_bytes_in_flight or default_capacity()
+    config = info.config
+    max_bytes = config.max_bytes_in_flight or default_capacity()
     methods = methods_of(instance)
     take_turns()
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
-    local = LocalMember(spec.group, spec.generation, me, spec.config, instance, methods, max_bytes, services)
+    local = LocalMember(spec.group, spec.generation, me, config, instance, methods, max_bytes, services)
     process_guard().vouch = partial(vouched, local, {})
-    _preparing = spec, local  # from here on ``leave`` undoes it
-    if spec.config.switch_interval_s is not None:
+    _preparing = Membership(spec, local, Table(info, {}))  # from here on ``leave`` undoes it
+    if config.switch_interval_s is not None:
         local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
-        sys.setswitchinterval(spec.config.switch_interval_s)
+        sys.setswitchinterval(config.switch_interval_s)
     return local
 
 
-def commit(instance: Any, table: Table) -> None:
+def commit(instance: Any, peers: bytes) -> None:
     """Connect to the peers, check that they answer, then become a member. Raises BootstrapError naming those that do
-    not.
+    not. ``peers``: a packed Listening.
     """
     global _preparing, _joined
+    listening: Listening = unpacked(peers)
     preparing = _preparing
-    if preparing is None or preparing[0].generation != table.info.generation:
-        raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
-    spec, local = preparing
-    for peer in table.info.members:
-        if peer.name == spec.name:
-            local.me = peer
-    add_peers(local, table, [peer for peer in table.info.members if peer.name != spec.name])
-    local.peers.add_peer(route_to(local, local.me, table))
-    for name, cause in table.away.items():
-        local.peers.mark_away(local.peers.route(name).member.rank, Absence(cause, for_good=False))
-    _reach_all(local, table, frozenset(spec.by_tcp))
+    if preparing is None or preparing.spec.generation != listening.generation:
+        raise BootstrapError(f"group {listening.group!r} was rolled back while it formed")
+    local, name = preparing.local, preparing.spec.name
+    info = preparing.table.info.with_agents(listening.peers)
+    preparing.table = Table(info, listening.peers)
+    local.me = next(member for member in info.members if member.name == name)
+    add_peers(preparing, [member for member in info.members if member.name != name])
+    local.peers.add_peer(preparing.route(local.me))
+    for away, cause in listening.away.items():
+        local.peers.mark_away(local.peers.member(away).rank, Absence(cause, for_good=False))
+    _reach_all(preparing, listening)
     with _changing:
         if _preparing is not preparing:
-            raise BootstrapError(f"group {table.info.name!r} was rolled back while it formed")
-        if (period_s := spec.config.metrics_period_s) != 0:
+            raise BootstrapError(f"group {info.name!r} was rolled back while it formed")
+        if (period_s := info.config.metrics_period_s) != 0:
             read, fine = partial(reading, local, peers=False), period_s is not None
             Exporter(local.group, local.me.name, read, fine).start(local, TOTALS_S if period_s is None else period_s)
         set_local(local)
-        _preparing, _joined = None, (spec, table)
+        _preparing, _joined = None, preparing
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
-def add_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None:
-    """Add peers. Quick: the first call connects."""
-    me, maps = local.me.name, table.info.device_maps
-    back = {peer.name: inverse(gpu_pairs(maps.get(peer.name, {}).get(me, {}))) for peer in peers}
+def add_peers(membership: Membership, peers: Sequence[Member]) -> None:
+    """Add peers. Quick: the first call to one decides its route and connects."""
+    local, table = membership.local, membership.table
+    maps = table.info.plan.gpu_maps(local.me.name, inward=True)
+    back = {peer.name: inverse(maps[peer.name]) if peer.name in maps else {} for peer in peers}
     for lane in _lanes_of(local):
         lane.connect(
             [
@@ -179,8 +212,7 @@ def add_peers(local: LocalMember, table: Table, peers: Sequence[Member]) -> None
                 if lane.name in (addresses := table.peers[peer.name].addresses)
             ]
         )
-    for peer in peers:
-        local.peers.add_peer(route_to(local, peer, table))
+    local.peers.add_peers(peers, membership.route)
 
 
 def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
@@ -193,8 +225,7 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
         fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
         return PeerRoute(peer, lanes[registry.LOOPBACK], lanes[registry.LOOPBACK], fabric, token=token)
     route = info.plan.route(me.name, peer.name)
-    outward = info.device_maps.get(me.name, {}).get(peer.name, {})
-    inward = info.device_maps.get(peer.name, {}).get(me.name, {})
+    outward, inward = info.plan.device_map(me.name, peer.name), info.plan.device_map(peer.name, me.name)
     refused = route.why_not(registry.FABRIC)
     fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
     best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
@@ -215,41 +246,36 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
     )
 
 
-def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
+def _reach_all(membership: Membership, listening: Listening) -> None:
     """Check that this member reaches the others.
 
-    Between network namespaces, ping every peer over every message lane, as a firewall may block one of them. Within a
-    namespace one ping per listener is enough, from its neighbour in rank: forming a group of n members on one host then
-    takes n pings instead of n * (n - 1).
+    Within a network namespace one ping per listener is enough, from its neighbour in rank. Between namespaces, a member
+    of each pings each listener over every message lane, as a firewall may block one of them; the members of a namespace
+    divide the listeners among them. So forming a group of n members on h hosts takes about n * h pings.
     """
-    deadline = time.monotonic() + table.timeout_s
+    local, deadline = membership.local, time.monotonic() + listening.timeout_s
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
-    left_out = {*table.away, *table.silent}
-    reachable = [route for route in local.peers.routes if route.member.name not in left_out]
-    ranks = [route.member.rank for route in reachable]
-    neighbour = ranks[(ranks.index(local.me.rank) + 1) % len(ranks)]
+    near, far = whom_to_ping(local.me, membership.table.info, {*listening.away, *listening.silent})
     # A ping over torchrpc would start the agents of both ends.
     agents = local.config.torchrpc == "at once"
     if not agents:
         urls = {
-            route.member.name: table.peers[route.member.name].addresses[registry.FABRIC].url
-            for route in reachable
-            if route.member.name in far_away and not isinstance(route.fabric, AbsentLane)
+            name: membership.table.peers[name].addresses[registry.FABRIC].url
+            for name in far
+            if not isinstance(local.peers.route(name).fabric, AbsentLane)
         }
         silent.update(unreachable(urls, deadline))
-    for route in reachable:
-        far = route.member.name in far_away
-        if route.member.rank == local.me.rank or not (far or route.member.rank == neighbour):
-            continue
-        routes = {route.calls, route.tensors, route.fabric} if far else {route.calls}
+    for name in (*near, *far):
+        route = local.peers.route(name)
+        routes = {route.calls, route.tensors, route.fabric} if name in far else {route.calls}
         routes -= set() if agents else {route.fabric}
         for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
             try:
-                pending = local.outgoing.control(route, lane, protocol.PING, table.timeout_s)
-                asked.append((route.member.name, lane.name, pending))
+                pending = local.outgoing.control(route, lane, protocol.PING, listening.timeout_s)
+                asked.append((name, lane.name, pending))
             except RayTorchRpcError as error:
-                silent[route.member.name] = f"{error}"
+                silent[name] = f"{error}"
     for name, lane_name, pending in asked:
         try:
             if not pending.wait(max(0.0, deadline - time.monotonic())):
@@ -260,6 +286,21 @@ def _reach_all(local: LocalMember, table: Table, far_away: Set[str]) -> None:
     if silent:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in silent.items())
         raise BootstrapError(f"{local.me.name!r} cannot reach {reasons}", members=(local.me.name, *silent))
+
+
+def whom_to_ping(me: Member, info: GroupInfo, left_out: Set[str]) -> tuple[list[str], list[str]]:
+    """The members that this one checks within its network namespace, and in others. Pure.
+
+    ``left_out``: members that are not checked.
+    """
+    far = {*info.plan.far_from(me.name)}
+    ring = [member for member in info.members if member.name not in left_out]
+    here = [member.name for member in ring if member.name not in far]
+    place = here.index(me.name)
+    neighbour = ring[(ring.index(me) + 1) % len(ring)].name
+    near = [neighbour] if neighbour not in far and neighbour != me.name else []
+    listeners = [member.name for member in ring if member.name in far]
+    return near, [name for number, name in enumerate(listeners) if number % len(here) == place]
 
 
 def leave(instance: Any, generation: str, for_good: bool = False) -> None:
@@ -282,11 +323,11 @@ def give_up(instance: Any, attempt: str) -> None:
 
 def _leave(meant: Callable[[JoinSpec], bool]) -> None:
     global _preparing, _joined
-    if _preparing is not None and meant(_preparing[0]):
-        (_, local), _preparing = _preparing, None
+    if _preparing is not None and meant(_preparing.spec):
+        local, _preparing = _preparing.local, None
         _end(local)
     current = current_local()
-    if current is not None and _joined is not None and meant(_joined[0]):
+    if current is not None and _joined is not None and meant(_joined.spec):
         set_local(None)
         _joined = None
         _end(current)
@@ -303,7 +344,7 @@ def _end(local: LocalMember) -> None:
 
 def group_info() -> GroupInfo | None:
     """The group that this process is a member of, or None."""
-    return _joined[1].info if _joined else None
+    return _joined.table.info if _joined else None
 
 
 # --- what this process brings into a group ----------------------------------------------------------------------------
@@ -325,24 +366,24 @@ def asked_for_gpu(instance: Any) -> bool:
     return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
 
 
-def open_lanes(spec: JoinSpec, local: LocalMember) -> dict[str, Any]:
-    """Open the lanes of ``spec`` that this member has not open yet; returns the new ones' addresses, by name.
+def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember) -> dict[str, Any]:
+    """Open the lanes of ``settings`` that this member has not open yet; returns the new ones' addresses, by name.
 
     Raises LaneUnavailable if a message lane cannot open. A tensor lane that cannot is left out with a warning.
     """
     setup = LaneSetup(
         member=spec.name,
         credentials=spec.credentials,
-        config=spec.config,
+        config=local.config,
         endpoint=partial(endpoint, spec.name),
-        tcp_host=spec.tcp_host,
-        by_tcp=frozenset(spec.by_tcp),
-        interface=spec.agent.interface,
-        devices=spec.agent.devices,
-        device_maps=spec.device_maps,
+        tcp_host=settings.tcp_host,
+        by_tcp=settings.by_tcp,
+        interface=settings.agent.interface,
+        devices=settings.agent.devices,
+        device_maps=settings.device_maps,
     )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
-    names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *spec.lanes])
+    names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *settings.lanes])
     missing = [registry.lane(name) for name in names if name not in opened]
     addresses = {}
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
@@ -391,35 +432,35 @@ def prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
 
     Returns this member's own addresses.
     """
-    global _joined
-    spec, table = arrival.spec, arrival.table
-    process_fabric().admit(spec.agent.admitted)
-    addresses = {**table.peers[spec.name].addresses, **open_lanes(spec, local)}
+    if (joined := _joined) is None:
+        raise NotAMember(f"{local.me.name!r} has left the group")
+    spec, table = arrival.spec, joined.table.merged(arrival.table)
+    settings = settings_of(spec, table.info)
+    process_fabric().admit(settings.agent.admitted)
+    addresses = {**table.peers[spec.name].addresses, **open_lanes(spec, settings, local)}
     for lane in _lanes_of(local):
-        changed = lane.reach(spec.tcp_host, frozenset(spec.by_tcp))
+        changed = lane.reach(settings.tcp_host, settings.by_tcp)
         if changed is not None:
             addresses[lane.name] = changed
     prepared = table.peers[spec.name]._replace(addresses=addresses)
-    coming = [member for member in table.info.members if member.name in arrival.names]
+    joined.spec, joined.table = spec, table._replace(peers={**table.peers, spec.name: prepared})
+    coming = [member for member in arrival.table.info.members if member.name in arrival.names]
     for member in coming:
         local.peers.mark_away(member.rank, _JOINING)
         _part(local, member.name, "it left and came back")
-    add_peers(local, table, coming)
-    if _joined is not None:
-        table = _joined[1].merged(table)
-    _joined = spec, table._replace(peers={**table.peers, spec.name: prepared})
+    add_peers(joined, coming)
     return prepared
 
 
 def activate(local: LocalMember, names: Sequence[str]) -> None:
     """Make arrivals callable: they are members now."""
     for name in names:
-        local.peers.activate(local.peers.route(name).member.rank)
+        local.peers.activate(local.peers.member(name).rank)
 
 
 def resync(local: LocalMember, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
     """Apply the full state of the group after a missed announcement: its members, and those away or dead."""
-    known = {route.member.name: route.member for route in local.peers.routes}
+    known = {member.name: member for member in local.peers.members}
     members = {member.name: member for member in arrival.table.info.members}
     dead = {loss.name for loss in away if loss.for_good}
     remove_peers(local, [name for name in known if name not in members and name not in dead])
@@ -442,7 +483,7 @@ def resync(local: LocalMember, arrival: Arrival, away: Sequence[Loss]) -> Prepar
 def mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
     """Mark members as lost: calls in flight to them fail, later ones fail at once, and what they held is released."""
     for loss in losses:
-        member = local.peers.route(loss.name).member
+        member = local.peers.member(loss.name)
         if member.incarnation <= loss.incarnation:  # an earlier incarnation was lost before
             local.peers.mark_away(member.rank, Absence(loss.cause, loss.for_good, loss.ended))
             process_fabric().distrust(member.rpc_name)
@@ -452,7 +493,7 @@ def mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
 
 def remove_peers(local: LocalMember, names: Sequence[str]) -> None:
     for name in names:
-        local.peers.remove_peer(local.peers.route(name).member.rank)
+        local.peers.remove_peer(local.peers.member(name).rank)
         _part(local, name, "it was removed from the group")
     _record_removal(names)
 
@@ -465,11 +506,8 @@ def _part(local: LocalMember, name: str, cause: str) -> None:
 
 
 def _record_removal(names: Sequence[str]) -> None:
-    global _joined
     if _joined is not None:
-        spec, table = _joined
-        members = tuple(member for member in table.info.members if member.name not in names)
-        _joined = spec, table._replace(info=table.info._replace(members=members))
+        _joined.table = _joined.table.without(names)
 
 
 def _lanes_of(local: LocalMember) -> list[PeerLane]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,9 +12,8 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.routing.routes import RoutePlan
-from raytorchrpc.tensors.devices import Device
 from raytorchrpc.topology.endpoint import Endpoint
 
 
@@ -33,7 +34,7 @@ class Probe(NamedTuple):
 
 
 class JoinSpec(NamedTuple):
-    """What one member needs in order to prepare."""
+    """What only one member needs in order to join; the rest follows from what all members share (``GroupInfo``)."""
 
     member: Member
     credentials: Credentials
@@ -42,18 +43,10 @@ class JoinSpec(NamedTuple):
     """Identifies this attempt to join, which may be rolled back."""
     replaces: str | None
     """The generation of a group whose owner has ended: the member leaves it first."""
-    config: GroupConfig
-    agent: AgentSpec
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: start a new agent."""
-    device_maps: Mapping[str, Mapping[int, int]]
-    """By peer name: local GPU -> GPU there."""
-    tcp_host: str | None
-    """Address to listen on for peers in other network namespaces; None if there are none."""
-    by_tcp: tuple[str, ...]
-    """Those peers, by name."""
-    lanes: tuple[str, ...]
-    """The lanes that some route of this member uses."""
+    supervised_by_tcp: bool
+    """The supervisor cannot reach it by Unix socket."""
 
     @property
     def name(self) -> str:
@@ -79,12 +72,8 @@ class Prepared(NamedTuple):
     pid: int
 
 
-#: By member, then by peer: local gpu or "cpu" -> peer gpu or "cpu".
-DeviceMaps = Mapping[str, Mapping[str, Mapping[Device, Device]]]
-
-
 class GroupInfo(NamedTuple):
-    """The public description of a group."""
+    """The public description of a group, the same for all members."""
 
     name: str
     generation: str
@@ -92,47 +81,55 @@ class GroupInfo(NamedTuple):
     members: tuple[Member, ...]
     config: GroupConfig
     plan: RoutePlan
-    device_maps: DeviceMaps
+
+    def with_agents(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
+        """With the torchrpc names and ids that the members' processes have."""
+        agents = ((member, prepared[member.name].agent) for member in self.members)
+        members = (replace(member, rpc_name=agent.name, worker_id=agent.worker_id) for member, agent in agents)
+        return self._replace(members=tuple(members))
 
 
-class Table(NamedTuple):
-    """What a member needs in order to connect to its peers."""
+class Listening(NamedTuple):
+    """What the participants need in order to connect, the same for all."""
 
-    info: GroupInfo
+    group: str
+    generation: str
     peers: Mapping[str, Prepared]
-    """By member name."""
-    timeout_s: float = 0.0
+    """Of all members, by name."""
+    timeout_s: float
     """For the peers to answer."""
     away: Mapping[str, str] = {}
     """Members that cannot be called for now, and why."""
     silent: tuple[str, ...] = ()
     """Members that did not answer recently: connections to them are not tested."""
 
+
+class Table(NamedTuple):
+    """The members of a group, and where each listens: what a member keeps of its group."""
+
+    info: GroupInfo
+    peers: Mapping[str, Prepared]
+    """By member name."""
+
     def merged(self, new: Table) -> Table:
         """This table with the entries of ``new`` added, or in place of older ones."""
-        before, now = self.info, new.info
-        coming = {member.name for member in now.members}
-        members = sorted((*(m for m in before.members if m.name not in coming), *now.members), key=lambda m: m.rank)
-        agents = {**before.plan.agents, **now.plan.agents}
-        plan = replace(
-            before.plan,
-            agents={member.name: agents[member.name] for member in members},
-            routes={**before.plan.routes, **now.plan.routes},
-        )
-        maps = {name: dict(now.device_maps.get(name, {})) for name in agents}
-        for name, row in before.device_maps.items():
-            if name not in coming:
-                stay = {peer: pairs for peer, pairs in row.items() if peer not in coming}
-                maps[name] = {**stay, **maps.get(name, {})}
-        info = now._replace(members=tuple(members), plan=plan, device_maps=maps)
-        return new._replace(info=info, peers={**self.peers, **new.peers})
+        coming = {member.name for member in new.info.members}
+        stay = (member for member in self.info.members if member.name not in coming)
+        members = sorted((*stay, *new.info.members), key=lambda member: member.rank)
+        plan = self.info.plan.merged(new.info.plan, [member.name for member in members])
+        return Table(new.info._replace(members=tuple(members), plan=plan), {**self.peers, **new.peers})
+
+    def without(self, names: Collection[str]) -> Table:
+        """This table without these members."""
+        members = tuple(member for member in self.info.members if member.name not in names)
+        return self._replace(info=self.info._replace(members=members))
 
 
 class Arrival(NamedTuple):
     """Members that join, as another member needs them."""
 
     spec: JoinSpec
-    """The receiving member's own, extended for the arrivals."""
+    """The receiving member's own."""
     table: Table
     """Of the arrivals and the receiving member; of all members for ``resync``."""
     names: tuple[str, ...]
@@ -148,3 +145,13 @@ class Loss(NamedTuple):
     for_good: bool
     ended: bool = False
     """See ``Absence``."""
+
+
+def packed(message: GroupInfo | Listening) -> bytes:
+    """A message that is the same for all members, as bytes: most of it is repetition."""
+    return zlib.compress(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), 1)
+
+
+def unpacked(data: bytes) -> Any:
+    """The message that ``packed`` has made bytes of."""
+    return pickle.loads(zlib.decompress(data))

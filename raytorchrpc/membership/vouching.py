@@ -81,12 +81,12 @@ def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[t
     """The members on the hosts that the connections come from; all of them about a host where none listens."""
     hosts = next(lane for lane in local.lanes if lane.name == registry.FABRIC).hosts  # type: ignore[attr-defined]
     known = set(hosts.values())
-    for route in local.peers.routes:
-        if route.member.rank != local.me.rank:
-            host = hosts.get(route.member.name)
+    for member in local.peers.members:
+        if member.rank != local.me.rank:
+            host = hosts.get(member.name)
             about = [each for each in connections if each.here[0] == host or each.here[0] not in known]
             if about:
-                yield route, about
+                yield local.peers.route(member), about
 
 
 def _ask(local: LocalMember, route: PeerRoute, about: list[Connection]) -> Pending:

@@ -241,17 +241,17 @@ class Handle:
         if (found := find(local, local.me.rank, cls.kind, name)) is not None:
             return cls._restore(name, local.me.name, *found)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
-        for route in local.peers.routes:
-            if route.member.rank != local.me.rank:
+        for member in local.peers.members:
+            if member.rank != local.me.rank:
                 with contextlib.suppress(PeerLost):  # a member that is away has no objects
-                    call = local.outgoing.call(route.member, FIND, (cls.kind, name), {}, CallOptions(timeout, retry=0))
-                    asked.append((route.member.name, Future(call)))
-        for member, future in asked:
+                    call = local.outgoing.call(member, FIND, (cls.kind, name), {}, CallOptions(timeout, retry=0))
+                    asked.append((member.name, Future(call)))
+        for name_there, future in asked:
             try:
                 if (found := future.wait()) is not None:
-                    return cls._restore(name, member, *found)
+                    return cls._restore(name, name_there, *found)
             except (PeerLost, RpcTimeout):
-                silent.append(member)
+                silent.append(name_there)
         return None
 
     @classmethod

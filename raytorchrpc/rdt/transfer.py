@@ -321,9 +321,9 @@ def _text(error: BaseException, on_gpu: bool = False) -> str:
 
 def _member_at(local: LocalMember, source: Source) -> Member | None:
     """The member whose process is the source, if it is in this process's group."""
-    for route in local.peers.routes:
-        if route.member.pid == source.pid and route.member.node_id == source.node_id:
-            return route.member
+    for member in local.peers.members:
+        if member.pid == source.pid and member.node_id == source.node_id:
+            return member
     return None
 
 

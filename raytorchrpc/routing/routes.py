@@ -1,138 +1,182 @@
-"""Routes as data: the lanes between two members, the rejected lanes with reasons, and both as text."""
+"""The plan of a group's routes: what its members published, the route of any pair, and both as text."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
+import collections
+import functools
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
 
+from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT, Traffic
+from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
+from raytorchrpc.routing.pairs import Candidate, Judge, Kind, PairRoute, candidates
 from raytorchrpc.text import list_cell, paragraph, table, terminal_columns
+from raytorchrpc.topology import device_map
 
 # Groups above this size get one line per kind of route instead of one per pair.
 _TABLE_LIMIT = 8
 
 
 @dataclass(frozen=True)
-class LaneChoice:
-    """A lane that can carry ``traffic`` between two members, and how."""
-
-    lane: str
-    traffic: Traffic
-    how: str
-    """What it runs over: ``unix socket``, ``torchrpc over uv, channel mpt_uv``."""
-    reason: str
-    out_of_band: bool = False
-    """A tensor lane: the descriptors of its tensors travel in the messages of the lane that carries the calls."""
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A lane that cannot carry ``traffic`` between two members, why, and what would change that."""
-
-    lane: str
-    traffic: Traffic
-    reason: str
-
-
-@dataclass(frozen=True)
-class PairRoute:
-    """The lanes between two members; the same in both directions."""
-
-    a: str
-    b: str
-    choices: tuple[LaneChoice, ...]
-    """In order of preference within each kind of traffic."""
-    rejected: tuple[Rejection, ...]
-    same_gpus: tuple[tuple[int, int], ...] = ()
-    """(a's index, b's index) of each GPU whose memory ``share=True`` can share: both use it, and can map its memory."""
-
-    def same_gpus_from(self, name: str) -> tuple[tuple[int, int], ...]:
-        """``same_gpus`` with the index of the member ``name`` first."""
-        return self.same_gpus if name == self.a else tuple((its, mine) for mine, its in self.same_gpus)
-
-    def lanes(self, traffic: Traffic) -> tuple[LaneChoice, ...]:
-        """Usable lanes for this traffic, the preferred one first; empty if there is none."""
-        return tuple(choice for choice in self.choices if choice.traffic == traffic)
-
-    @property
-    def message_lane(self) -> str:
-        """The lane for calls that carry no tensor."""
-        return self.lanes("calls")[0].lane
-
-    @property
-    def in_band_lane(self) -> str | None:
-        """The lane whose messages carry CPU tensors of any size; None if all of them travel out of band."""
-        return next((choice.lane for choice in self.lanes("cpu") if not choice.out_of_band), None)
-
-    def why_not(self, lane: str) -> str | None:
-        """Why a lane carries no calls here; None if it can."""
-        if any(choice.lane == lane for choice in self.lanes("calls")):
-            return None
-        reasons = [no.reason for no in self.rejected if (no.lane, no.traffic) == (lane, "calls")]
-        return reasons[0] if reasons else "no route uses it"
-
-    @property
-    def tensor_lanes(self) -> tuple[LaneChoice, ...]:
-        """The lanes for CPU tensors, then those for CUDA tensors."""
-        return self.lanes("cpu") + self.lanes("cuda")
-
-
-@dataclass(frozen=True)
 class RoutePlan:
-    """The settings of each member's agent, and the route of each pair. Immutable and picklable."""
+    """What the members of a group published, and what follows from it: the settings of each member's agent, and the
+    route of each pair, which is decided when it is first asked for. Immutable and picklable; its size is linear in the
+    number of members.
+    """
 
-    agents: dict[str, AgentPlan]
-    """By member, in rank order."""
-    routes: dict[tuple[str, str], PairRoute] = field(repr=False)
-    """By pair, lower rank first; ``route`` accepts either order."""
+    config: GroupConfig
+    kinds: tuple[Kind, ...]
+    kind_of: dict[str, int]
+    """By member, in rank order: an index into ``kinds``."""
     warnings: tuple[str, ...] = ()
     """What runs slower than the hardware allows, with cause and remedy; one per cause."""
+    foreign: tuple[Candidate, ...] = ()
+    """Lanes of other distributions."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RoutePlan, (self.config, self.kinds, self.kind_of, self.warnings, self.foreign)  # nothing cached
+
+    @functools.cached_property
+    def _judge(self) -> Judge:
+        return Judge(self.config, self.kinds, (*self.foreign, *candidates(self.config)))
 
     @property
     def members(self) -> tuple[str, ...]:
         """Names in rank order."""
-        return tuple(self.agents)
+        return tuple(self.kind_of)
+
+    @property
+    def agents(self) -> dict[str, AgentPlan]:
+        """The settings of all members' agents, by member."""
+        return {name: self.kinds[kind].agent for name, kind in self.kind_of.items()}
+
+    def kind(self, name: str) -> Kind:
+        """What this member has in common with others. Raises ConfigurationError for an unknown name."""
+        self._known(name)
+        return self.kinds[self.kind_of[name]]
 
     def route(self, a: str, b: str) -> PairRoute:
         """The route between two different members. Raises ConfigurationError for an unknown name."""
         self._known(a)
         self._known(b)
-        found = self.routes.get((a, b)) or self.routes.get((b, a))
-        if found is None:
+        if a == b:
             raise ConfigurationError(f"this plan has no route between {a!r} and {b!r}")
-        return found
+        return self._judge.route(a, self.kind_of[a], b, self.kind_of[b])
 
     def lanes_of(self, name: str) -> tuple[str, ...]:
-        """The lanes that some route of this member uses first, for calls or tensors; in the order of its routes."""
-        kinds = {id(route.choices): route for route in self._own(name).values()}  # many routes share their choices
+        """The lanes that some route of this member uses first, for calls or tensors."""
+        others = self._one_of_each(name)
         used: list[str] = []
-        for route in kinds.values():
-            used += [route.lanes(traffic)[0].lane for traffic in TRAFFIC if route.lanes(traffic)]
-            used += [route.in_band_lane] if route.in_band_lane else []
+        for choices in dict.fromkeys(self.route(name, other).choices for other in others):
+            for traffic in TRAFFIC:
+                used += [choice.lane for choice in choices if choice.traffic == traffic][:1]
+            used += [choice.lane for choice in choices if choice.traffic == "cpu" and not choice.out_of_band][:1]
         return tuple(dict.fromkeys(used))
 
-    def for_member(self, name: str) -> RoutePlan:
-        """The part that one member needs: all agents, and its own routes."""
-        return replace(self, routes=self._own(name))
+    def _one_of_each(self, name: str) -> Iterable[str]:
+        """Other members such that the routes to all others are like those to one of them."""
+        me = self.kind_of[name]
+        return {(kind, kind == me): other for other, kind in self.kind_of.items() if other != name}.values()
 
-    def for_arrivals(self, name: str, coming: Collection[str]) -> RoutePlan:
-        """What one member needs when others join: its own agent, theirs, and its routes to them."""
-        agents = {member: self.agents[member] for member in (name, *coming)}
-        return replace(self, agents=agents, routes=self._own(name, coming), warnings=())
+    def classes(self) -> list[list[str]]:
+        """Members on one host, in the same namespaces, whose routes to any other member are decided alike."""
+        members: dict[int, list[str]] = {}
+        for name, number in self.kind_of.items():
+            members.setdefault(number, []).append(name)
+        users = collections.Counter((kind.place(), kind.gpu_uuids()) for kind in map(self.kinds.__getitem__, members))
+        found: dict[Hashable, list[str]] = {}
+        for number, names in members.items():
+            kind, common = self.kinds[number], self._judge.common[number]
+            place, gpus = kind.place(), kind.gpu_uuids()
+            # On one host NCCL cannot connect those that use the same GPU.
+            shares = gpus if len(names) > 1 or users[place, gpus] > 1 else None
+            found.setdefault((common, place, shares) if place is not None else number, []).extend(names)
+        return list(found.values())
 
-    def _own(self, name: str, others: Iterable[str] | None = None) -> dict[tuple[str, str], PairRoute]:
-        """The routes of one member, found without a pass over all routes of the group."""
-        peers = self.agents if others is None else others
-        pairs = (pair for other in peers for pair in ((name, other), (other, name)))
-        return {pair: route for pair in pairs if (route := self.routes.get(pair)) is not None}
+    def samples(self) -> Iterator[tuple[str, str]]:
+        """Pairs of members such that calls and CPU tensors of any pair take the lanes of one of these."""
+        hosts: dict[Hashable, list[str]] = {}
+        classes = self.classes()
+        for names in classes:
+            kind = self.kind(names[0])
+            hosts.setdefault(kind.endpoint.boot_id or names[0], []).append(names[0])
+            if len(names) > 1:
+                yield names[0], names[1]
+        common: dict[int, list[str]] = {}  # by kind of host: members on at most two of them
+        for names in hosts.values():
+            yield from combinations(names, 2)
+            for name in names:
+                known = common.setdefault(self._judge.common[self.kind_of[name]], [])
+                if len(known) < 2 and not (known and self.kind(known[0]).endpoint.same_host(self.kind(name).endpoint)):
+                    known.append(name)
+        for these in common.values():
+            yield from combinations(these, 2)
+        for one, other in combinations(common.values(), 2):
+            yield from ((a, b) for a in one for b in other)
+
+    def far_from(self, name: str) -> tuple[str, ...]:
+        """The members that this one can reach only over a network: TCP, where others use Unix sockets."""
+        end = self.kind(name).endpoint
+        far = [self.config.always_tcp or not kind.endpoint.same_network(end) for kind in self.kinds]
+        return tuple(other for other, kind in self.kind_of.items() if far[kind] and other != name)
+
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of all members' hosts."""
+        ends = [kind.endpoint for kind in self.kinds]
+        found = {address for end in ends for each in end.interfaces for address in each.addresses}
+        return tuple(sorted({*found, *(end.node_ip for end in ends)}))
+
+    def device_map(self, a: str, b: str) -> device_map.PairMap:
+        """Where a's tensors arrive on b: {a's gpu: b's gpu}, or "cpu" in place of one."""
+        return device_map.between(self.config, a, b, self.kind(a).endpoint, self.kind(b).endpoint)
+
+    def gpu_maps(self, name: str, *, inward: bool = False) -> dict[str, dict[int, int]]:
+        """By member: GPUs of this member -> GPUs of the other, where any is mapped, for what this member sends; with
+        ``inward``, GPUs of the other -> GPUs of this member, for what it receives. With itself included.
+        """
+        if not self.kind(name).endpoint.gpus:
+            return {}
+        given, known = self.config.device_maps or {}, dict[str | int, dict[int, int]]()
+        found = {}
+        for other, kind in self.kind_of.items():
+            key = other if name in given or other in given else kind
+            if key not in known:
+                ends = (other, name) if inward else (name, other)
+                known[key] = device_map.gpu_pairs(self.device_map(*ends))
+            if known[key]:
+                found[other] = known[key]
+        return found
+
+    def gpus_of(self, name: str) -> tuple[int, ...]:
+        """The GPUs of this member that any device map names."""
+        outward, inward = self.gpu_maps(name).values(), self.gpu_maps(name, inward=True).values()
+        return tuple(sorted({*(gpu for pairs in outward for gpu in pairs), *(g for p in inward for g in p.values())}))
+
+    def part(self, names: Iterable[str]) -> RoutePlan:
+        """The plan of these members alone, as they are in this one; ``merged`` adds it to another."""
+        numbers: dict[int, int] = {}
+        chosen = {name: numbers.setdefault(self.kind_of[name], len(numbers)) for name in names}
+        return replace(self, kinds=tuple(self.kinds[kind] for kind in numbers), kind_of=chosen, warnings=())
+
+    def merged(self, other: RoutePlan, order: Iterable[str]) -> RoutePlan:
+        """The plan of the members in ``order``, each as in ``other`` or else as in this one."""
+        numbers: dict[Kind, int] = {}
+        plans = ((name, other if name in other.kind_of else self) for name in order)
+        chosen = {name: plan.kinds[plan.kind_of[name]] for name, plan in plans}
+        distinct = {id(kind): kind for kind in chosen.values()}  # a Kind takes long to hash
+        places = {known: numbers.setdefault(kind, len(numbers)) for known, kind in distinct.items()}
+        kind_of = {name: places[id(kind)] for name, kind in chosen.items()}
+        return replace(self, kinds=tuple(numbers), kind_of=kind_of)
 
     def explain(self, a: str, b: str) -> str:
         """Describe the route between a and b in lines of text: lanes and rejected lanes with reasons, both agents."""
         if a == b:
             self._known(a)
-            return f"{a} -> {b}: a member calls itself in place\n" + _agent_text(a, self.agents[a])
+            return f"{a} -> {b}: a member calls itself in place\n" + _agent_text(a, self.kind(a).agent)
         route = self.route(a, b)
         lines = [f"{a} <-> {b}"]
         for traffic in TRAFFIC:
@@ -146,9 +190,9 @@ class RoutePlan:
             lines += [
                 f"  note: large CPU tensors reach {name} at a fraction of the possible speed: {why}"
                 for name in (a, b)
-                if (why := self.agents[name].small_pages)
+                if (why := self.kind(name).agent.small_pages)
             ]
-        lines += [_agent_text(name, self.agents[name]) for name in (a, b)]
+        lines += [_agent_text(name, self.kind(name).agent) for name in (a, b)]
         return "\n".join(lines)
 
     def table(self, width: int | None = None) -> str:
@@ -161,10 +205,10 @@ class RoutePlan:
             width: columns that are available; None: those of the terminal, or 120 where the output is no terminal.
         """
         width = terminal_columns() if width is None else width
-        if len(self.agents) > _TABLE_LIMIT:
+        if len(self.kind_of) > _TABLE_LIMIT:
             rows = _merged_rows(self)
         else:
-            rows = [(a, b, _firsts(route)) for (a, b), route in self.routes.items()]
+            rows = [(a, b, _firsts(self.route(a, b))) for a, b in combinations(self.kind_of, 2)]
         if not rows:
             return "one member, no routes"
         return _format(rows, width)
@@ -173,8 +217,8 @@ class RoutePlan:
         return self.table()
 
     def _known(self, name: str) -> None:
-        if name not in self.agents:
-            raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.agents)}")
+        if name not in self.kind_of:
+            raise ConfigurationError(f"no member {name!r}; members: {', '.join(self.kind_of)}")
 
 
 def _agent_text(name: str, agent: AgentPlan) -> str:
@@ -224,18 +268,28 @@ def _alike(plan: RoutePlan) -> list[list[str]]:
     Two members are alike if their routes to every third member show the same. This is an equivalence, so all routes
     within a set show the same, and so do all routes between two sets.
     """
-    shown = {pair: _firsts(route) for pair, route in plan.routes.items()}
-    shown.update({(b, a): each for (a, b), each in shown.items()})
-    sets: list[list[str]] = []
-    for name in plan.members:
-        for alike in sets:
-            other = alike[0]
-            if all(shown[name, m] == shown[other, m] for m in plan.members if m not in (name, other)):
-                alike.append(name)
-                break
+    classes = plan.classes()
+
+    @functools.cache
+    def shown(i: int, j: int) -> _Firsts:
+        return _firsts(plan.route(classes[i][0], classes[j][i == j]))
+
+    def are_alike(i: int, j: int) -> bool:
+        return all(
+            shown(i, k) == shown(j, k)
+            for k, names in enumerate(classes)
+            if k not in (i, j) or len(names) > 1
+        )  # fmt: skip
+
+    sets: list[list[int]] = []
+    for i in range(len(classes)):
+        same = next((alike for alike in sets if are_alike(alike[0], i)), None)
+        if same is None:
+            sets.append([i])
         else:
-            sets.append([name])
-    return sets
+            same.append(i)
+    order = {name: place for place, name in enumerate(plan.members)}
+    return [sorted((name for i in each for name in classes[i]), key=order.__getitem__) for each in sets]
 
 
 def _format(rows: list[tuple[str, str, _Firsts]], width: int) -> str:

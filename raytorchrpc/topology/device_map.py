@@ -27,6 +27,8 @@ from raytorchrpc.topology.endpoint import Endpoint
 
 Peer = Any  # a member's name, its rank, an actor handle or a Member
 Pairs = tuple[tuple[Device, Device], ...]
+#: The map of one pair of members.
+PairMap = dict[Device, Device]
 
 _ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")
 _SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu in place of one GPU to cross"
@@ -144,6 +146,10 @@ class DeviceMap:
         """Peers that have at least one entry, in the order given."""
         return tuple(peer for peer, _ in self._entries)
 
+    def to(self, peer: Peer) -> dict[Device, Device]:
+        """The entries for one peer."""
+        return next((dict(pairs) for known, pairs in self._entries if known == peer), {})
+
     def to_dict(self) -> dict[Peer, dict[Device, Device]]:
         """The dict form that ``from_dict`` reads."""
         return {peer: dict(pairs) for peer, pairs in self._entries}
@@ -229,41 +235,45 @@ def given_maps(config: GroupConfig, name_of: Callable[[Any], str]) -> dict[str, 
     return given
 
 
-def resolve(
-    config: GroupConfig, members: Sequence[str], endpoints: Mapping[str, Endpoint | int]
-) -> dict[str, DeviceMap]:
-    """Every member's device map, checked against the GPUs of both sides, with peers by name.
+def check(config: GroupConfig, endpoints: Mapping[str, Endpoint | int]) -> None:
+    """Check the settings of device maps against the GPUs of all members.
 
     Args:
         config: ``device_maps``, as ``given_maps`` returns them, and ``local_devices``.
-        members: names in rank order.
         endpoints: each member's endpoint, or its number of GPUs.
-
-    A member named in ``config.device_maps`` gets exactly what is written there: a peer left out has no
-    GPU mapped. The others get generated maps (``DeviceMap.auto``), to themselves included. Giving only
-    one direction of a pair, or two that are not each other's inverse, is fine: a result always goes back
-    through the inverse of the map its request came by.
 
     Raises ConfigurationError naming the member, the peer and the entry: a GPU that does not exist on either side, two
     GPUs sent to one, a map to oneself that is not the identity, a map by which CPU tensors arrive on a GPU and CUDA
     tensors on the CPU.
     """
-    sides = {name: endpoints[name] for name in members}
-    maps = {owner: DeviceMap.of(given) for owner, given in (config.device_maps or {}).items()}
-    generated = [name for name in members if name not in maps]
-    most = max((gpu_count(sides[name]) for name in generated), default=0)
+    given = config.device_maps or {}
+    generated = [name for name in endpoints if name not in given]
+    most = max((gpu_count(endpoints[name]) for name in generated), default=0)
     missing = [index for index in config.local_devices or () if not 0 <= index < most]
     if missing and generated:
         raise ConfigurationError(
             f"local_devices={config.local_devices}: no member has GPU {missing[0]} "
             f"(the most any of them sees is {most})"
         )
-    for owner, given in maps.items():
-        for peer, pairs in given.to_dict().items():
-            _check_pair(owner, str(peer), pairs, sides)
-    for name in generated:
-        maps[name] = DeviceMap.auto(sides[name], sides, local_devices=config.local_devices)
-    return {name: maps[name] for name in members}
+    for owner, each in given.items():
+        for peer, pairs in DeviceMap.of(each).to_dict().items():
+            _check_pair(owner, str(peer), pairs, endpoints)
+
+
+def between(config: GroupConfig, a: str, b: str, end_a: Endpoint | int, end_b: Endpoint | int) -> PairMap:
+    """The map of a for tensors that it sends to b; settings as in ``check``.
+
+    A member named in ``config.device_maps`` gets exactly what is written there: a peer left out has no
+    GPU mapped. The others get generated maps (``DeviceMap.auto``), to themselves included. Giving only
+    one direction of a pair, or two that are not each other's inverse, is fine: a result always goes back
+    through the inverse of the map its request came by.
+    """
+    given = config.device_maps or {}
+    if a in given:
+        return DeviceMap.of(given[a]).to(b)
+    if not gpu_count(end_a) or not gpu_count(end_b):
+        return {}
+    return DeviceMap.auto(end_a, {b: end_b}, local_devices=config.local_devices).to(b)
 
 
 def _check_pair(owner: str, peer: str, pairs: Mapping[Device, Device], members: Mapping[str, Endpoint | int]) -> None:

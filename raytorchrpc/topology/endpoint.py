@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T", bound="_Evidence")
@@ -169,3 +169,27 @@ class Endpoint(_Evidence):
         except ValueError:
             return None
         return "lo" if loopback else None
+
+    def key(self) -> Hashable:
+        """Equal for equal endpoints, and hashable."""
+        values = (getattr(self, name) for name in _FIELDS)
+        return tuple(frozenset(value.items()) if isinstance(value, dict) else value for value in values)
+
+
+_FIELDS = tuple(each.name for each in fields(Endpoint))
+#: Fields that no lane's rule reads, with a value that stands for all.
+OWN = {"name": "", "pid": 0, "shm_free_bytes": 0}
+
+
+def kinds_of(
+    endpoints: Mapping[str, Endpoint], apart: Collection[str] = ()
+) -> dict[Hashable, tuple[Endpoint, list[str]]]:
+    """Group members that publish the same but for ``OWN``: what they have in common, and their names.
+
+    ``apart``: members whose pid counts too.
+    """
+    found: dict[Hashable, tuple[Endpoint, list[str]]] = {}
+    for name, endpoint in endpoints.items():
+        common = endpoint.changed(OWN | {"pid": endpoint.pid} if name in apart else OWN)
+        found.setdefault(common.key(), (common, []))[1].append(name)
+    return found

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from typing import TypeVar
 
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
+
+K = TypeVar("K")
 
 MIB = 1 << 20
 MIN_MEMLOCK_BYTES = 64 * MIB
@@ -18,8 +21,8 @@ MIN_MEMLOCK_BYTES = 64 * MIB
 _RDMA_ELSEWHERE = "NCCL has settings for this (NCCL_IB_HCA, NCCL_IB_GID_INDEX), TensorPipe has none"
 
 
-def ibv_obstacles(members: Mapping[str, Endpoint]) -> dict[str, str | None]:
-    """Why each member's agent must not open ibv; None where it may.
+def ibv_obstacles(members: Mapping[K, Endpoint]) -> dict[K, str | None]:
+    """Why each member's agent must not open ibv; None where it may. Members that are alike may be given once.
 
     Any two agents that have ibv use it between them, so all of them must be able to reach each other by it.
     """
@@ -100,6 +103,13 @@ def _subnet(endpoint: Endpoint) -> str | None:
 
 def _prefix(gid: Gid) -> str:
     return str(ipaddress.IPv6Network((gid.value, 64), strict=False))
+
+
+def networks(port: HcaPort) -> tuple[Gid, ...]:
+    """A port's GIDs without what tells the ports of one network apart."""
+    values = (ipaddress.IPv6Address(int(ipaddress.IPv6Address(gid.value)) >> 64 << 64) for gid in port.gids)
+    own = ({"value": str(value), "interface": None, "ipv4": None} for value in values)
+    return tuple(gid.changed(fields) for gid, fields in zip(port.gids, own, strict=True))
 
 
 def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:

@@ -521,7 +521,7 @@ class OutgoingCalls:
 
     def in_flight(self) -> dict[str, tuple[int, int]]:
         """By peer: calls that have no reply yet, and bytes of their arguments; see CreditWindows.in_flight."""
-        return {route.member.name: self.credit.in_flight(route.member.rank) for route in self.peers.routes}
+        return {member.name: self.credit.in_flight(member.rank) for member in self.peers.members}
 
     def request(
         self,

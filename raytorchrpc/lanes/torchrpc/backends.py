@@ -8,16 +8,19 @@ backend that would fail with any member it may connect to. That is always safe: 
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
-from raytorchrpc.topology.endpoint import Endpoint
+from raytorchrpc.topology.endpoint import Endpoint, kinds_of
 
 SMALL_SHM_BYTES = 256 << 20
 
@@ -56,31 +59,81 @@ class AgentPlan:
 
 
 Verdicts = dict[str, tuple[bool, str]]
-Members = Mapping[str, Endpoint]
 #: By text: the names of all members that a warning concerns.
 Warnings = defaultdict[str, list[str]]
+#: How many members a note names at most.
+_NAMED = 32
 
 
-def plan_agents(members: Members, config: GroupConfig) -> tuple[dict[str, AgentPlan], tuple[str, ...]]:
-    """Return every member's AgentPlan, and the group's warnings. ``members`` are by name, in rank order."""
-    for endpoint in members.values():
-        _check_forced(endpoint, config)
+class _Kind(NamedTuple):
+    """Members that publish the same, but for ``topology.endpoint.OWN``."""
+
+    common: Endpoint
+    endpoint: Endpoint
+    """Of the first of them."""
+    names: list[str]
+
+
+def plan_agents(
+    members: Mapping[str, Endpoint], config: GroupConfig
+) -> tuple[list[tuple[Endpoint, AgentPlan, list[str]]], tuple[str, ...]]:
+    """Plan the agents of all members, once for those that publish the same.
+
+    Returns what each kind of members publishes but for ``topology.endpoint.OWN``, their AgentPlan and their names; and
+    the group's warnings. ``members`` are by name, in rank order.
+    """
+    kinds = [_Kind(common, members[names[0]], names) for common, names in kinds_of(members, _twins(members)).values()]
+    for kind in kinds:
+        _check_forced(kind.endpoint, config)
     warnings: Warnings = defaultdict(list)
-    transports = _plan_transports(members, config, warnings)
-    agents = {}
-    shared: dict[AgentPlan, AgentPlan] = {}  # most are equal, and one object keeps messages to members small
-    for name, endpoint in members.items():
-        others = [other for other in members.values() if other is not endpoint]
-        interface, address = _listener(endpoint, others, config, warnings)
-        verdicts = _channels(endpoint, others, transports[name], warnings)
-        opened, notes = _chosen(transports[name], config.transports)
+    ranks = {name: rank for rank, name in enumerate(members)}
+    transports = _plan_transports(kinds, config, warnings)
+    hosts: dict[str, list[_Kind]] = {}
+    for kind in kinds:
+        hosts.setdefault(kind.endpoint.boot_id, []).append(kind)
+    agents = []
+    for kind, offered in zip(kinds, transports, strict=True):
+        # Those on its host, which are not known if the host is not.
+        near = _Others(kind, hosts[kind.endpoint.boot_id] if kind.endpoint.boot_id else [], ranks)
+        interface, address = _listener(kind, partial(_Others, kind, kinds, ranks), config, warnings)
+        verdicts = _channels(kind, near, offered, warnings)
+        opened, notes = _chosen(offered, config.transports)
         channels, more_notes = _chosen(verdicts, config.channels)
-        small_pages = _SMALL_PAGES.get(endpoint.huge_pages)
+        small_pages = _SMALL_PAGES.get(kind.endpoint.huge_pages)
         agent = AgentPlan(interface, address, opened, channels, notes + more_notes, small_pages)
-        agents[name] = shared.setdefault(agent, agent)
-        if "shm" in agents[name].transports:
-            _check_shm(endpoint, others, warnings)
-    return agents, tuple(f"{name_range(names)}: {text}" for text, names in warnings.items())
+        agents.append((kind.common, agent, kind.names))
+        if "shm" in opened and near.endpoints:
+            _check_shm([members[name] for name in kind.names], warnings)
+    texts = (f"{name_range(sorted(names, key=ranks.__getitem__))}: {text}" for text, names in warnings.items())
+    return agents, tuple(texts)
+
+
+class _Others:
+    """The kinds of the other members, as those of one kind see them."""
+
+    def __init__(self, me: _Kind, kinds: Sequence[_Kind], ranks: Mapping[str, int]) -> None:
+        self._kinds = [kind for kind in kinds if kind is not me or len(me.names) > 1]
+        self._ranks = ranks
+        self.endpoints = [kind.endpoint for kind in self._kinds]
+
+    def named(self, meant: Callable[[Endpoint], bool]) -> str:
+        """The names of those members for which this holds."""
+        found = [kind.names for kind in self._kinds if meant(kind.endpoint)]
+        names = list(itertools.islice(itertools.chain.from_iterable(found), _NAMED))
+        more = sum(map(len, found)) - len(names)
+        return name_range(sorted(names, key=self._ranks.__getitem__)) + (f" and {more} more" if more else "")
+
+
+def _twins(members: Mapping[str, Endpoint]) -> set[str]:
+    """Members that have the same pid as one in another container of their host."""
+    found: dict[tuple[str, int], dict[str | None, list[str]]] = {}
+    for name, endpoint in members.items():
+        if endpoint.boot_id:
+            same = found.setdefault((endpoint.boot_id, endpoint.pid), {})
+            same.setdefault(endpoint.namespaces.get("pid"), []).append(name)
+    return {
+        name for same in found.values() if len(same) > 1 or None in same for names in same.values() for name in names
+    }
 
 
 def transport_between(a: Endpoint, b: Endpoint, plan_a: AgentPlan, plan_b: AgentPlan) -> str | None:
@@ -115,45 +168,47 @@ def _chosen(verdicts: Verdicts, forced: tuple[str, ...] | None) -> tuple[tuple[s
 # -- transports ---------------------------------------------------------------------------------------------
 
 
-def _plan_transports(members: Members, config: GroupConfig, warnings: Warnings) -> dict[str, Verdicts]:
-    ibv = rdma.ibv_obstacles(members)
-    several_hosts = any(not a.same_host(b) for a in members.values() for b in members.values() if a is not b)
-    plans: dict[str, Verdicts] = {}
-    for name, endpoint in members.items():
-        obstacle = ibv[name]
-        if endpoint.hcas and obstacle and several_hosts:
+def _plan_transports(kinds: Sequence[_Kind], config: GroupConfig, warnings: Warnings) -> list[Verdicts]:
+    ibv = rdma.ibv_obstacles(dict(enumerate(kind.endpoint for kind in kinds)))
+    hosts = {kind.endpoint.boot_id for kind in kinds}
+    several_hosts = len(hosts) > 1 or ("" in hosts and sum(len(kind.names) for kind in kinds) > 1)
+    plans: list[Verdicts] = []
+    for number, kind in enumerate(kinds):
+        obstacle = ibv[number]
+        if kind.endpoint.hcas and obstacle and several_hosts:
             if config.transports is None:
-                warnings[f"RDMA is not used by torchrpc, TCP is: {obstacle}"].append(name)
+                warnings[f"RDMA is not used by torchrpc, TCP is: {obstacle}"] += kind.names
             elif "ibv" in config.transports:
-                warnings[f"transport ibv is forced, though it may fail: {obstacle}"].append(name)
-        plans[name] = {
-            "ibv": (obstacle is None, obstacle or "RDMA between hosts (its thread keeps one core busy)"),
-            "shm": (False, "keeps half a core busy when idle and fails beyond 18 processes on a host"),
-            "uv": (True, "TCP, reaches every member"),
-        }
+                warnings[f"transport ibv is forced, though it may fail: {obstacle}"] += kind.names
+        plans.append(
+            {
+                "ibv": (obstacle is None, obstacle or "RDMA between hosts (its thread keeps one core busy)"),
+                "shm": (False, "keeps half a core busy when idle and fails beyond 18 processes on a host"),
+                "uv": (True, "TCP, reaches every member"),
+            }
+        )
     return plans
 
 
 # -- channels -----------------------------------------------------------------------------------------------
 
 
-def _channels(endpoint: Endpoint, others: Sequence[Endpoint], transports: Verdicts, warnings: Warnings) -> Verdicts:
-    cohosted = [other for other in others if endpoint.same_host(other)]
+def _channels(kind: _Kind, near: _Others, transports: Verdicts, warnings: Warnings) -> Verdicts:
     ibv = transports["ibv"][0]
     # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP. Without RDMA an agent has it
     # also if all members share one network: cma takes precedence there, and the next group may need it.
     leaves_rdma = "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
     obstacles = {
-        "cma": _cma_obstacle(endpoint, cohosted, warnings),
+        "cma": _cma_obstacle(kind, near, warnings),
         "mpt_uv": leaves_rdma if ibv else None,
         "basic": None,
-        **_cuda_obstacles(endpoint, cohosted, ibv, warnings),
+        **_cuda_obstacles(kind, near, ibv, warnings),
     }
     reasons = {**CHANNEL_REASONS, "cuda_xth": "within one process"}
     return {
         name: (obstacle is None, obstacle or reasons[name])
         for name, obstacle in obstacles.items()
-        if name in endpoint.tensorpipe_channels
+        if name in kind.endpoint.tensorpipe_channels
     }
 
 
@@ -162,51 +217,50 @@ def _may_read_memory(a: Endpoint, b: Endpoint) -> bool:
     return a.shares(b, "pid", "user") and a.uid == b.uid
 
 
-def _cma_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: Warnings) -> str | None:
+def _cma_obstacle(kind: _Kind, near: _Others, warnings: Warnings) -> str | None:
     # Also without another member on this host: the agent outlives the group, and the next one may have some.
-    apart = [other.name for other in cohosted if not _may_read_memory(endpoint, other)]
+    apart = near.named(lambda other: not _may_read_memory(kind.endpoint, other))
     if not apart:
         return None
     text = (
         "members on one host are in different containers or run as different users, so CPU tensors between "
         "them go through the network; put them in one container, as one user"
     )
-    warnings[text].append(endpoint.name)
-    return f"{name_range(apart)} on this host differs in pid namespace, user namespace or uid"
+    warnings[text] += kind.names
+    return f"{apart} on this host differs in pid namespace, user namespace or uid"
 
 
-def _cuda_obstacles(
-    endpoint: Endpoint, cohosted: Sequence[Endpoint], ibv: bool, warnings: Warnings
-) -> dict[str, str | None]:
+def _cuda_obstacles(kind: _Kind, near: _Others, ibv: bool, warnings: Warnings) -> dict[str, str | None]:
+    endpoint = kind.endpoint
     if gpu_count(endpoint) == 0:
         # Even with no device to serve, these channels initialise CUDA and can abort.
         return dict.fromkeys(("cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic"), "this member has no GPU")
     gdr = rdma.gpudirect_obstacle(endpoint, ibv)
     if gdr and ibv:
-        warnings[f"GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: {gdr}"].append(endpoint.name)
-    twins = [o.name for o in cohosted if o.pid == endpoint.pid and not endpoint.shares(o, "pid")]
+        warnings[f"GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: {gdr}"] += kind.names
+    twins = near.named(lambda other: other.pid == endpoint.pid and not endpoint.shares(other, "pid"))
     return {
-        "cuda_xth": f"{name_range(twins)} in another container has the same pid" if twins else None,
-        "cuda_ipc": _cuda_ipc_obstacle(endpoint, cohosted, warnings),
+        "cuda_xth": f"{twins} in another container has the same pid" if twins else None,
+        "cuda_ipc": _cuda_ipc_obstacle(kind, near, warnings),
         "cuda_gdr": gdr,
         "cuda_basic": None,
     }
 
 
-def _cuda_ipc_obstacle(endpoint: Endpoint, cohosted: Sequence[Endpoint], warnings: Warnings) -> str | None:
+def _cuda_ipc_obstacle(kind: _Kind, near: _Others, warnings: Warnings) -> str | None:
     # Only agents that both have the channel compare GPUs, and those without a GPU never have it.
-    peers = [other for other in cohosted if gpu_count(other)]
+    peers = [other for other in near.endpoints if gpu_count(other)]
     if not peers:
         return "no other member on this host has a GPU"
-    apart = [other.name for other in peers if not endpoint.shares(other, "pid", "mnt")]
+    apart = near.named(lambda other: gpu_count(other) > 0 and not kind.endpoint.shares(other, "pid", "mnt"))
     if apart:
         text = (
             "members with GPUs on one host are in different containers, where TensorPipe's GPU-to-GPU copies can abort "
             "the process; CUDA tensors are staged through CPU memory instead; put them in one container"
         )
-        warnings[text].append(endpoint.name)
-        return f"{name_range(apart)} on this host is in another container: TensorPipe can abort there"
-    for owner in (endpoint, *peers):
+        warnings[text] += kind.names
+        return f"{apart} on this host is in another container: TensorPipe can abort there"
+    for owner in (kind.endpoint, *peers):
         if any(" MIG " in gpu.name for gpu in owner.gpus):
             return f"{owner.name} has a MIG slice, which TensorPipe cannot find by its UUID"
     return None
@@ -231,9 +285,10 @@ def _check_forced(endpoint: Endpoint, config: GroupConfig) -> None:
 
 
 def _listener(
-    endpoint: Endpoint, others: Sequence[Endpoint], config: GroupConfig, warnings: Warnings
+    kind: _Kind, others: Callable[[], _Others], config: GroupConfig, warnings: Warnings
 ) -> tuple[str | None, str]:
     """The interface and address torchrpc listens on."""
+    endpoint = kind.endpoint
     if config.interface is not None:
         name, address = config.interface, address_on(endpoint, config.interface)
     else:
@@ -243,11 +298,11 @@ def _listener(
             "no interface holds the Ray node's address, so torchrpc listens where the host name points; name one with "
             "GroupConfig(interface=...)"
         )
-        warnings[text].append(endpoint.name)
-    far = [other.name for other in others if not endpoint.same_network(other)]
-    if far and _is_loopback(address):
+        warnings[text] += kind.names
+    far = others().named(lambda other: not endpoint.same_network(other)) if _is_loopback(address) else ""
+    if far:
         raise ConfigurationError(
-            f"{endpoint.name} would listen on {address} ({name}), where {name_range(far)} cannot reach it; "
+            f"{endpoint.name} would listen on {address} ({name}), where {far} cannot reach it; "
             f"start Ray with --node-ip-address, or name an interface with GroupConfig(interface=...)"
         )
     return name or None, address
@@ -275,13 +330,13 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
-def _check_shm(endpoint: Endpoint, others: Sequence[Endpoint], warnings: Warnings) -> None:
-    if endpoint.shm_free_bytes < SMALL_SHM_BYTES and any(endpoint.same_host(other) for other in others):
-        text = (
-            f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES >> 20} MiB free; "
-            f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)"
-        )
-        warnings[text].append(endpoint.name)
+def _check_shm(endpoints: Sequence[Endpoint], warnings: Warnings) -> None:
+    text = (
+        f"TensorPipe's shm transport lives in /dev/shm, which has less than {SMALL_SHM_BYTES >> 20} MiB free; "
+        f"mount a larger one (Docker: --shm-size, Kubernetes: an emptyDir with medium: Memory)"
+    )
+    if small := [endpoint.name for endpoint in endpoints if endpoint.shm_free_bytes < SMALL_SHM_BYTES]:
+        warnings[text] += small
 
 
 def name_range(names: Iterable[str]) -> str:

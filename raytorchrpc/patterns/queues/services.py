@@ -52,7 +52,7 @@ class HomeStore(Store):
     def metric_rows(self, kind: str, name: str) -> list[QueueStats]:
         """What the metrics show of it: one row and, for a topic, another one for each member that has subscribed."""
         me, found = self._local.me, dict[str, QueueStats]()
-        names = {route.member.rank: route.member.name for route in self._local.peers.routes}
+        names = {member.rank: member.name for member in self._local.peers.members}
 
         def who(rank: int | None) -> str:
             return me.name if rank is None else names.get(rank, "(not a member)")

@@ -367,7 +367,7 @@ class PublishedWeights(Readable, VersionWaits):
         return whole is not None and (not whole.is_cuda or any("cuda" in lane.capabilities.devices for lane in lanes))
 
     def _has_far_members(self) -> bool:
-        return any(route.member.node_id != self._local.me.node_id for route in self._local.peers.routes)
+        return any(member.node_id != self._local.me.node_id for member in self._local.peers.members)
 
     def _write(self, memory: VersionMemory, sources: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
         stale = [place for place, held in enumerate(memory.changed) if held != changed[place]]
@@ -451,8 +451,7 @@ class PublishedWeights(Readable, VersionWaits):
         self.relays.failed(what, leader)
 
     def _node(self, rank: int) -> str:
-        routes = self._local.peers.routes
-        return next((route.member.node_id for route in routes if route.member.rank == rank), "")
+        return next((member.node_id for member in self._local.peers.members if member.rank == rank), "")
 
     def lose(self, rank: int) -> None:
         super().lose(rank)

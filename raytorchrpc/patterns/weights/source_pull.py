@@ -336,8 +336,8 @@ class SourcePull:
     def _far_members(self) -> int:
         """How many members are not on the home's host."""
         peers = self._local.peers
-        its_node = peers.route(self.home).member.node_id
-        return sum(route.member.node_id != its_node for route in peers.routes)
+        its_node = peers.member(self.home).node_id
+        return sum(member.node_id != its_node for member in peers.members)
 
     def _chained(
         self, what: tuple[int, str], selection: Selection, pace: Pace, fetch: Callable[[Selection], Future[Any]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 
@@ -44,15 +45,13 @@ def formed(cluster: Cluster) -> tuple[Roster, dict[str, Prepared]]:
 
 def same(one: Table, other: Table) -> None:
     assert one.info.members == other.info.members
-    assert one.info.plan.agents == other.info.plan.agents
-    assert one.info.plan.routes == other.info.plan.routes
+    mine, its = one.info.plan, other.info.plan
+    assert mine.members == its.members
+    assert mine.agents == its.agents
+    for a, b in itertools.combinations(mine.members, 2):
+        assert mine.route(a, b) == its.route(a, b)
+        assert mine.device_map(a, b) == its.device_map(a, b)
     assert one.peers == other.peers
-    assert mapped(one) == mapped(other)
-
-
-def mapped(table: Table) -> dict[tuple[str, str], object]:
-    maps = table.info.device_maps.items()
-    return {(name, peer): pairs for name, row in maps for peer, pairs in row.items() if pairs}
 
 
 @pytest.mark.parametrize("who", ["back", "new"])
@@ -61,7 +60,7 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
     coming = ("worker_3", "worker_5")
     first = cluster if who == "back" else {name: end for name, end in cluster.items() if name not in coming}
     roster, prepared = formed(first)
-    known = {name: roster.table(name, roster.info(prepared), prepared) for name in roster.records}
+    known = roster.table(roster.info(prepared), prepared)
     again = roster.admit(dict.fromkeys(coming), {name: probes_of(cluster, life=1)[name] for name in coming})
     everybody = {**prepared_of(again), **{name: prepared[name] for name in first if name not in coming}}
     info = again.info(everybody)
@@ -69,7 +68,7 @@ def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> N
         if name not in coming:
             told = again.arrival(name, info, everybody, coming)
             assert {member.name for member in told.table.info.members} == set(coming)
-            same(known[name].merged(told.table), again.table(name, info, everybody))
+            same(known.merged(told.table), again.table(info, everybody))
 
 
 def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
@@ -88,8 +87,18 @@ def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:
     for hosts in (1, 8):
         roster, prepared = formed(clusters.hosts_of(hosts, 8))
         arrival = roster.arrival("worker_1", roster.info(prepared), prepared, ("worker_0",))
-        told[hosts] = len(pickle.dumps(arrival._replace(spec=arrival.spec._replace(by_tcp=()))))
+        told[hosts] = len(pickle.dumps(arrival))
     assert told[8] < 1.2 * told[1]
+
+
+@pytest.mark.parametrize("gpus", [0, 1], ids=["without GPUs", "a GPU each"])
+def test_forming_a_group_costs_time_and_bytes_in_proportion_to_its_members(gpus: int) -> None:
+    me = clusters.member(0, cuda=bool(gpus), gpus=clusters.a100s(gpus))
+    sizes = (200, 800, 3200)
+    runs = {n: [scale.simulate(me, n, 16) for _ in range(2)] for n in sizes}
+    for figure in runs[sizes[0]][0].keys() - {"members", "hosts"}:
+        least = {n: min(run[figure] for run in its) for n, its in runs.items()}
+        assert scale.slope(least) <= 1.1, (figure, least)
 
 
 @pytest.mark.parametrize(

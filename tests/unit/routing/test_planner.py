@@ -15,8 +15,9 @@ import pytest
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.lanes.registry import LANES, TRAFFIC, Traffic
+from raytorchrpc.routing.pairs import PairRoute
 from raytorchrpc.routing.planner import plan
-from raytorchrpc.routing.routes import PairRoute, RoutePlan
+from raytorchrpc.routing.routes import RoutePlan
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,
@@ -290,7 +291,7 @@ ALIKE = group(member(0, cuda=True, gpus=GPUS[:1]), member(1), member(2))
 
 @pytest.mark.parametrize("cluster", [*(CLUSTERS[name] for name in CASES), ALIKE], ids=[*CASES, "alike"])
 def test_however_a_plan_is_made_it_is_the_same(cluster: Cluster) -> None:
-    """In any order of members, pair by pair, and from an earlier plan."""
+    """In any order of members, and pair by pair."""
     config = GroupConfig()
     routes, backward = plan(cluster, config), plan(dict(reversed(cluster.items())), config)
     # No two members publish the same, so each pair is judged by itself.
@@ -298,16 +299,9 @@ def test_however_a_plan_is_made_it_is_the_same(cluster: Cluster) -> None:
     assert routes.agents == backward.agents == single.agents
     for a, b in itertools.combinations(cluster, 2):
         route = routes.route(a, b)
-        assert routes.route(b, a) is route
+        assert routes.route(b, a).choices is route.choices
         for other in (backward.route(b, a), single.route(a, b)):
             assert (route.choices, route.rejected) == (other.choices, other.rejected)
-
-    first, *others = cluster
-    now = {**cluster, first: cluster[first].changed({"pid": 4711})}
-    fewer = {name: cluster[name] for name in others}
-    assert plan(now, config, (cluster, routes)) == plan(now, config)
-    assert plan(fewer, config, (cluster, routes)) == plan(fewer, config)
-    assert plan(cluster, config, (fewer, plan(fewer, config))) == routes
 
 
 @pytest.mark.parametrize("cluster", [CLUSTERS[name] for name in CASES], ids=CASES)
@@ -319,7 +313,8 @@ def test_every_backend_left_out_says_why(cluster: Cluster) -> None:
             used = backend in agent.transports + agent.channels
             assert note.startswith(f"{backend}: used, " if used else f"{backend}: not used, ")
             assert len(note.split(", ", 1)[1]) > 5
-    for route in routes.routes.values():
+    for a, b in itertools.combinations(cluster, 2):
+        route = routes.route(a, b)
         judged = [(one.lane, one.traffic) for one in (*route.choices, *route.rejected)]
         assert sorted(judged) == sorted((each.name, traffic) for each in LANES for traffic in each.carries)
         assert all(no.reason for no in route.rejected)
@@ -564,7 +559,7 @@ def test_a_member_opens_the_lanes_that_its_own_routes_prefer() -> None:
     routes = plan(group(*members), GroupConfig())
     opened = {name: beside(routes, name) for name in routes.members}
     assert list(opened.values()) == ["shm cuda_ipc", "shm cuda_ipc", "shm", "", ""]
-    assert {name: beside(routes.for_member(name), name) for name in routes.members} == opened
+    assert {name: beside(routes, name) for name in routes.members} == opened
     assert beside(plan(clusters.one_host(1), GroupConfig()), "worker_0") == ""
 
 
@@ -860,15 +855,15 @@ def test_a_group_of_one_has_a_plan_and_a_table() -> None:
 
 
 def test_a_plan_for_a_big_group_is_quick_and_small() -> None:
-    cluster = clusters.hosts_of(8, 8)
+    cluster = clusters.hosts_of(8, 64)
     start = time.perf_counter()
     routes = plan(cluster, GroupConfig())
     assert time.perf_counter() - start < 1.0
     pickled = pickle.dumps(routes)
-    assert pickle.loads(pickled) == routes
-    mine = routes.for_member("worker_5")
-    assert len(mine.routes) == 63
-    assert mine.route("worker_5", "worker_9") == routes.route("worker_9", "worker_5")
-    with pytest.raises(ConfigurationError, match="no route between"):
-        mine.route("worker_1", "worker_2")
-    assert len(pickle.dumps(mine)) < 32 * 1024 < len(pickled)
+    assert len(pickled) < 32 * 1024
+    copy = pickle.loads(pickled)
+    assert copy == routes
+    assert copy.route("worker_5", "worker_9") == routes.route("worker_5", "worker_9")
+    few = routes.part(("worker_1", "worker_70"))
+    assert few.members == ("worker_1", "worker_70")
+    assert few.route("worker_1", "worker_70") == routes.route("worker_1", "worker_70")

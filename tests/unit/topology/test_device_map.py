@@ -16,9 +16,12 @@ from raytorchrpc.topology.device_map import DeviceMap, gpu_pairs, inverse, way_b
 from tests.unit.clusters import a100s, member
 
 
-def resolve(config: GroupConfig, endpoints: dict[str, Any]) -> dict[str, DeviceMap]:
-    """As a group does, for members without handles."""
-    return device_map.resolve(with_named_maps(config, dict.fromkeys(endpoints)), list(endpoints), endpoints)
+def resolve(config: GroupConfig, endpoints: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The maps of each member to all, as a group decides them for members without handles."""
+    config = with_named_maps(config, dict.fromkeys(endpoints))
+    device_map.check(config, endpoints)
+    maps = {a: {b: device_map.between(config, a, b, endpoints[a], endpoints[b]) for b in endpoints} for a in endpoints}
+    return {a: {b: pairs for b, pairs in row.items() if pairs} for a, row in maps.items()}
 
 
 # --- forms ---------------------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ WHOLE = {0: 0, 1: 1}
 def test_given_maps_are_taken_and_the_others_generated(values: Any, gpus: dict[str, Any], expected: Any) -> None:
     maps = resolve(GroupConfig(**values), gpus)
     assert list(maps) == list(gpus)
-    assert {name: maps[name].to_dict() for name in expected} == expected
+    assert {name: maps[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
