@@ -9,12 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
+from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.process import guard
 from raytorchrpc.process.guard import Connection, Guard, Takeover
+from tests.conformance import peers
 from tests.conformance.peers import Process
 
 
@@ -426,3 +429,19 @@ _kept: list[socket.socket] = []
 
 def connect_and_keep(*where: tuple[str, int]) -> None:
     _kept.extend(map(socket.create_connection, where))
+
+
+def test_several_threads_may_start_torchrpcs_agent_at_once() -> None:
+    """As when two members connect for the first time: torch asks in between whether an agent runs."""
+    member = Process()
+    try:
+        member.run(peers.begin, "torchrpc", "a", 0)
+        assert member.run(start_on_threads, 8) == 8
+    finally:
+        member.kill()
+
+
+def start_on_threads(count: int) -> int:
+    with ThreadPoolExecutor(count) as threads:
+        started = [threads.submit(process_fabric().start) for _ in range(count)]
+        return sum(each.result(30) is None for each in started)

@@ -246,16 +246,14 @@ class Fabric:
         begun: Future[None] = Future()
 
         def begin() -> None:
-            self._starter = threading.get_ident()
             try:
                 with self._lock:
+                    self._starter = threading.get_ident()
                     if self._agent is None:
                         self._start()
                 begun.set_result(None)
             except BaseException as error:
                 begun.set_exception(error)
-            finally:
-                self._starter = 0
 
         try:
             threads.start(begin, name="raytorchrpc-start")
