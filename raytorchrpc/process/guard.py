@@ -46,8 +46,7 @@ _STOP_S = 5.0
 _ONE_LOOK_S = 0.0005
 LONGEST_BYTES = 1 << 16
 """Of a first message."""
-# Edge-triggered: urgent data, which is not counted as readable, would wake the guard again and again.
-_TALKS = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
+_TALKS = select.EPOLLIN | select.EPOLLRDHUP
 _LEFT = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
@@ -197,9 +196,10 @@ class Guard:
             except BlockingIOError:  # the event was for another socket of this number
                 return
             here = int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
-            if here < needed <= LONGEST_BYTES and not has_left:
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) != needed:  # to set it is an event
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
+            # Urgent data wakes this thread again and again: it counts as received, but not as readable.
+            woken_in_vain = sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == needed
+            if here < needed <= LONGEST_BYTES and not has_left and not woken_in_vain:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, needed)
                 return
             if here < needed:
                 needed = LONGEST_BYTES + 1
