@@ -441,10 +441,10 @@ def tables(found: Mapping[str, Any], hosts: Sequence[Group]) -> dict[str, str]:
     by_size = {f"{group['members']}": group for group in found["groups"]}
     by_hosts = {f"{run['hosts']} x {run['members'] // run['hosts']}": run for run in hosts}
     on_paper = {
-        "deciding all routes": f"{show(planned['plan_s'])} s",
-        "building and pickling the announcements": f"{show(planned['tables_s'])} s",
-        "the announcements": f"{show(planned['form_bytes'] / 1e6)} MB",
-        "deciding all routes again when one member comes back": f"{show(planned['replan_s'])} s",
+        "planning": f"{show(planned['plan_s'])} s",
+        "making and packing all messages of forming, and of a return": f"{show(planned['tables_s'])} s",
+        "sent when the group forms": f"{show(planned['form_bytes'] / 1e6)} MB",
+        "planning again when one member comes back": f"{show(planned['replan_s'])} s",
         "sent when one member comes back": f"{show(planned['rejoin_bytes'] / 1e6)} MB",
     }
     left_out = "".join(f"\nNot measured: {reason}." for reason in found["left_out"])
