@@ -11,14 +11,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
+from raytorchrpc._compat import torch_internals
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.process import guard
 from raytorchrpc.process.guard import Connection, Guard, Takeover
 from tests.conformance import peers
 from tests.conformance.peers import Process
+from tests.polling import wait_until
 
 
 class Library:
@@ -442,6 +445,17 @@ def test_several_threads_may_start_torchrpcs_agent_at_once() -> None:
 
 
 def start_on_threads(count: int) -> int:
+    """All have begun to start it before torch is asked to; how many came back."""
+    start_agent = torch_internals.start_agent
+
+    def start_late(*args: Any, **kwargs: Any) -> Any:
+        def have_begun() -> bool:
+            return sum(thread.name == "raytorchrpc-start" for thread in threading.enumerate()) == count
+
+        assert wait_until(have_begun, 20)
+        return start_agent(*args, **kwargs)
+
+    torch_internals.start_agent = start_late
     with ThreadPoolExecutor(count) as threads:
         started = [threads.submit(process_fabric().start) for _ in range(count)]
         return sum(each.result(30) is None for each in started)
