@@ -73,7 +73,7 @@ class RestartedActors:
         if session_lasts:
             self._post(None)
             for its in list(self._known.values()):
-                _forget(its.process)
+                its.process.post(None)
         if self._connections is not None:
             self._connections.close()
 
@@ -87,7 +87,7 @@ class RestartedActors:
         its = self._known.get(process.actor_id)
         if its is None or its.process != process:
             if its is not None:
-                _forget(its.process)
+                its.process.post(None)
             its = self._known[process.actor_id] = _Restarted(process)
         if its.answers:
             its.answers = False
@@ -160,13 +160,5 @@ class RestartedActors:
         asked = {actor_id: arguments[name] for actor_id, name in names.items()}
         results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)
         silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")
-        failures = {name: silent if isinstance(error, TimeoutError) else error for name, error in failures.items()}
-        return _by_name(names, results), _by_name(names, failures)
-
-
-def _by_name(names: Mapping[str, str], found: Mapping[str, Any]) -> dict[str, Any]:
-    return {names[actor_id]: value for actor_id, value in found.items()}
-
-
-def _forget(process: Process) -> None:
-    process.post(None)
+        why = {its: silent if isinstance(error, TimeoutError) else error for its, error in failures.items()}
+        return {names[its]: value for its, value in results.items()}, {names[its]: error for its, error in why.items()}

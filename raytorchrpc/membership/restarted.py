@@ -21,7 +21,6 @@ from raytorchrpc.calls import protocol, rejoin
 from raytorchrpc.calls.rejoin import Owner, Rejoin
 from raytorchrpc.calls.server.served_call import Replies
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
@@ -135,10 +134,8 @@ def _lane(record: Record) -> MessageLane:
     config, host = record.config, None
     if config.always_tcp or not here.same_network(record.supervisor):
         host = here.node_ip if config.interface is None else address_on(here, config.interface)
-    setup = LaneSetup("restarted", record.credentials, config, lambda: here, tcp_host=host)
-    lane = setup.make(registry.lane(registry.CONTROL))
-    assert isinstance(lane, MessageLane)
-    return lane
+    setup = LaneSetup(record.credentials.group, record.credentials, config, lambda: here, tcp_host=host)
+    return setup.control_lane("restarted")
 
 
 def _wait(this: Rejoin, generation: str) -> None:
