@@ -6,6 +6,7 @@ connections. A member knows the connections of its process from the kernel, thos
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import queue
 import time
@@ -86,7 +87,8 @@ def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[t
             host = hosts.get(member.name)
             about = [each for each in connections if each.here[0] == host or each.here[0] not in known]
             if about:
-                yield local.peers.route(member), about
+                with contextlib.suppress(RayTorchRpcError):  # it was removed just now
+                    yield local.peers.route(member), about
 
 
 def _ask(local: LocalMember, route: PeerRoute, about: list[Connection]) -> Pending:

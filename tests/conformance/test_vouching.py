@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.peers import PeerTable
+from raytorchrpc.calls.peers import Member, PeerTable
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.membership import vouching
@@ -36,7 +36,7 @@ class Asked:
 
     def form(self) -> None:
         for rank, name in ((1, "quick"), (2, "frozen"), (0, "me")):
-            member = SimpleNamespace(rank=rank, name=name, actor_id=None)
+            member = Member(rank, name, None, "n", 1, f"rtr:{name}", rank)
             self.peers.add_peer(SimpleNamespace(member=member, token=0))  # type: ignore[arg-type]
 
     def ask(self, local: Any, route: Any, about: Any) -> Pending:
@@ -84,3 +84,14 @@ def test_a_member_that_does_not_answer_is_waited_for_once(local: Any) -> None:
     local.asked.clear()
     assert list(vouched(local, slow, [STRANGERS])) == []
     assert local.asked == ["quick", "frozen"], "it has answered"
+
+
+def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
+    local.form()
+    members = local.peers.members
+    local.peers.remove_peer(2)
+    local.peers = SimpleNamespace(
+        members=members, route=local.peers.route, wait_for_route=local.peers.wait_for_route, close=local.peers.close
+    )
+    assert list(vouched(local, {}, [THEIRS])) == [THEIRS]
+    assert local.asked == ["quick"]
