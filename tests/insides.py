@@ -171,7 +171,7 @@ def actor_state(handle: Any) -> ray_internals.ActorState:
 def group_secret() -> bytes:
     """What the members of this member's group authenticate with."""
     assert join._joined is not None
-    return join._joined[0].credentials.secret
+    return join._joined.spec.credentials.secret
 
 
 def stored_keys(prefix: str) -> list[str]:
