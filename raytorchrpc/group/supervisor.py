@@ -354,9 +354,8 @@ class Supervisor:
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         state, announcer, others, handles = self._state, self._announcer, list[str](), formation.participants
-        patience = (
-            (return_s(len(state.roster.records)),) if kind == "back" else ()
-        )  # how long the group waits for one that may be suspended
+        # How long the group waits for one that may be suspended.
+        patience = (return_s(len(state.roster.records)),) if kind == "back" else ()
         formation.probe()
         try:
             prepared = {**state.prepared, **formation.prepare()}
