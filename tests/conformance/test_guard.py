@@ -17,7 +17,7 @@ import pytest
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
-from raytorchrpc.process import guard
+from raytorchrpc.process import fork, guard
 from raytorchrpc.process.guard import Connection, Guard, Takeover
 from tests.conformance import peers
 from tests.conformance.peers import Process
@@ -442,6 +442,25 @@ def test_several_threads_may_start_torchrpcs_agent_at_once() -> None:
         assert member.run(start_on_threads, 8) == 8
     finally:
         member.kill()
+
+
+def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> None:
+    """A member that comes back elsewhere is announced before this one first uses torchrpc."""
+    member = Process()
+    try:
+        address = member.run(peers.begin, "torchrpc", "a", 0)
+        member.run(admit_and_start, "127.0.0.7")
+        (where,) = fork.addresses_in(address.url)
+        socket.create_connection(where, timeout=5, source_address=("127.0.0.7", 0)).close()
+        with pytest.raises(TimeoutError):
+            socket.create_connection(where, timeout=0.3)
+    finally:
+        member.kill()
+
+
+def admit_and_start(host: str) -> None:
+    process_fabric().admit([host])
+    process_fabric().start()
 
 
 def start_on_threads(count: int) -> int:

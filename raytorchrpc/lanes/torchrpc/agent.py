@@ -149,6 +149,8 @@ class Fabric:
         self._agents_started = 0
         self._is_resting = True
         """No group uses it."""
+        self._admitted: Sequence[str] = ()
+        """Addresses and networks of the members of the present group, of today."""
         self._starter = 0
         """The thread that starts the agent."""
         fork.register(self)
@@ -333,7 +335,7 @@ class Fabric:
                 door = guard.Takeover(fd, registered.get(fd))
                 self._doors.append(door)
                 guard.process_guard().watch(door.public, door.deliver, _first_message)
-            self.admit(spec.admitted)
+            self.admit(self._admitted)
         except OSError as error:
             torch_internals.stop_agent()
             self._forget_doors()
@@ -402,7 +404,7 @@ class Fabric:
     def admit(self, hosts: Sequence[str]) -> None:
         """Listen to these hosts alone; see AgentSpec.admitted. Existing connections stay."""
         with self._lock:
-            self._is_resting = False
+            self._is_resting, self._admitted = False, hosts
             self._filter(tcp.networks(hosts or ("0.0.0.0/0", "::/0")))
 
     def rest(self) -> None:
