@@ -134,6 +134,8 @@ logger = logging.getLogger(__name__)
 
 _init_rpc, _shutdown, _to_worker_info = rpc.init_rpc, rpc.shutdown, rpc_api._to_worker_info
 _init_rref = PyRRef.__init__
+#: Functions of torch's API that raise without an agent, but those that ask ``_is_current_rpc_agent_set`` before.
+NEEDS_AGENT = ("get_rpc_timeout", "_set_rpc_timeout", "_get_current_rpc_agent", "_rref_context_get_debug_info")
 
 
 def adapt_rpc(pickler: type[Any], refusal: str, start: Callable[[], None]) -> None:
@@ -170,6 +172,18 @@ def adapt_rpc(pickler: type[Any], refusal: str, start: Callable[[], None]) -> No
         is_set()
         _init_rref(self, *args, **kwargs)
 
+    def with_agent(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_set()
+            return function(*args, **kwargs)
+
+        return call
+
+    for module in (rpc, rpc_api):
+        for name in NEEDS_AGENT:
+            if not hasattr(getattr(module, name, None), "__wrapped__") and hasattr(module, name):
+                setattr(module, name, with_agent(getattr(module, name)))
     rpc_api._is_current_rpc_agent_set = rpc._is_current_rpc_agent_set = is_set  # type: ignore[attr-defined]
     PyRRef.__init__ = init_rref  # type: ignore[method-assign]
     rpc_internal._pickler = pickler

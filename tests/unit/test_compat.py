@@ -60,6 +60,12 @@ def test_an_agent_can_be_told_of_a_peer(seen: dict[str, Any]) -> None:
     assert seen["call by name"] == 3, "torch's own API does not find the members by their rpc_name"
 
 
+def test_functions_that_need_an_agent_are_where_they_are_made_to_start_it() -> None:
+    """rpc._get_current_rpc_agent, _set_rpc_timeout and _rref_context_get_debug_info, beside get_rpc_timeout: without
+    them torch says "Current RPC agent is not set" where torchrpc starts when it is needed."""
+    assert all(hasattr(torch.distributed.rpc, name) for name in torch_internals.NEEDS_AGENT)
+
+
 def test_torchs_own_api_takes_ranks_and_another_pickler(seen: dict[str, Any]) -> None:
     """rpc.api._to_worker_info and rpc.internal._pickler: without them rpc_sync(1, ...) does not know ranks, and classes
     of the driver's __main__ cannot be sent. rpc.init_rpc, which is replaced, fails with a remedy."""
