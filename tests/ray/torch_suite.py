@@ -181,7 +181,9 @@ class Group:
         _names.update({ray_internals.actor_id_of(actor): f"worker{rank}" for rank, actor in enumerate(self.actors)})
         self.group: Any = None
         try:
-            self.group = rtr.init_group(self.actors, name=folder.name)
+            # Agents with faults wait for each other when they start.
+            when: Any = "when needed" if faults is None else "at once"
+            self.group = rtr.init_group(self.actors, name=folder.name, config=rtr.GroupConfig(torchrpc=when))
             self.ask("join")
         except BaseException:
             self.end()
