@@ -150,7 +150,7 @@ class Fabric:
         self._is_resting = True
         """No group uses it."""
         self._admitted: Sequence[str] = ()
-        """Addresses and networks of the members of the present group, of today."""
+        """Where the group's present members may connect from; see AgentSpec.admitted."""
         self._starter = 0
         """The thread that starts the agent."""
         fork.register(self)
@@ -288,7 +288,7 @@ class Fabric:
                 )
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
-        self._guard_listeners(spec, before, polled, set(fork.addresses_in(url)))
+        self._guard_listeners(before, polled, set(fork.addresses_in(url)))
         self._store, self._devices = store, spec.devices
         me = FabricPeer(spec.name, spec.worker_id, self._url, {})
         self._me = KnownPeer(me, agent.get_worker_info(), opened=True, connected=True)
@@ -303,11 +303,7 @@ class Fabric:
             self._coming = {}  # from now on other threads need not wait
 
     def _guard_listeners(
-        self,
-        spec: AgentSpec,
-        before: Collection[int],
-        polled: Mapping[int, guard.Registered],
-        own: Collection[fork.Address],
+        self, before: Collection[int], polled: Mapping[int, guard.Registered], own: Collection[fork.Address]
     ) -> None:
         """Take over what the agent listens on: until then it admits anybody, for about a millisecond.
 
