@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
@@ -19,8 +20,9 @@ ALL = (
 )
 #: Those that run only when they are named.
 NAMED = ("detection", "scale", "soak")
-#: CPUs of Ray, if not 4. Nominal: only one learner of Atari DQN and its collectors are active at any time.
-CPUS = {"atari": 72}
+#: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
+#: collectors are active at any time.
+CPUS = {"atari": 72, "scale": os.cpu_count() or 4}
 
 
 def load(name: str) -> Callable[..., None]:
@@ -38,10 +40,11 @@ def main() -> None:
     parser.add_argument("--against", help="observability: folder of another checkout to compare with")
     parser.add_argument("--calls", type=int, help="soak: number of calls")
     parser.add_argument("--members", help="scale: members of each group, comma-separated")
+    parser.add_argument("--deadline", type=float, help="scale: seconds for the whole run")
+    parser.add_argument("--out", help="scale: folder for the figures (scale.json)")
+    parser.add_argument("--tree", help="scale: what to call this tree, if not by its commit")
     parser.add_argument("--markdown", help="scale: the document to write")
-    parser.add_argument("--json", help="scale: file that stores the figures")
-    parser.add_argument("--from-json", help="scale: stored figures, instead of measuring")
-    parser.add_argument("--hosts-json", help="scale: figures of groups on several hosts")
+    parser.add_argument("--from-json", help="scale: files of stored figures, comma-separated, instead of measuring")
     options = vars(parser.parse_args())
     names, quick, tiny = (options.pop(name) for name in ("names", "quick", "tiny"))
     for name in names:

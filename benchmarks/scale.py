@@ -1,10 +1,10 @@
-"""How the cost of a group grows: seconds, memory and bytes by members on this host, extrapolated to 1,000.
+"""How the cost of a group grows: seconds, memory and bytes by members on this host, and on paper for more.
 
-``python -m benchmarks scale [--members 8,16,32,64] [--markdown FILE] [--json FILE] [--hosts-json FILE]`` prints tables;
-``--markdown`` puts them into a page, each between ``<!-- its name -->`` and ``<!-- end -->``. ``--json`` stores the
-figures and measures only missing ones; ``--from-json`` measures nothing. ``--hosts-json`` names a list of objects, each
-with "hosts", "members" (on all hosts together) and "seconds" as ``exercise`` returns them: it works with actors on one
-host and on several (``tests/multihost``).
+``python -m benchmarks scale [--members 64,128,256] [--deadline SECONDS] [--out FOLDER] [--tree NAME]`` measures groups
+of real actors, prints tables, and keeps the figures in ``FOLDER/scale.json`` after each step. It begins no group for
+which the memory or the time does not suffice, and says so. ``--from-json FILE,FILE`` shows stored figures of several
+machines and measures nothing. ``--markdown FILE`` puts the tables into a page, each between ``<!-- its name -->`` and
+``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ import gc
 import json
 import os
 import pickle
-import queue
 import re
-import signal
 import statistics
-import threading
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import ray
-from ray.exceptions import RayActorError
 
 import raytorchrpc as rtr
+from benchmarks import _group_life as life
 from benchmarks._harness import Pick, machine
 from benchmarks._resources import footprint
 from raytorchrpc.bench.reports import grid
@@ -37,7 +35,6 @@ from raytorchrpc.calls.peers import PeerTable
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.supervisor import Change
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
@@ -52,152 +49,35 @@ SIZES = (8, 16, 32, 64)
 PLANNED = (1000, 16)
 #: What the tables predict for (members).
 FAR = 1000
-#: Actors that are started at once; more would only wait for each other's imports.
-_AT_ONCE = 16
 #: Free memory that the next group requires, relative to its estimated use.
 _MARGIN = 1.1
-#: Timeout of each step (seconds).
-TIMEOUT_S = 120.0
-#: The group's name.
-GROUP = "scale"
+#: Left for the tables and the end of Ray (seconds).
+_RESERVE_S = 15.0
+#: At which parts of the time that forming takes it is interrupted.
+_INTERRUPTED_AT = (0.05, 0.25, 0.45, 0.65, 0.85)
 
 
-# --- the timed life of a group -----------------------------------------------------------------------------------
-
-
-class Member:
-    """A member of the group; Ray restarts it (``max_restarts``)."""
-
-    @rtr.method(concurrent=True)
-    def null(self) -> None:
-        """A call without arguments or result."""
-
-    def weigh(self) -> dict[str, int]:
-        return footprint()
-
-    def call_neighbours(self) -> None:
-        """Call the next member and the one before."""
-        me, members = rtr.current_member(), rtr.get_group(GROUP).members
-        for step in (1, -1):
-            rtr.rpc_sync(members[(me.rank + step) % len(members)]).null()
-
-    def call_all(self) -> int:
-        """Call every other member once, concurrently; returns the number of calls."""
-        me = rtr.current_member()
-        calls = [rtr.rpc_async(peer).null() for peer in rtr.get_group(GROUP).members if peer.rank != me.rank]
-        for call in calls:
-            call.wait()
-        return len(calls)
-
-    def await_everybody(self) -> None:
-        rtr.get_group(GROUP).wait_ready(TIMEOUT_S)
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exercise(
-    actors: Sequence[Any],
-    between: Callable[[str, rtr.Group], object] = lambda stage, group: None,
-) -> dict[str, float]:
-    """Run all steps with live ``Member`` actors (with ``max_restarts``); returns the seconds of each.
-
-    form: ``init_group``. first_calls: every member calls every other, which also opens all connections. calls: again,
-    over open connections. lost: from the kill of every tenth member to the last ``on_change`` about it. ray_back: until
-    Ray has restarted the last of them. rejoin: from there to ``wait_ready``. calls_after: every member calls every
-    other again. shutdown: ``Group.shutdown``. ``between`` is called with "formed" before the first call and with
-    "talked" after the calls; its time is not counted. Raises what a step raises, after shutting the group down.
-    """
-    took: dict[str, float] = {}
-    news: queue.SimpleQueue[tuple[float, Change]] = queue.SimpleQueue()
-    _all(actors, "weigh")  # wait until they have started
-    began = time.monotonic()
-    group = rtr.init_group(actors, name=GROUP, timeout=TIMEOUT_S)
-    took["form"] = time.monotonic() - began
-    try:
-        group.on_change(lambda change: news.put((time.monotonic(), change)))
-        between("formed", group)
-        took["first_calls"] = _call_all_pairs(actors)
-        took["calls"] = _call_all_pairs(actors)
-        between("talked", group)
-        doomed = list(actors[::10])
-        names = {group.members[rank].name for rank in range(0, len(actors), 10)}
-        before = {member.name: member.incarnation for member in group.members}
-        began = time.monotonic()
-        for actor in doomed:
-            actor.die.remote()
-        took["lost"] = _await(news, "lost", names) - began
-        for actor in doomed:
-            _await_restart(actor)
-        alive = time.monotonic()
-        took["ray_back"] = alive - began
-        group.wait_ready(TIMEOUT_S)
-        took["rejoin"] = time.monotonic() - alive
-        for member in group.members:
-            if member.incarnation != before[member.name] + (member.name in names):
-                raise AssertionError(f"{member} has the wrong incarnation after its restart")
-        _all(actors, "await_everybody")
-        took["calls_after"] = _call_all_pairs(actors)
-    finally:
-        began = time.monotonic()
-        group.shutdown(TIMEOUT_S)
-        took["shutdown"] = time.monotonic() - began
-    return took
-
-
-def _await(news: queue.SimpleQueue[tuple[float, Change]], kind: str, names: set[str]) -> float:
-    """The time when the last of these changes was reported."""
-    left, until = set(names), time.monotonic() + TIMEOUT_S
-    while True:
-        when, change = news.get(timeout=max(0.0, until - time.monotonic()))
-        if change.kind == kind:
-            left.difference_update(change.members)
-        if not left:
-            return when
-
-
-def _await_restart(actor: Any) -> None:
-    """Wait until Ray has restarted the actor; until then calls may fail or block."""
-    until = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            _all([actor], "weigh")
-            return
-        except RayActorError:
-            if time.monotonic() > until:
-                raise
-            threading.Event().wait(0.02)  # Ray has no event to wait for
-
-
-def _call_all_pairs(actors: Sequence[Any]) -> float:
-    """Seconds until every member has called every other, including Ray's own calls."""
-    began = time.monotonic()
-    for count in _all(actors, "call_all"):
-        if count != len(actors) - 1:
-            raise AssertionError(f"{count} calls of {len(actors) - 1}")
-    return time.monotonic() - began
-
-
-def _all(actors: Iterable[Any], method: str) -> list[Any]:
-    return list(ray.get([getattr(actor, method).remote() for actor in actors], timeout=TIMEOUT_S))
-
-
-# --- figures of groups -------------------------------------------------------------------------------------------
+# --- figures of groups -----------------------------------------------------------------------------------------------
 
 
 def main(
     pick: Pick,
     members: str | None = None,
+    deadline: float | None = None,
+    out: str | None = None,
+    tree: str | None = None,
     markdown: str | None = None,
-    json: str | None = None,
     from_json: str | None = None,
-    hosts_json: str | None = None,
 ) -> None:
     """Measure, or read stored figures; print the tables and write the requested files."""
     sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (3,))
-    keep = Path(json) if json else None
-    found = _read(from_json) if from_json else measure(sizes, keep, pick(PLANNED, PLANNED, (20, 2)))
-    shown = tables(found, _read(hosts_json) if hosts_json else [])
+    if from_json:
+        runs = [json.loads(Path(path).read_text()) for path in from_json.split(",")]
+    else:
+        run = Measurement(Path(out) if out else None, time.monotonic() + (deadline or 3600.0), pick(5, 2, 1))
+        runs = [run.found]
+        run.measure(sizes, pick(PLANNED, PLANNED, (20, 2)), tree or _commit())
+    shown = tables(runs)
     print("\n\n".join(shown.values()))
     if markdown:
         page = Path(markdown)
@@ -214,91 +94,143 @@ def _filled(place: re.Match[str], shown: Mapping[str, str]) -> str:
     return f"{place[1]}\n{shown[place[2]]}\n\n" if place[2] in shown else place[0]
 
 
-def _read(path: str | Path) -> Any:
-    return json.loads(Path(path).read_text())
+def _commit() -> str:
+    """The commit of this tree, if git knows it."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return f"version {rtr.__version__}"
 
 
-def measure(sizes: Sequence[int], keep: Path | None, planned: tuple[int, int]) -> dict[str, Any]:
-    """All figures, as JSON. Those that ``keep`` already has are not measured again, so that each group can have its own
-    run.
-    """
-    found: dict[str, Any] = _read(keep) if keep is not None and keep.exists() else {"groups": []}
-    found |= {"machine": machine(), "left_out": []}
-    steps: list[tuple[str, Callable[[], Any]]] = [("alone", _alone), ("planned", lambda: plan_alone(*planned))]
-    for name, step in steps:
-        if name not in found:
-            found[name] = step()
-            _keep(keep, found)
-    for size in sizes:
-        if any(group["members"] == size for group in found["groups"]):
-            continue
-        free = free_memory()
-        need = size * max((group["weights"]["talked"]["pss"] for group in found["groups"]), default=0)
-        if need * _MARGIN > free:
-            short = f"{size} members: they would need {need / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
-            found["left_out"].append(short)
-            break
-        found["groups"] = sorted([*found["groups"], _group(size)], key=lambda group: group["members"])
-        _keep(keep, found)
-    return found
+class OutOfTime(Exception):
+    """The time that was given to the whole run does not suffice for the next step."""
 
 
-def _keep(path: Path | None, found: Mapping[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(found, indent=1) + "\n")
+class Measurement:
+    """The figures of one run, as JSON; kept in a file after each step, so that a run that is cut short leaves them."""
 
+    def __init__(self, folder: Path | None, until: float, repeats: int) -> None:
+        """``until``: begin no step that would end later (``time.monotonic``)."""
+        self.found: dict[str, Any] = {"groups": [], "left_out": []}
+        self._file = folder and folder / "scale.json"
+        self._until, self._repeats = until, repeats
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
 
-def _alone() -> dict[str, float]:
-    """Memory of actors without torch."""
+    def measure(self, sizes: Sequence[int], planned: tuple[int, int], tree: str) -> None:
+        self.found |= {"machine": machine(), "cores": os.cpu_count(), "tree": tree}
+        self.found["planned"] = plan_alone(*planned)
+        for size in sizes:
+            group: dict[str, Any] = {"members": size, "seconds": {}, "weights": {}, "forming": {}, "kills": []}
+            self.found["groups"] = sorted([*self.found["groups"], group], key=lambda each: each["members"])
+            try:
+                with self._actors(size, group) as actors:
+                    self._group(actors, group)
+            except (OutOfTime, MemoryError) as reason:
+                self._leave_out(f"{size} members: {reason}")
+            except Exception as error:  # the next size may work, and what was measured counts
+                self._leave_out(
+                    f"{size} members, after {' and '.join([*group['seconds']][-1:]) or 'nothing'}: {error!r}"
+                )
+            if not group["seconds"]:
+                self.found["groups"].remove(group)
+            self._keep()
 
-    class Plain:  # defined here, because importing this module would import torch
-        def weigh(self) -> dict[str, int]:
-            with open("/proc/self/smaps_rollup") as file:
-                return {"private": sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private_"))}
+    def _leave_out(self, reason: str) -> None:
+        self.found["left_out"].append(reason)
+        print(f"  not measured: {reason}", flush=True)
 
-    actors = [ray.remote(num_cpus=0)(Plain).remote() for _ in range(4)]
-    found = _medians(_all(actors, "weigh"))
-    _end(actors)
-    return found
+    def _keep(self) -> None:
+        if self._file:
+            self._file.write_text(json.dumps(self.found, indent=1) + "\n")
 
+    def _left(self) -> float:
+        return self._until - _RESERVE_S - time.monotonic()
 
-def _group(size: int) -> dict[str, Any]:
-    cls = ray.remote(num_cpus=0, max_restarts=-1)(Member)
-    actors: list[Any] = []
-    while len(actors) < size:
-        actors += (some := [cls.remote() for _ in range(min(_AT_ONCE, size - len(actors)))])
-        _all(some, "weigh")
-    weights: dict[str, dict[str, float]] = {}
-    sent: dict[str, int] = {}
+    @contextmanager
+    def _actors(self, size: int, group: dict[str, Any]) -> Iterator[list[Any]]:
+        """So many fresh actors. Raises OutOfTime, or MemoryError, if so many do not fit."""
+        known = [each["seconds"]["start"] / each["members"] for each in self.found["groups"] if each["seconds"]]
+        # Part of the figures is worth it: what the time does not suffice for is left out.
+        if known and (needs := 1.5 * known[-1] * size) > self._left():
+            raise OutOfTime(f"they need about {needs:.0f} s, and {self._left():.0f} s are left")
+        began, few, actors = time.monotonic(), min(size, os.cpu_count() or 1), list[Any]()
+        try:
+            free = free_memory()
+            actors += life.start(few, self._left())
+            each = statistics.median(row["pss"] for row in life.of_all(actors, "weigh"))
+            if (needs := each * size * _MARGIN) > free:
+                raise MemoryError(f"they would need {needs / _GIB:.1f} GiB, and {free / _GIB:.1f} are free")
+            actors += life.start(size - few, self._left())
+            group["seconds"]["start"] = time.monotonic() - began
+            yield actors
+        finally:
+            life.end(actors)
 
-    def between(stage: str, group: rtr.Group) -> None:
-        weights[stage] = _medians(_all(actors, "weigh"))
-        if stage == "formed":
-            supervisor = group._own("scale")
-            sent.update(sizes_of(supervisor.roster, supervisor._state.prepared))
-            _all(actors, "call_neighbours")
-            weights["neighbours"] = _medians(_all(actors, "weigh"))
+    def _group(self, actors: list[Any], group: dict[str, Any]) -> None:
+        """All steps with these fresh actors; each is kept when it is done."""
+        seconds, size = group["seconds"], len(actors)
 
-    weights["before"] = _medians(_all(actors, "weigh"))
-    seconds = exercise(actors, between=between)
-    _end(actors)
-    return {"members": size, "seconds": seconds, "weights": weights, "sent": sent}
+        def step(name: str, took: float) -> None:
+            seconds[name] = took
+            self._keep()
+            print(f"  {size} members: {name} {show(took)} s", flush=True)
+            if self._left() < 0:
+                raise OutOfTime(f"the time was up after {name!r}")
 
+        def weigh(stage: str) -> None:
+            group["weights"][stage] = life.medians(life.of_all(actors, "weigh"))
+            group["forming"][stage] = footprint()
 
-def _end(actors: Sequence[Any]) -> None:
-    """Kill actors and wait until their processes have exited, which frees their memory."""
-    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors], timeout=TIMEOUT_S)
-    for actor in actors:
-        ray.kill(actor, no_restart=True)
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        if time.monotonic() > deadline:
-            raise TimeoutError("killed actors have not exited")
-        time.sleep(0.05)
+        window_s = min(5.0, self._repeats * 1.0)
+        step("start", seconds["start"])
+        weigh("before")
+        noop = [life.seconds_of(lambda: life.of_all(actors, "membership")) for _ in range(3)]
+        step("ray_call", statistics.median(noop))
+        group["cpu_before"] = life.cpu_at_rest(window_s)
+        took: dict[str, float] = {}
+        with life.formed(actors, took) as formed:
+            step("form", took["form"])
+            group["cpu_formed"] = life.cpu_at_rest(window_s)
+            weigh("formed")
+            supervisor = formed._own("scale")
+            group["sent"] = sizes_of(supervisor.roster, supervisor._state.prepared)
+            group["pair"] = life.first_calls(actors, 4 * self._repeats)
+            life.of_all(actors, "call_neighbours")
+            weigh("neighbours")
+            step("first_calls", life.call_all_pairs(actors))
+            step("calls", life.call_all_pairs(actors))
+            weigh("talked")
+            self._kill(actors, formed, group, (self._repeats + 1) // 2)
+        step("shutdown", took["shutdown"])
+        again = []
+        for _ in range(3):
+            with life.formed(actors, took):
+                again.append(took["form"])
+        step("form_again", statistics.median(again))
+        stopped = [life.interrupt_forming(actors, part * seconds["form_again"]) for part in _INTERRUPTED_AT]
+        group["interrupted"] = [each for each in stopped if each]
+        step("interrupted", max((each["left"] for each in group["interrupted"]), default=0.0))
+        with life.formed(actors, took) as formed:
+            self._kill(actors, formed, group, self._repeats // 2)
+        step("ray_restart", life.kill_some(actors, None)["ray"])
 
-
-def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    def _kill(self, actors: list[Any], formed: rtr.Group, group: dict[str, Any], repeats: int) -> None:
+        """Kill every tenth member so often. In the first group, all have called each other, and do so again."""
+        size, talk = len(actors), "shutdown" not in group["seconds"]
+        for _ in range(repeats):
+            killed = {"talk": talk, **life.kill_some(actors, formed, first=len(group["kills"]))}
+            if talk:
+                killed["calls_after"] = life.call_all_pairs(actors)
+            group["kills"].append(killed)
+            self._keep()
+            print(
+                f"  {size} members: killed, {', '.join(f'{key} {value:.3g}' for key, value in killed.items())}",
+                flush=True,
+            )
+            if self._left() < 0:
+                raise OutOfTime(f"the time was up after {len(group['kills'])} kills")
 
 
 # --- bytes sent by the process that forms the group --------------------------------------------------------------
@@ -309,7 +241,7 @@ def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]
     share (``shared``) is sent to each node once.
     """
     info, first = roster.info(prepared), next(iter(roster.records))
-    listening = Listening(roster.name, roster.generation, prepared, TIMEOUT_S)
+    listening = Listening(roster.name, roster.generation, prepared, life.TIMEOUT_S)
     shared = sum(len(packed(message)) for message in (roster.description, listening))
     specs = {name: _size(roster.spec(name)) for name in roster.records}
     told = [_size(roster.arrival(name, info, prepared, (first,))) for name in roster.records if name != first]
@@ -356,7 +288,7 @@ def simulate(me: endpoint.Endpoint, members: int, hosts: int) -> dict[str, float
         prepared[name] = Prepared(agent=agent, addresses=addresses, retries={}, pid=record.probe.pid)
     took["tables_s"], sent = _timed(lambda: sizes_of(roster, prepared))
     one = next(iter(probes))
-    description, listening = packed(roster.description), packed(Listening("", "", prepared, TIMEOUT_S))
+    description, listening = packed(roster.description), packed(Listening("", "", prepared, life.TIMEOUT_S))
 
     def join() -> PeerTable:
         info = unpacked(description)
@@ -386,21 +318,10 @@ def slope(points: Mapping[int, float]) -> float:
     return float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
 
 
-# --- tables ------------------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------------------
 
-_MIB = 2**20
+_MIB, _GIB = 2**20, 2**30
 Group = Mapping[str, Any]
-#: By row, the steps of ``exercise`` whose seconds it shows.
-TIMES = {
-    "form the group (`init_group`)": ("form",),
-    "all-to-all calls, first time": ("first_calls",),
-    "all-to-all calls, again": ("calls",),
-    "kill every tenth member, until `on_change` has reported all": ("lost",),
-    # Ray answers for a restarted actor only after what the group has asked of it, so the second is nearly nothing.
-    "until all are back (`wait_ready`), with Ray's restart": ("ray_back", "rejoin"),
-    "all-to-all calls, after the restart": ("calls_after",),
-    "`shutdown`": ("shutdown",),
-}
 STAGES = {
     "before": "not joined; torch and raytorchrpc imported",
     "formed": "joined, no calls yet",
@@ -414,32 +335,78 @@ Figures = dict[tuple[str, str], float]
 
 
 def times(group: Group) -> Figures:
-    """The seconds of the steps."""
-    return {(label, "s"): sum(group["seconds"][step] for step in steps) for label, steps in TIMES.items()}
+    """The seconds of the steps that were measured."""
+    kills, took = group["kills"], group["seconds"]
+
+    def worst(
+        key: Callable[[Mapping[str, float]], float], among: Sequence[Mapping[str, float]] = kills
+    ) -> float | None:
+        return max(map(key, among), default=None)
+
+    rows = {
+        "Ray starts the actors": took.get("start"),
+        "Ray calls each actor once": took.get("ray_call"),
+        "form the group (`init_group`), fresh actors": took.get("form"),
+        "the same actors again": took.get("form_again"),
+        "all-to-all calls, first time": took.get("first_calls"),
+        "all-to-all calls, again": took.get("calls"),
+        "kill every tenth member, until `on_change` has reported all": worst(lambda kill: kill["lost"]),
+        "until Ray has restarted all of them": worst(lambda kill: kill["ray"]),
+        "from then until all are back (`wait_ready`)": worst(lambda kill: kill["ready"] - kill["ray"]),
+        "until all are back, together": worst(lambda kill: kill["ready"]),
+        "Ray's restart of as many without a group": took.get("ray_restart"),
+        "`shutdown`": took.get("shutdown"),
+        "Ctrl-C while it forms, until no member is in it": took.get("interrupted"),
+    }
+    return {(label, "s"): value for label, value in rows.items() if value is not None}
+
+
+def pairs(group: Group) -> Figures:
+    """Milliseconds of calls between two members."""
+    texts = {"first": "the first call", "first_worst": "the slowest first call", "again": "the next call"}
+    return {(text, "ms"): group["pair"][key] * 1e3 for key, text in texts.items()} if "pair" in group else {}
+
+
+def forming(group: Group) -> Figures:
+    """What the process that forms the group has, and its CPU time at rest."""
+    whole = {
+        (f"{what}, {text}", unit): group["forming"][stage][key] / scale
+        for what, key, unit, scale in (
+            ("private memory", "private", "MiB", _MIB),
+            ("descriptors", "descriptors", "", 1),
+            ("threads", "threads", "", 1),
+        )
+        for stage, text in (("before", "no group"), ("formed", "formed"), ("talked", "after all-to-all calls"))
+        if stage in group["forming"]
+    }
+    rest = {"cpu_before": "no group", "cpu_formed": "formed"}
+    cpu = {(f"CPU at rest, {text}", "% of a core"): group[key] for key, text in rest.items() if key in group}
+    return {**whole, **cpu}
 
 
 def traffic(group: Group) -> Figures:
     """What is sent to all members."""
     when = {"form": "the group forms", "rejoin": "one comes back"}
-    return {(f"sent to all members when {text}", "MB"): group["sent"][key] / 1e6 for key, text in when.items()}
+    sent = group.get("sent", {})
+    return {(f"sent to all members when {text}", "MB"): sent[key] / 1e6 for key, text in when.items() if key in sent}
 
 
 def gains(group: Group) -> Figures:
     """What each step adds to a member."""
     texts = {"formed": "joining", "neighbours": "calling two neighbours", "talked": "calling all members"}
     held, before = group["weights"], dict(zip(texts, STAGES, strict=False))
-    memory = {stage: max(0.0, held[stage]["private"] - held[before[stage]]["private"]) / _MIB for stage in texts}
-    return {
-        **{(f"memory added by {texts[stage]}, per member", "MiB"): added for stage, added in memory.items()},
-        **{(f"sockets of a member after {text}", ""): held[stage]["sockets"] for stage, text in texts.items()},
-    }
+    found: Figures = {}
+    for stage, text in texts.items():
+        if stage in held:
+            added = max(0.0, held[stage]["private"] - held[before[stage]]["private"]) / _MIB
+            found[f"memory added by {text}, per member", "MiB"] = added
+            found[f"sockets of a member after {text}", ""] = held[stage]["sockets"]
+    return found
 
 
-def tables(found: Mapping[str, Any], hosts: Sequence[Group]) -> dict[str, str]:
-    """Markdown, by the name of its place in ``docs/scale.md``."""
-    planned = found["planned"]
-    by_size = {f"{group['members']}": group for group in found["groups"]}
-    by_hosts = {f"{run['hosts']} x {run['members'] // run['hosts']}": run for run in hosts}
+def tables(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Markdown, by the name of its place in ``docs/scale.md``. ``runs``: one per machine."""
+    planned = runs[-1]["planned"]
     on_paper = {
         "planning": f"{show(planned['plan_s'])} s",
         "making and packing all messages of forming, and of a return": f"{show(planned['tables_s'])} s",
@@ -447,16 +414,26 @@ def tables(found: Mapping[str, Any], hosts: Sequence[Group]) -> dict[str, str]:
         "planning again when one member comes back": f"{show(planned['replan_s'])} s",
         "sent when one member comes back": f"{show(planned['rejoin_bytes'] / 1e6)} MB",
     }
-    left_out = "".join(f"\nNot measured: {reason}." for reason in found["left_out"])
     return {
-        "machine": f"Measured with `python -m benchmarks scale` on {found['machine']}.{left_out}",
-        "time": _table("members (s)", by_size, times),
-        **({"hosts": _table("hosts x members (s)", by_hosts, times)} if hosts else {}),
-        "memory": _memory(found),
-        "traffic": _table("members (MB)", by_size, traffic),
-        "laws": _laws(found["groups"]),
+        "machine": "\n".join(map(_described, runs)),
+        "memory": _of_each(runs, _memory),
+        "traffic": _of_each(runs[:1], lambda run: _table(run, traffic)),
+        "laws": _of_each(runs[:1], lambda run: _laws(run["groups"])),
         "on paper": grid([f"{planned['members']:,} members on {planned['hosts']} hosts", ""], on_paper.items()),
+        "pairs": _of_each(runs, lambda run: _table(run, pairs)),
+        "forming": _of_each(runs, lambda run: _table(run, forming)),
+        "time": _of_each(runs, lambda run: _table(run, times)),
     }
+
+
+def _described(run: Mapping[str, Any]) -> str:
+    left_out = "".join(f"\n  Not measured: {reason}." for reason in run["left_out"])
+    return f"- {run['machine']}; raytorchrpc {run['tree']}{left_out}"
+
+
+def _of_each(runs: Sequence[Mapping[str, Any]], table: Callable[[Mapping[str, Any]], str]) -> str:
+    """The table of each machine that has figures, below its number of cores."""
+    return "\n\n".join(f"On {run['cores']} cores:\n\n{table(run)}" for run in runs if run["groups"])
 
 
 def show(value: float) -> str:
@@ -467,27 +444,32 @@ def show(value: float) -> str:
     return f"{value:,.{min(digits, 6)}f}"
 
 
-def _table(head: str, groups: Mapping[str, Group], figures: Callable[[Group], Figures]) -> str:
-    columns = [figures(group) for group in groups.values()]
-    return grid([head, *groups], [[row[0], *(show(column[row]) for column in columns)] for row in columns[0]])
+def _table(run: Mapping[str, Any], figures: Callable[[Group], Figures]) -> str:
+    columns = {f"{group['members']}": figures(group) for group in run["groups"]}
+    rows = dict.fromkeys(row for column in columns.values() for row in column)
+    cells = ([" ".join(filter(None, (label, f"({unit})" if unit else ""))),
+              *(show(column[label, unit]) if (label, unit) in column else "" for column in columns.values())]
+             for label, unit in rows)  # fmt: skip
+    return grid(["members", *columns], list(cells))
 
 
-def _memory(found: Mapping[str, Any]) -> str:
-    rows = [["a plain Ray actor without torch", f"{found['alone']['private'] / _MIB:.1f}", *[""] * 4]]
-    for group in found["groups"]:
+def _memory(run: Mapping[str, Any]) -> str:
+    rows = []
+    for group in run["groups"]:
         for stage, label in STAGES.items():
-            one = group["weights"][stage]
-            memory = (f"{one[what] / _MIB:.1f}" for what in ("private", "pss"))
-            counts = (f"{one[what]:g}" for what in ("descriptors", "sockets", "threads"))
-            rows.append([f"{group['members']}: {label}", *memory, *counts])
+            if one := group["weights"].get(stage):
+                memory = (f"{one[what] / _MIB:.1f}" for what in ("private", "pss"))
+                counts = (f"{one[what]:g}" for what in ("descriptors", "sockets", "threads"))
+                rows.append([f"{group['members']}: {label}", *memory, *counts])
     return grid(["members", "private (MiB)", "PSS (MiB)", "descriptors", "of these sockets", "threads"], rows)
 
 
 def _laws(groups: Sequence[Group]) -> str:
     rows = []
-    points = [(group["members"], {**times(group), **traffic(group), **gains(group)}) for group in groups]
-    for label, unit in points[0][1]:
-        found = law({members: figures[label, unit] for members, figures in points})
+    points = {group["members"]: {**times(group), **traffic(group), **gains(group)} for group in groups}
+    labels = dict.fromkeys(label for figures in points.values() for label in figures)
+    for label, unit in labels:
+        found = law({members: figures[label, unit] for members, figures in points.items() if (label, unit) in figures})
         terms = ((found.a, ""), (found.b, " n"), (found.c, " n^2"))
         text = " + ".join(f"{value:.2g}{power}" for value, power in terms if value) or "0"
         far = f"{show(found.at(FAR))} {unit}".strip()

@@ -22,7 +22,7 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 import raytorchrpc as rtr
-from benchmarks import scale
+from benchmarks import _group_life as life
 from tests import insides
 
 TIMEOUT_S = 60.0
@@ -247,12 +247,12 @@ class Tasks:
             assert time.monotonic() < until, f"{name} does not know the group as it is"
 
     def exercise(self, hosts: list[str], each: int) -> dict[str, float]:
-        """The steps of ``benchmarks.scale`` with so many members on each host."""
-        cls = ray.remote(num_cpus=0, max_restarts=-1)(scale.Member)
+        """The life of a group with so many members on each host."""
+        cls = ray.remote(num_cpus=0, max_restarts=-1)(life.Member)
         places = [{host: 0.001} for _ in range(each) for host in hosts]
         members = [cls.options(resources=place).remote() for place in places]
         self._actors.update({f"scale-{rank}": member for rank, member in enumerate(members)})
-        return scale.exercise(members)
+        return life.exercise(members)
 
     def lanes(self, caller: str, target: str, traffic: str) -> list[tuple[str, str]]:
         """Each lane from here to there, and how it goes."""
