@@ -107,17 +107,24 @@ def selects(globs: tuple[str, ...], name: str) -> bool:
 
 @functools.lru_cache(64)
 def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(fnmatch.translate, globs)))
+    literal = [rf"{re.escape(glob)}\Z" for glob in globs if "[" in glob]  # a name such as layers[0].weight
+    return re.compile("|".join([*map(fnmatch.translate, globs), *literal]))
 
 
-def selected(globs: tuple[str, ...], names: Collection[str], store: str, may_be_none: bool = False) -> list[str]:
-    """Return the names that match. Raises ConfigurationError, which names the nearest, if there are none."""
+def selected(
+    globs: tuple[str, ...], names: Collection[str], store: str, *, strict: bool = True, may_be_none: bool = False
+) -> list[str]:
+    """Return the names that match.
+
+    Raises ConfigurationError, which names the nearest, for a glob that matches none; unless ``strict``, only if all do.
+    """
     found = [name for name in names if selects(globs, name)]
-    if not found and not may_be_none:
-        nearest = [near for glob in globs for near in difflib.get_close_matches(glob.strip("*"), names, 3, 0.0)]
+    idle = [glob for glob in globs if glob not in names and not any(fnmatch.fnmatchcase(name, glob) for name in found)]
+    if idle and not may_be_none and (strict or not found):
+        nearest = [near for glob in idle for near in difflib.get_close_matches(glob.strip("*"), names, 3, 0.0)]
         hint = f"; the nearest are {', '.join(map(repr, dict.fromkeys(nearest)))}" if nearest else ""
         raise ConfigurationError(
-            f"only={list(globs)} matches none of the {len(names)} names of the weights for {store!r}{hint}"
+            f"only={idle} matches none of the {len(names)} names of the weights for {store!r}{hint}"
         )
     return found
 
@@ -230,7 +237,7 @@ class Request(NamedTuple):
         """For the tensors of a model that ``options.only`` selects, with their scales. Raises ConfigurationError."""
         if not options.only:
             return Request(store, model, options, publishers)
-        names = set(selected(options.only, model, store))
+        names = set(selected(options.only, model, store, strict=options.strict))
         if isinstance(options.convert, BlockFp8):
             names |= {name + options.convert.suffix for name in names}
         mapping = {name: parts for name, parts in options.mapping.items() if name in names or name not in model}

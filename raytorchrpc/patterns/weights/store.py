@@ -171,7 +171,10 @@ class WeightStore(Handle):
         local, version = process_member(), checked_version("version", version)
         globs, shards = globs_of(only), shards_of(model, self._name)
         if globs:
-            shards = {name: shards[name] for name in selected(globs, shards, self._name, self._publishers is not None)}
+            shards = {
+                name: shards[name]
+                for name in selected(globs, shards, self._name, may_be_none=self._publishers is not None)
+            }
         tensors = {name: resolved(shard.tensor) for name, shard in shards.items()}
         places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
         if places and self._publishers is None:
@@ -281,8 +284,8 @@ class WeightStore(Handle):
             strict: the model must have exactly the published names. Otherwise the names that both have are pulled.
             mapping: other names, by name in the model: the published name, or the names of the parts that a fused
                 parameter has along its first dimension, in order. A shard of it has the same share of every part.
-            only: a glob of the model's names, or several. Brings these tensors; ``strict`` applies to them. The version
-                that it returns is a ``since`` for the same ``only``.
+            only: a name or glob of the model's names, or several. Brings these tensors; ``strict`` applies to them, and
+                each has to match. The version that it returns is a ``since`` for the same ``only``.
             timeout: seconds for the whole pull; None: ``rpc_timeout_s``.
             through_restarts: until ``timeout``, wait for publishers that are lost and restarted by Ray, and for the
                 versions that they publish then, instead of raising PeerLost, NotFound or Empty. If the home was

@@ -109,10 +109,25 @@ def test_names_have_to_be_the_same_among_those(members: Members) -> None:
     with pytest.raises(rtr.ConfigurationError, match="'lora_c' of the model was not published"):
         pulled(members, model(0, (*NAMES, "lora_c")), only="lora_*")
     assert pulled(members, model(0, ("lora_a", "lora_c")), only="lora_*", strict=False) == [1, 0]
+    mine = model(0)
+    with pytest.raises(rtr.ConfigurationError, match=r"only=\['lora_v'\] matches none of the 4 names .* are 'lora_b'"):
+        pulled(members, mine, only=["lora_a", "lora_v"])
+    with pytest.raises(rtr.ConfigurationError, match=r"'lora_b' is \(3, 4\) as published"):
+        pulled(members, {**mine, "lora_b": torch.zeros(3)}, only=["lora_a", "lora_b"])
+    assert values(mine) == [0, 0, 0, 0], "nothing is written unless all of those fit"
+    assert pulled(members, mine, only=["lora_a", "lora_v"], strict=False) == [0, 0, 1, 0]
     with pytest.raises(rtr.ConfigurationError, match="nearest are 'lora_b', 'lora_a'"):
         pulled(members, only="loar*")
     with pytest.raises(rtr.ConfigurationError, match="carry= brings whole tensors"):
         pulled(members, only="lora_*", carry=lambda version, tensors: None)
+
+
+def test_a_name_with_brackets_is_a_name(members: Members) -> None:
+    names = ("layers[0].w", "layers0.w", "layers[1].w")
+    with members.acting("home"):
+        rtr.WeightStore("w").publish(model(1, names))
+    assert pulled(members, model(0, names), only=names[0]) == [1, 1, 0], "as a glob, and as a name"
+    assert pulled(members, model(0, names[2:]), only=names[2:]) == [1]
 
 
 def test_what_other_tensors_of_the_model_take_is_not_lacking(members: Members) -> None:
