@@ -27,9 +27,11 @@ from raytorchrpc.patterns.queues.services import TAKE as TAKE
 from raytorchrpc.patterns.queues.services import WITHDRAW as WITHDRAW
 from raytorchrpc.patterns.weights.published import DELTAS as DELTAS
 from raytorchrpc.patterns.weights.published import EQUAL as EQUAL
+from raytorchrpc.patterns.weights.published import LAYOUT as LAYOUT
 from raytorchrpc.patterns.weights.published import LEASE as LEASE
 from raytorchrpc.patterns.weights.published import PIECES as PIECES
 from raytorchrpc.patterns.weights.published import TENSORS as TENSORS
+from raytorchrpc.patterns.weights.published import WAIT as WAIT
 from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.topology.endpoint import Endpoint
 

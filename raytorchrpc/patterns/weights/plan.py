@@ -252,7 +252,7 @@ def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], 
 
     What several have comes from the nearest; ``turn`` spreads readers over equally near ones.
     """
-    published = _published(request.publishers, layouts)
+    published = held_by_name(request.publishers, layouts)
     wrong: list[str] = []
     lacking, unpublished = list[str](), list[str]()
     if isinstance(request.options.convert, BlockFp8):
@@ -284,7 +284,8 @@ def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], 
     return transfers
 
 
-def _published(publishers: Sequence[str], layouts: Sequence[KnownLayout]) -> dict[str, list[Held]]:
+def held_by_name(publishers: Sequence[str], layouts: Sequence[KnownLayout]) -> dict[str, list[Held]]:
+    """What publishers have of each tensor, by its name."""
     found: dict[str, list[Held]] = {}
     for source, (publisher, layout) in enumerate(zip(publishers, layouts, strict=True)):
         for place, (name, dtype, shape, shard) in enumerate(layout.rows):
@@ -356,8 +357,8 @@ def _scales_held(held: Held, fp8: BlockFp8) -> Held:
 def _unquantizable(name: str, held: Sequence[Held], fp8: BlockFp8) -> list[str]:
     """Why publishers cannot convert a tensor to fp8."""
     dtype, shape = held[0].dtype, held[0].global_shape
-    if len({(one.global_shape, one.dtype) for one in held}) > 1:
-        return [f"{name!r} differs between publishers: {_shown(held)}"]
+    if (difference := differing(name, held)) is not None:
+        return [difference]
     if dtype not in SOURCES:
         return [f"{name!r} is {dtype} as published, and BlockFp8 converts {', '.join(sorted(SOURCES))}"]
     if len(shape) != 2:
@@ -423,9 +424,16 @@ def _fused(
     return found
 
 
-def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert) -> str | None:
+def differing(name: str, held: Sequence[Held]) -> str | None:
+    """What is amiss if publishers disagree on a tensor's global shape or dtype."""
     if len(held) > 1 and len({(one.global_shape, one.dtype) for one in held}) > 1:
         return f"{name!r} differs between publishers: {_shown(held)}"
+    return None
+
+
+def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert) -> str | None:
+    if (difference := differing(name, held)) is not None:
+        return difference
     shape, dtype = held[0].global_shape, held[0].dtype
     if shape != wanted.global_shape:
         is_whole = wanted.box.shape == wanted.global_shape and len(shape) == len(wanted.global_shape)

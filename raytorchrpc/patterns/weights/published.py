@@ -51,6 +51,7 @@ KIND = "weight store"
 
 #: Services of a home.
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
+LAYOUT = "raytorchrpc.weights.layout"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
 DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
@@ -383,6 +384,23 @@ class PublishedWeights(Readable, VersionWaits):
         """The newest version; 0 before the first."""
         return next(reversed(self._versions), 0)
 
+    def _find(self, version: int | None) -> Snapshot:
+        """A version (None: the newest). The caller holds the lock. Raises NotFound."""
+        if not self._versions:
+            raise NotFound(f"version {version or 1} of the weights is not there: none is published yet")
+        chosen = self._newest() if version is None else version
+        if (found := self._versions.get(chosen)) is None:
+            kept = ", ".join(map(str, self._versions))
+            raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
+        return found
+
+    def serve_layout(self, _: int, version: int | None) -> tuple[int, int, list[Row]]:
+        """Return a version (None: the newest), and the number and rows of its layout. Raises NotFound."""
+        with self._lock:
+            self._check_open()
+            found = self._find(version)
+        return found.version, found.layout.number, found.layout.rows
+
     def lease(
         self, rank: int, version: int | None, since: int | None, layout: int, seconds: float | None
     ) -> VersionLease | None:
@@ -391,16 +409,10 @@ class PublishedWeights(Readable, VersionWaits):
         ``seconds``: that its pull may take; None: the reader is this process, and certain to release it.
         """
         with self._lock:
-            if not self._versions:
-                if version is not None:
-                    raise NotFound(f"version {version} of the weights is not there: none is published yet")
+            if not self._versions and version is None:
                 return None
-            chosen = self._newest() if version is None else version
-            found = self._versions.get(chosen)
-            if found is None:
-                kept = ", ".join(map(str, self._versions))
-                raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
-            its_layout = found.layout
+            found = self._find(version)
+            chosen, its_layout = found.version, found.layout
             if chosen == since:
                 return VersionLease(chosen, 0, its_layout.number, None, None)
             number = self.pool.lease(found, rank, lease_end(seconds))
@@ -467,6 +479,7 @@ SERVICES = object_services(
     {
         WAIT: lambda weights, _, version, wait_s: weights.wait(version, time.monotonic() + wait_s),
         LEASE: PublishedWeights.serve_lease,
+        LAYOUT: PublishedWeights.serve_layout,
         ADVISE: PublishedWeights.serve_advise,
         REPORT: PublishedWeights.serve_report,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),

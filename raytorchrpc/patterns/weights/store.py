@@ -28,6 +28,7 @@ from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.process import threads
 
 
@@ -251,6 +252,28 @@ class WeightStore(Handle):
         yield from self._bind(local, wait_s)
         left = max(0.0, until - time.monotonic())
         return (yield from self._request(local, WAIT, (*self._address, version, left), left))  # type: ignore[no-any-return]
+
+    def layout(self, version: int | None = None, *, timeout: float | None = None) -> StoreLayout:
+        """Return names, dtypes, global shapes and shards of a version, without its tensors.
+
+        Blocks for one answer of each publisher. ``layout.empty()`` has tensors to pull into, so that a reader needs no
+        model: ``store.pull(layout.empty(), layout.version)``. The layout is a value, and does not keep its version.
+
+        Args:
+            version: None: the newest; if nothing is published yet, waits for the first version.
+            timeout: seconds; None: ``rpc_timeout_s``.
+
+        Raises:
+            NotFound: the version is not there, or no longer.
+            Empty: nothing was published in time.
+            PeerLost, RpcTimeout: a publisher is lost, or does not answer.
+            ConfigurationError: publishers disagree on a tensor's dtype or global shape.
+        """
+        version = checked_version("version", version)
+        local, wait_s = run(self._begin(timeout))
+        until = time.monotonic() + wait_s
+        run(self._bind(local, wait_s))
+        return describe(self, local, version, until, self.wait)
 
     def pull(
         self,
