@@ -33,10 +33,11 @@ _DMA_BUF_SUPPORTED = 124
 # GID tables have up to 256 slots, filled from the low end; each read is a query to the adapter.
 _GID_SLOTS = 32
 
-# More than glibc serves from memory that it kept (32 MiB), so these pages are new. Few of them are touched.
+# More than glibc serves from memory that it kept (32 MiB), so these pages are new.
 _TRIAL_BYTES = 64 << 20
-# A huge page takes one fault; a quarter of one takes 128 in small pages, or 8 in the middle-sized ones of new kernels.
-_FEW_FAULTS = 2
+# So many bytes of a quarter of a huge page are touched: in a huge page that takes one fault, in small pages or in the
+# middle-sized ones of new kernels one for each.
+_TOUCHED, _FEW_FAULTS = 8, 2
 
 
 def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = Path("/")) -> Endpoint:
@@ -112,21 +113,27 @@ def _interfaces(root: Path) -> tuple[Interface, ...]:
 
 
 def _huge_pages(root: Path) -> Literal["used", "unused", "forbidden"] | None:
-    """Found by a trial: torch reads its variable once, so the variable's present value may not be in effect."""
-    import torch
-
     mode, size = sysfs.huge_pages(root)
     if mode == "never":
         return "forbidden"
-    if not mode or not 0 < size <= _TRIAL_BYTES // 2:
-        return None
+    return _try_huge_pages(size) if mode and 0 < size <= _TRIAL_BYTES // 2 else None
+
+
+@functools.cache
+def _try_huge_pages(size: int) -> Literal["used", "unused"] | None:
+    """Whether memory of tensors is in huge pages of this size. Once: torch reads its variable once, so the variable's
+    present value may not be in effect.
+    """
+    import torch
+
     try:
         tensor = torch.empty(_TRIAL_BYTES, dtype=torch.uint8, device="cpu")
     except RuntimeError:  # no room for it
         return None
     start = tensor.data_ptr() + -tensor.data_ptr() % size
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    ctypes.memset(start, 0, size // 4)
+    for place in range(0, size // 4, size // 4 // _TOUCHED):
+        ctypes.memset(start + place, 0, 1)
     faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
     if faults == 0:  # memory that was in use before, or a kernel that does not count
         return None

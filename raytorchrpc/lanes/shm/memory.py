@@ -29,7 +29,7 @@ from raytorchrpc.tensors.dtypes import within
 SLOTS = 1 << 16
 _DATA = 1 << 20
 _PAGE = 4096
-#: States of a slot. A receiver clears the state; it is set otherwise, also while the slot is not in use.
+#: States of a slot. A receiver clears the state; it is set otherwise, also while the slot is not in use again.
 _FREE, _TAKEN = 0, 1
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 #: With up to this many slots in use, each ``take`` collects returned ones; with more, only when slots or bytes doubled.
@@ -55,13 +55,15 @@ class Arena:
         self.address = self._shared.address
         """The address by which peers map it."""
         self._bytes = self._shared.bytes
-        self._bytes[:SLOTS] = _TAKEN
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
         self.flat = torch.from_numpy(self._bytes)
         self._lock = threading.Lock()
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
-        self._numbers = list(range(SLOTS - 1, -1, -1))
+        self._numbers: list[int] = []
+        """Of slots that were returned."""
+        self._numbered = 0
+        """How many slots there ever were: the numbers below."""
         self._out: dict[int, tuple[Slot, str]] = {}
         """By number: the slot, and its owner."""
         self._filling: dict[int, bool] = {}
@@ -103,7 +105,7 @@ class Arena:
             return slot
 
     def _carve(self, wanted: int, owner: str) -> Slot | None:
-        if not self._numbers:
+        if not self._numbers and self._numbered == SLOTS:
             return None
         for place, (offset, size) in enumerate(self._holes):
             if size >= wanted:
@@ -111,7 +113,8 @@ class Arena:
                     del self._holes[place]
                 else:
                     self._holes[place] = (offset + wanted, size - wanted)
-                slot = Slot(self._numbers.pop(), offset, wanted)
+                slot = Slot(self._numbers.pop() if self._numbers else self._numbered, offset, wanted)
+                self._numbered = max(self._numbered, slot.number + 1)
                 self._bytes[slot.number] = _TAKEN
                 self._out[slot.number] = (slot, owner)
                 self._filling[slot.number] = False
@@ -123,7 +126,7 @@ class Arena:
         if len(self._out) <= 4 * _REAP_EACH_TIME:
             returned = [index for index in self._out if self._bytes[index] == _FREE]
         else:  # one scan of all states
-            cleared: list[int] = numpy.flatnonzero(self._bytes[:SLOTS] == _FREE).tolist()
+            cleared: list[int] = numpy.flatnonzero(self._bytes[: self._numbered] == _FREE).tolist()
             returned = [index for index in cleared if index in self._out]
         for index in returned:
             self._put_back(index)
