@@ -85,6 +85,30 @@ def test_in_the_learner_itself(actors: dict[str, Any], device: str) -> None:
     assert in_actor(actors["learner"], follow, store, device, 3) == 1
 
 
+@pytest.mark.parametrize("reader", ["learner", "same"])
+def test_an_iterator_with_a_stream_of_its_own(actors: dict[str, Any], reader: str) -> None:
+    """It stays current while the iterator is suspended, and writes to one tensor again and again."""
+    store = rtr.WeightStore(f"iterator {reader}", home="learner")
+
+    def made(value: int) -> Iterator[tuple[str, torch.Tensor]]:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            buffer = torch.zeros(SIZES[1], device="cuda")
+            for number in range(4):
+                torch.cuda._sleep(_LATE // 10)
+                yield f"layer{number}", buffer.fill_(value + number)
+
+    def publish() -> list[int]:
+        return [store.publish(made(value)) for value in (10, 20, 30)]
+
+    def see() -> list[set[int]]:
+        model = {f"layer{number}": torch.zeros(SIZES[1], device="cuda") for number in range(4)}
+        store.pull(model)
+        return [{int(tensor.min()), int(tensor.max())} for tensor in model.values()]
+
+    assert in_actor(actors["learner"], publish) == [1, 2, 3]
+    assert in_actor(actors[reader], see) == [{30}, {31}, {32}, {33}]
+
+
 def test_only_what_has_changed(actors: dict[str, Any]) -> None:
     store = rtr.WeightStore("changed", home="learner", track=True)
 

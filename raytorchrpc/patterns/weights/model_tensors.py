@@ -159,14 +159,15 @@ def shards_of(model: Any, store: str) -> dict[str, Shard]:
         model = ModuleState.of(model).saved
     if not isinstance(model, Mapping):
         raise ConfigurationError(f"weights must be a module or tensors by name, not a {type(model).__name__}")
-    shards = ((str(name), _shard_of(str(name), value, store)) for name, value in model.items())
+    shards = ((str(name), shard_of(str(name), value, store)) for name, value in model.items())
     return {name: shard for name, shard in shards if shard is not None}
 
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
-def _shard_of(name: str, value: Any, store: str) -> Shard | None:
+def shard_of(name: str, value: Any, store: str) -> Shard | None:
+    """One tensor of a model; see ``shards_of``. None: this process has nothing of it."""
     if type(value) in _PLAIN or (isinstance(value, torch.Tensor) and not _is_dtensor(value)):
         dense = _dense(name, value, store)
         shape = tuple(dense.shape)

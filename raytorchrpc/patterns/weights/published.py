@@ -23,6 +23,7 @@ from raytorchrpc.lanes.base import windows
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.waits import ReplyLock, Waits
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
+from raytorchrpc.patterns.weights.drafts import Draft, Pairs
 from raytorchrpc.patterns.weights.model_tensors import ties_of
 from raytorchrpc.patterns.weights.relays import RelayPlan
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Row
@@ -265,37 +266,40 @@ class PublishedWeights(Readable, VersionWaits):
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
-    def publish(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        version: int | None,
-        places: Mapping[str, PlaceInWhole] | None = None,
-        *,
-        staged: bool = False,
-        partial: bool = False,
-    ) -> int:
-        """Copy the tensors and make them the newest version. Blocks for the copy, and never for readers.
+    def copy(self, draft: Draft, pairs: Pairs, version: int | None) -> None:
+        """Copy what an iterator yields, before ``publish``. Other threads may publish meanwhile."""
+        with self._lock:
+            self._check_open()
+            self._number(version)
+            layout = self._layout
+        draft.copy(pairs, self.pool, layout)
 
-        ``staged``: older versions stay. ``partial``: all other tensors are those of the version before.
+    def _number(self, version: int | None) -> int:
+        """The number of the next version. The caller holds the lock. Raises ConfigurationError."""
+        if version is not None and version <= self._last:
+            raise ConfigurationError(f"version {version} is not newer than {self._last}, which is published already")
+        return self._last + 1 if version is None else version
+
+    def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> int:
+        """Make a draft the newest version. Blocks while tensors are copied, and never for readers.
+
+        ``staged``: older versions stay.
         """
         with self._publishing:
-            last = self.last()
-            if version is None:
-                version = last + 1
-            elif version <= last:
-                raise ConfigurationError(f"version {version} is not newer than {last}, which is published already")
             with self._lock:
                 self._check_open()
+                version = self._number(version)
                 before = next(reversed(self._versions.values()), None)
-            carried: frozenset[int] = frozenset()
-            if partial:
-                tensors, places, carried = complete(tensors, places or {}, before)
+            tensors, places, carried = draft.tensors, draft.places, frozenset[int]()
+            if draft.globs:  # all other tensors are those of the version before
+                tensors, places, carried = complete(tensors, places, before)
                 self._partial = True
-            layout = self._layout_of(tensors, places or {})
+            layout = self._layout_of(tensors, places)
             before = before if before is not None and before.layout is layout else None
-            sources, ties = list(tensors.values()), ties_of(dict(enumerate(tensors.values())))
+            memory = self._memory_for(draft, layout)
+            sources = list(tensors.values()) if tensors else memory.tensors
+            ties = ties_of(dict(enumerate(sources)))
             changed = self._changed(sources, version, before, carried)
-            memory = self.pool.memory(layout.specs)
             self._write(memory, sources, changed)
             deltas = None if before is None else self._deltas(memory, changed, version, before)
             if before is not None:
@@ -312,6 +316,17 @@ class PublishedWeights(Readable, VersionWaits):
             if before is not None:
                 convert_ahead(snapshot, before, self.pool)
         return version
+
+    def _memory_for(self, draft: Draft, layout: Layout) -> VersionMemory:
+        """Memory for a version. Moves the draft's own copies there, one after the other, unless they lie there."""
+        if draft.memory is not None and draft.layout is not None and draft.layout.specs == layout.specs:
+            return draft.memory
+        memory = self.pool.memory(layout.specs)
+        if draft.has_copies and not draft.globs:
+            for place, name in enumerate(layout.names):
+                memory.changed[place] = None
+                copy_tensors([memory.tensors[place]], [draft.tensors.pop(name)], self.pool.copy_bytes)
+        return memory
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -374,8 +389,9 @@ class PublishedWeights(Readable, VersionWaits):
         stale = [place for place, held in enumerate(memory.changed) if held != changed[place]]
         for place in stale:
             memory.changed[place] = None
-        targets = [memory.tensors[place] for place in stale]
-        copy_tensors(targets, [sources[place] for place in stale], self.pool.copy_bytes)
+        unwritten = [place for place in stale if sources[place] is not memory.tensors[place]]
+        targets = [memory.tensors[place] for place in unwritten]
+        copy_tensors(targets, [sources[place] for place in unwritten], self.pool.copy_bytes)
         memory.changed = list(changed)
 
     # --- reading -------------------------------------------------------------------------------------------------

@@ -10,11 +10,9 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple
-
-import torch
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
@@ -24,8 +22,8 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, 
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
+from raytorchrpc.patterns.weights.drafts import Draft, Pairs
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
-from raytorchrpc.patterns.weights.shards import PlaceInWhole
 
 #: The shards of one publisher.
 SHARDS = "weight shards"
@@ -289,23 +287,26 @@ def sources_of(store: Handle, committed: Committed | None) -> list[Handle]:
 def stage(
     store: Handle,
     publishers: Sequence[str],
-    tensors: Mapping[str, torch.Tensor],
-    places: Mapping[str, PlaceInWhole],
+    draft: Draft,
+    pairs: Pairs | None,
     version: int | None,
     timeout: float | None,
-    only: tuple[str, ...],
 ) -> Steps[int]:
-    """Publish this member's shards of a version; see ``WeightStore.publish``. ``only``: globs; none for all."""
+    """Publish this member's shards of a version; see ``WeightStore.publish``. ``pairs``: to be copied first."""
     local, wait_s = yield from begin(timeout)
-    until = time.monotonic() + wait_s
     if local.me.name not in publishers:
         raise ConfigurationError(
             f"{store.kind} {store.name!r} is published by {', '.join(publishers)}, not by {local.me.name!r}"
         )
+    until = time.monotonic() + wait_s
     yield from store._bind(local, wait_s)
     mine = shards_of_publisher(store, local.me.name, None)
     yield from mine._bind(local)
     weights: PublishedShards = mine._object(local)
+    if pairs is not None:
+        began = time.monotonic()
+        weights.copy(draft, pairs, version)
+        until += time.monotonic() - began
     me = (publishers.index(local.me.name), local.incoming.token, mine._instance_id)
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())
@@ -315,8 +316,8 @@ def stage(
             weights.keep(kept)
             version = number if version is None else version
         with weights.asking():
-            carried = (only, weights.newest()) if only else None
-            weights.publish(tensors, version, places, staged=True, partial=bool(only))
+            carried = (draft.globs, weights.newest()) if draft.globs else None
+            weights.publish(draft, version, staged=True)
             kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
         weights.keep(kept)
     return version

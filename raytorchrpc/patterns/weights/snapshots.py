@@ -312,6 +312,12 @@ class SnapshotPool:
             wait_for_read()
         return memory
 
+    def put_back(self, specs: Sequence[TensorSpec], memory: VersionMemory) -> None:
+        """Take back memory for which no snapshot was made. The thread that has written to it calls this."""
+        memory.own_reads.append(handoff_streams(memory.pieces))
+        with self._lock:
+            self._spare_memory(tuple(specs), None, memory)
+
     def drop_spare_memory(self) -> None:
         """Free unused memory, and what is in use once it is not: the layout has changed, or the store has ended."""
         with self._lock:
@@ -376,13 +382,17 @@ class SnapshotPool:
     def _reuse(self, snapshot: Snapshot) -> None:
         if snapshot.retired and not snapshot.readers:
             for name, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
-                spare = self._spare.get((snapshot.layout.specs, name))
-                if spare is not None:
-                    memory.unused_since = time.monotonic()
-                    spare.append(memory)
-                    if len(spare) > 1:
-                        self._deadlines.at(memory.unused_since + _UNUSED_S, self._shrink)
+                self._spare_memory(snapshot.layout.specs, name, memory)
             snapshot.converted = {}
+
+    def _spare_memory(self, specs: tuple[TensorSpec, ...], name: str | None, memory: VersionMemory) -> None:
+        """Keep memory for the next version, unless the layout has changed. The caller holds the lock."""
+        spare = self._spare.get((specs, name))
+        if spare is not None:
+            memory.unused_since = time.monotonic()
+            spare.append(memory)
+            if len(spare) > 1:
+                self._deadlines.at(memory.unused_since + _UNUSED_S, self._shrink)
 
     def _shrink(self) -> None:
         """Free memory that nobody has used for a while. What a busy store uses in turns, it keeps."""

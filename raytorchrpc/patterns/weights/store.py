@@ -19,11 +19,12 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, Ra
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
+from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
 from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
-from raytorchrpc.patterns.weights.model_tensors import Model, has_shards, resolved, shards_of
-from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
+from raytorchrpc.patterns.weights.model_tensors import Model, has_shards
+from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
@@ -148,7 +149,12 @@ class WeightStore(Handle):
     # --- publishing ----------------------------------------------------------------------------------------------
 
     def publish(
-        self, model: Model, version: int | None = None, *, only: Only | None = None, timeout: float | None = None
+        self,
+        model: Model | Pairs,
+        version: int | None = None,
+        *,
+        only: Only | None = None,
+        timeout: float | None = None,
     ) -> int:
         """Copy the model's tensors and make them the newest version; returns its number.
 
@@ -157,42 +163,40 @@ class WeightStore(Handle):
         is more than two versions ahead of another waits for it.
 
         Args:
-            model: a module, or tensors by name: tensors, DTensors or Shards. Of a DTensor, its local shard.
+            model: a module, or tensors by name: tensors, DTensors or Shards. Of a DTensor, its local shard. Or an
+                iterable of pairs (name, tensor), such as a generator that makes each tensor when it is asked for the
+                pair. Each one is copied, and dropped before the next is asked for. If the iterable raises, the version
+                does not exist, and the next takes its number.
             version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
                 that it had not published yet never exist, and the next number is higher than theirs.
-            only: a glob of names, or several. Copies these tensors; all others are those of the version before, which
+            only: a name or glob, or several. Copies these tensors; all others are those of the version before, which
                 must have them all. Every publisher has to give the same; some may have none of these tensors.
-            timeout: seconds to wait for other publishers; None: ``rpc_timeout_s``.
+            timeout: seconds to wait for other publishers, without the time that an iterable takes; None:
+                ``rpc_timeout_s``.
 
         Raises:
             ConfigurationError: this member does not publish to the store, something in the model is not a dense
-                tensor, or another publisher has given another ``only``.
+                tensor, an iterable has a name twice or no tensors, or another publisher has given another ``only``.
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
         local, version = process_member(), checked_version("version", version)
-        globs, shards = globs_of(only), shards_of(model, self._name)
-        if globs:
-            shards = {
-                name: shards[name]
-                for name in selected(globs, shards, self._name, may_be_none=self._publishers is not None)
-            }
-        tensors = {name: resolved(shard.tensor) for name, shard in shards.items()}
-        places = {name: (shard.global_shape, shard.offset) for name, shard in shards.items() if not shard.is_whole}
-        if places and self._publishers is None:
-            raise ConfigurationError(
-                f"{next(iter(places))!r} of the weights for {self._name!r} is a shard: name all members that have "
-                f"shards, as in WeightStore({self._name!r}, publishers=[...])"
-            )
+        draft, pairs = Draft(self._name, globs_of(only), self._publishers is not None), None
+        if are_pairs(model):
+            pairs = model
+        else:
+            draft.take(model)
         with _spanning(local, "publish", self._key) as about:
-            about["bytes"] = size = sum(tensor.nbytes for tensor in tensors.values())
             if self._publishers is not None:
                 instead = "`await asyncio.to_thread(store.publish, model)`"
                 refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
-                steps = stage(self, self.publishers, tensors, places, version, timeout, globs)
-                about["version"] = newest = run(steps)
+                newest = run(stage(self, self.publishers, draft, pairs, version, timeout))
             else:
-                about["version"] = newest = self._at_home(local).publish(tensors, version, partial=bool(globs))
-            local.weights.published(self._key, newest, size)
+                weights = self._at_home(local)
+                if pairs is not None:
+                    weights.copy(draft, pairs, version)
+                newest = weights.publish(draft, version)
+            about.update(version=newest, bytes=draft.nbytes)
+            local.weights.published(self._key, newest, draft.nbytes)
         return newest
 
     def broadcast(self, carry: Carry, version: int | None = None) -> int:

@@ -15,6 +15,7 @@ from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import Borrower, Lender
+from raytorchrpc.patterns.weights.drafts import Draft
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
 from raytorchrpc.patterns.weights.snapshots import VersionMemory, equal_bits
@@ -39,6 +40,12 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Published
     return PublishedWeights(local, (keep, track))
 
 
+def publish(weights: PublishedWeights, tensors: dict[str, torch.Tensor], version: int | None = None) -> int:
+    draft = Draft("w", (), False)
+    draft.take(tensors)
+    return weights.publish(draft, version)
+
+
 def reader(pid: int, node: str = "here") -> Any:
     return SimpleNamespace(node_id=node, pid=pid)
 
@@ -61,11 +68,11 @@ def look(weights: PublishedWeights, version: int | None = None, since: int | Non
 
 def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlines) -> None:
     weights, addresses = store(deadlines), set()
-    assert weights.publish(model(1), None) == 1
+    assert publish(weights, model(1)) == 1
     first = look(weights)
     (held,) = read(weights, first.lease)
     for value in range(2, 8):
-        weights.publish(model(value), None)
+        publish(weights, model(value))
         current = look(weights)
         assert (current.version, bool((held == 1).all())) == (value, True)
         (tensor,) = read(weights, current.lease)
@@ -83,15 +90,15 @@ def test_memory_that_is_used_in_turns_is_kept_and_freed_once_it_is_not(deadlines
     allocate = VersionMemory.__init__
     monkeypatch.setattr(VersionMemory, "__init__", lambda self, *args: (made.append(self), allocate(self, *args))[1])
     for _ in range(3):
-        leases = [(weights.publish(model(1), None), look(weights).lease)[1] for _ in range(5)]  # slow readers
-        weights.publish(model(1), None)
+        leases = [(publish(weights, model(1)), look(weights).lease)[1] for _ in range(5)]  # slow readers
+        publish(weights, model(1))
         for lease in leases:
             weights.pool.release(lease)
     assert len(made) == 6, "each reader had a version, one more was the newest"
     size = weights.held // len(made)
     made.clear()
     assert wait_until(lambda: weights.held == 2 * size, LONG), "the newest version, and memory for the next"
-    weights.publish(model(1), None)
+    publish(weights, model(1))
     assert not made
 
 
@@ -100,12 +107,12 @@ def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
     assert look(weights) is None
     with pytest.raises(NotFound, match="none is published yet"):
         look(weights, version=3)
-    weights.publish(model(5), 5)
+    publish(weights, model(5), 5)
     with pytest.raises(ConfigurationError, match="version 5 is not newer than 5"):
-        weights.publish(model(5), 5)
-    weights.publish(model(6), None)
+        publish(weights, model(5), 5)
+    publish(weights, model(6))
     assert look(weights, version=5).version == 5
-    weights.publish(model(9), 9)
+    publish(weights, model(9), 9)
     with pytest.raises(NotFound, match=r"version 5 of the weights is not there, or no longer \(there: 6, 9\)"):
         look(weights, version=5)
     assert look(weights, since=9).lease == 0, "it is there already"
@@ -114,7 +121,7 @@ def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
 def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadlines, monkeypatch: Any) -> None:
     monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
-    weights.publish(model(1), None)
+    publish(weights, model(1))
     silent = weights.lease(1, None, None, 0, 0.02)
     weights.lease(2, None, None, 0, LONG)
     assert silent is not None and wait_until(lambda: weights.pool.readers == 1, LONG)
@@ -132,7 +139,7 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines,
     monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.5)
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._CHECK_S", 0.01)
     weights = store(deadlines)
-    weights.publish(model(1), None)
+    publish(weights, model(1))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         readers.update({1: reader(process.pid), 2: reader(process.pid, "elsewhere")})
         near, far = weights.lease(1, None, None, 0, LONG), weights.lease(2, None, None, 0, 0.0)
@@ -141,7 +148,7 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines,
             weights.lose(rank)
         held = [read(weights, lease)[0] for lease in (near.lease, far.lease)]
         for value in range(2, 5):
-            weights.publish(model(value), None)
+            publish(weights, model(value))
         assert all(bool((tensor == 1).all()) for tensor in held)
     assert wait_until(lambda: weights.pool.readers == 0, LONG)
 
@@ -150,12 +157,12 @@ def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: 
     """A broadcast may take as long as the slowest of those who take part."""
     monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
-    weights.publish(model(1), None)
+    publish(weights, model(1))
     limited, own = weights.lease(1, None, None, 0, 0.0), weights.lease(0, None, None, 0, None)
     assert limited is not None and own is not None and wait_until(lambda: weights.pool.readers == 1, LONG)
     (held,) = read(weights, own.lease)
     for value in range(2, 5):
-        weights.publish(model(value), None)
+        publish(weights, model(value))
     assert bool((held == 1).all())
     weights.pool.release(own.lease)
     assert weights.pool.readers == 0
@@ -165,12 +172,12 @@ def test_changes_are_seen_however_they_were_made(deadlines: Deadlines) -> None:
     weights = store(deadlines, track=True)
     layer = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     optimizer = torch.optim.SGD(layer[1].parameters(), lr=0.1)
-    weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
+    publish(weights, {name: tensor.detach() for name, tensor in layer.state_dict().items()})
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
+    publish(weights, {name: tensor.detach() for name, tensor in layer.state_dict().items()})
     layer[0].bias.data.numpy()[1] = -0.0 if layer[0].bias[1] == 0 else 0.0
-    weights.publish({name: tensor.detach() for name, tensor in layer.state_dict().items()}, None)
+    publish(weights, {name: tensor.detach() for name, tensor in layer.state_dict().items()})
     names = list(layer.state_dict())
 
     def changed(since: int) -> list[str]:
@@ -182,7 +189,7 @@ def test_changes_are_seen_however_they_were_made(deadlines: Deadlines) -> None:
     assert changed(2) == ["0.bias"]
     assert changed(1) == ["0.bias", "1.weight", "1.bias"]
     assert look(weights, since=None).changed is None
-    weights.publish({"other": torch.ones(2)}, None)
+    publish(weights, {"other": torch.ones(2)})
     assert look(weights, since=3).changed == [0], "of another model everything is new"
 
 
@@ -192,7 +199,7 @@ def test_a_tensor_that_has_not_changed_is_not_copied_again(deadlines: Deadlines,
     weights, given = store(deadlines, track=True), {name: torch.ones(3) for name in "abc"}
     for value in range(5):
         given["b"].fill_(value)
-        weights.publish(given, None)
+        publish(weights, given)
     assert [len(targets) for targets, *_ in copies] == [3, 3, 1, 1, 1]
     found = look(weights)
     assert [float(tensor[0]) for tensor in read(weights, found.lease, (0, None), (1, None))] == [1.0, 4.0]

@@ -1,0 +1,376 @@
+"""Versions whose tensors an iterator makes one at a time, between members of one process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from tests.unit.members import Members, spied
+from tests.unit.patterns.weight_values import values
+
+NAMES = tuple(f"layer{number}" for number in range(5))
+SHAPE = (3, 4)
+
+
+def pairs(value: float, names: tuple[str, ...] = NAMES) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        yield name, torch.full(SHAPE, float(value))
+
+
+def publish(members: Members, given: Any, settings: dict[str, Any] | None = None, **options: Any) -> int:
+    with members.acting("home"):
+        return rtr.WeightStore("w", **settings or {}).publish(given, **options)
+
+
+def pulled(members: Members, names: tuple[str, ...] = NAMES, **options: Any) -> list[float]:
+    mine = {name: torch.zeros(SHAPE) for name in names}
+    with members.acting("a"):
+        rtr.WeightStore.find("w").pull(mine, **options)
+    return values(mine)
+
+
+def test_each_tensor_is_made_when_it_is_copied_and_none_is_kept(members: Members) -> None:
+    """Of the first version, of others like it, and of those with another layout."""
+    most = 0
+
+    def counted(value: float, names: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        made: list[weakref.ref[torch.Tensor]] = []
+        for name in names:
+            tensor = torch.full(SHAPE, value)
+            made.append(weakref.ref(tensor))
+            pair = name, tensor
+            del tensor
+            yield pair
+            del pair
+            most = max(most, sum(ref() is not None for ref in made))
+
+    for value, names in enumerate((NAMES, NAMES, NAMES[::-1], NAMES[1:], (*NAMES, "more")), 1):
+        assert publish(members, counted(float(value), names)) == value
+        assert pulled(members, names) == [value] * len(names)
+    assert most == 0, "tensors that were given are alive when the next is made"
+
+
+def test_a_version_takes_its_own_memory_and_a_bucket(members: Members) -> None:
+    """The first one, a later one, and one of another layout: its tensors are copied, and the copies move."""
+    size, count = 8 << 20, 32
+
+    def peak_of(names: list[str]) -> int:
+        """By how many bytes this process grew at most."""
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")  # begins to measure again
+        before = resident("VmRSS")
+        publish(members, ((name, torch.ones(size // 4)) for name in names))
+        return resident("VmHWM") - before
+
+    names = [f"layer{number}" for number in range(count)]
+    peaks = [peak_of(names), peak_of(names), peak_of(names[1:])]
+    whole, bucket, noise = size * count, 64 << 20, 64 << 20
+    assert max(peaks) <= whole + bucket + noise < 2 * whole, peaks
+    assert min(peaks[:2]) > whole * 3 / 4, "the measure sees what is copied"
+
+
+def resident(field: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))
+
+
+def test_a_later_version_is_copied_once(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(members, pairs(1))
+    copies = spied(monkeypatch, "raytorchrpc.patterns.weights.drafts.copy_tensors")
+    moves = spied(monkeypatch, "raytorchrpc.patterns.weights.published.copy_tensors")
+    publish(members, pairs(2))
+    assert [len(targets) for targets, *_ in copies] == [1] * 5 and not any(targets for targets, *_ in moves)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_an_iterator_that_raises_makes_no_version(members: Members, before: int) -> None:
+    for value in range(1, before + 1):
+        publish(members, pairs(value))
+    is_closed = False
+
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal is_closed
+        try:
+            yield from pairs(8, NAMES[:3])
+            raise ValueError("no more")
+        finally:
+            is_closed = True
+
+    held = members.served("weight store", "w").pool.held if before else 0
+    with pytest.raises(ValueError, match="no more"):
+        publish(members, breaks())
+    assert is_closed
+    assert not before or (pulled(members) == [before] * 5 and members.served("weight store", "w").kept == (before,))
+    if before == 2:
+        assert members.served("weight store", "w").pool.held == held, "its memory is that of the next version"
+    assert publish(members, pairs(9)) == before + 1
+    assert pulled(members) == [9] * 5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("layer0", torch.zeros(SHAPE)), "have 'layer0' twice"),
+        (("more", 3), "'more' of the weights for 'w' is a int, not a tensor"),
+        (("more", torch.zeros(SHAPE, device="meta")), "'more' of the weights for 'w' is not a dense tensor"),
+        (("more", rtr.Shard(torch.zeros(SHAPE), (6, 4), (0, 0))), "'more' .* is a shard: name all members"),
+        ((torch.zeros(SHAPE), "more"), "have a tuple where a pair"),
+        (torch.zeros(2, 3), "have a Tensor where a pair"),
+        ("ab", "have a str where a pair"),
+    ],
+)
+def test_what_is_no_tensor_under_a_name_of_its_own_is_refused(members: Members, wrong: Any, message: str) -> None:
+    publish(members, pairs(1))
+    is_closed = False
+
+    def given() -> Iterator[Any]:
+        nonlocal is_closed
+        try:
+            yield from pairs(2)
+            yield wrong
+            raise AssertionError("nothing more is asked for")
+        finally:
+            is_closed = True
+
+    with pytest.raises(rtr.ConfigurationError, match=message):
+        publish(members, given())
+    assert is_closed, "the generator ends at once, not when the error is forgotten"
+    assert pulled(members) == [1] * 5
+
+
+def test_an_iterator_that_was_used_before_is_no_empty_version(members: Members) -> None:
+    once = pairs(1)
+    publish(members, once)
+    with pytest.raises(rtr.ConfigurationError, match="has no tensors: was the iterator used before"):
+        publish(members, once)
+    assert pulled(members) == [1] * 5
+
+
+def test_a_number_that_is_too_low_is_refused_before_any_tensor_is_made(members: Members) -> None:
+    publish(members, pairs(1), version=7)
+
+    def unasked() -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError
+        yield
+
+    with pytest.raises(rtr.ConfigurationError, match="version 7 is not newer than 7"):
+        publish(members, unasked(), version=7)
+
+
+def test_other_members_and_other_threads_go_on_meanwhile(members: Members) -> None:
+    """Also if the iterator itself publishes or pulls."""
+    with members.acting("home"), ThreadPoolExecutor(1) as pool:
+        store, mine = rtr.WeightStore("w", keep=3), {name: torch.zeros(SHAPE) for name in NAMES}
+        store.publish(pairs(1))
+
+        def nested() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in pairs(4):
+                if name == NAMES[2]:
+                    assert pool.submit(store.publish, dict(pairs(2))).result(20) == 2
+                    assert store.publish(pairs(3)) == 3
+                    assert store.pull(mine) == 3
+                yield name, tensor
+
+        assert store.publish(nested()) == 4
+        for version in (2, 3, 4):
+            assert store.pull(mine, version) == version and values(mine) == [version] * 5
+
+
+def test_a_layout_that_another_thread_changes_meanwhile(members: Members) -> None:
+    with members.acting("home"):
+        store = rtr.WeightStore("w", keep=2)
+        store.publish(pairs(1))
+
+        def nested() -> Iterator[tuple[str, torch.Tensor]]:
+            yield NAMES[0], torch.full(SHAPE, 3.0)
+            store.publish({"other": torch.full(SHAPE, 2.0)})
+            yield from pairs(3, NAMES[1:])
+
+        assert store.publish(nested()) == 3
+    assert pulled(members) == [3] * 5 and pulled(members, ("other",), version=2) == [2]
+
+
+def test_names_in_another_order_are_the_same_layout(members: Members) -> None:
+    publish(members, pairs(1))
+    with members.acting("a"):
+        layout = rtr.WeightStore.find("w").layout()
+    publish(members, pairs(2, NAMES[::-1]))
+    with members.acting("a"):
+        assert rtr.WeightStore.find("w").layout().tensors == layout.tensors
+    assert pulled(members) == [2] * 5
+
+
+def test_what_is_given_may_be_written_again_for_the_next(members: Members) -> None:
+    """And tensors that had one memory, one after the other, are not taken for one tensor."""
+
+    def reused(first: float) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.zeros(SHAPE)
+        for value, name in enumerate(NAMES):
+            yield name, buffer.fill_(first + value)
+
+    for first in (1.0, 10.0):
+        publish(members, reused(first))
+        assert pulled(members) == [first + value for value in range(5)]
+    tied = torch.zeros(SHAPE)
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="are one tensor in the model, but differ"):
+        rtr.WeightStore.find("w").pull({name: tied for name in NAMES})
+
+
+def test_tied_tensors(members: Members) -> None:
+    """Names of one tensor are published as tensors of their own, which are equal."""
+    one = torch.full(SHAPE, 3.0)
+    publish(members, iter({"embed": one, "head": one}.items()))
+    tied = torch.zeros(SHAPE)
+    with members.acting("a"):
+        assert rtr.WeightStore.find("w").pull({"embed": tied, "head": tied}) == 1
+    assert torch.equal(tied, one)
+
+
+def test_modules_and_lists_of_pairs(members: Members) -> None:
+    layer, mine = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    publish(members, layer.named_parameters())
+    with members.acting("a"):
+        rtr.WeightStore.find("w").pull(mine)
+    assert torch.equal(mine.weight, layer.weight)
+    publish(members, list(pairs(2)))
+    assert pulled(members) == [2] * 5
+
+
+def test_views_without_an_order_of_their_own(members: Members) -> None:
+    turned = torch.arange(12.0).view(4, 3).t()
+    conjugated = torch.complex(torch.ones(2), torch.ones(2)).conj()
+    publish(members, iter({"turned": turned, "conjugated": conjugated}.items()))
+    mine = {"turned": torch.zeros(SHAPE), "conjugated": torch.zeros(2, dtype=torch.complex64)}
+    with members.acting("a"):
+        rtr.WeightStore.find("w").pull(mine)
+    assert torch.equal(mine["turned"], turned) and torch.equal(mine["conjugated"], conjugated)
+
+
+# --- with the options of publish and pull -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_only_some_of_an_iterator(members: Members, track: bool) -> None:
+    settings = {"track": track, "keep": 2}
+    publish(members, pairs(1), settings)
+    for value in (2, 3, 4):
+        publish(members, pairs(value), settings, only=["layer1", "layer3"])
+        assert pulled(members) == [1, value, 1, value, 1]
+    publish(members, pairs(5, NAMES[1:2]), settings, only="layer1")
+    assert pulled(members) == [1, 5, 1, 4, 1] and pulled(members, version=4) == [1, 4, 1, 4, 1]
+    with pytest.raises(rtr.ConfigurationError, match=r"only=\['layer7'\] matches none of the 5 names"):
+        publish(members, pairs(6), settings, only=["layer1", "layer7"])
+    with pytest.raises(rtr.ConfigurationError, match="'more' is not in the version before"):
+        publish(members, pairs(6, ("more",)), settings, only="more")
+    assert pulled(members) == [1, 5, 1, 4, 1]
+
+
+def test_since_brings_what_has_changed(members: Members) -> None:
+    settings = {"track": True}
+    publish(members, pairs(1), settings)
+    mine = {name: torch.zeros(SHAPE) for name in NAMES}
+    with members.acting("a"):
+        store = rtr.WeightStore.find("w")
+        assert store.pull(mine) == 1
+    mine["layer0"].fill_(-1)  # it would be brought if it counted as changed
+    publish(members, iter([*pairs(1, NAMES[:1]), *pairs(2, NAMES[1:])]), settings)
+    with members.acting("a"):
+        assert store.pull(mine, since=1) == 2
+    assert values(mine) == [-1, 2, 2, 2, 2]
+
+
+def test_readers_convert_it(members: Members) -> None:
+    weight = torch.randn(8, 8)
+    publish(members, iter([("weight", weight)]))
+    mine = {"weight": torch.zeros(8, 8, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(1, 1)}
+    with members.acting("a"):
+        store = rtr.WeightStore.find("w")
+        store.pull(mine, convert=rtr.BlockFp8())
+        half = {"weight": torch.zeros(8, 8, dtype=torch.bfloat16)}
+        store.pull(half, convert=True)
+    assert torch.allclose(mine["weight"].float() * mine["weight_scale_inv"], weight, rtol=0.07, atol=0.02)
+    assert torch.equal(half["weight"], weight.bfloat16())
+
+
+# --- several publishers ---------------------------------------------------------------------------------------------
+
+PUBLISHERS = ("a", "b")
+
+
+def halves(number: int, value: float) -> Iterator[tuple[str, Any]]:
+    yield "rows", rtr.Shard(torch.full((2, 3), value), (4, 3), (2 * number, 0))
+    yield "both", torch.full((3,), value)
+
+
+def sharded() -> rtr.WeightStore:
+    return rtr.WeightStore("s", publishers=PUBLISHERS)
+
+
+def pulled_rows(members: Members) -> tuple[int, list[float]]:
+    mine = torch.zeros(4, 3)
+    with members.acting("home"):
+        version = sharded().pull({"rows": mine}, only="rows")
+    return version, mine[:, 0].tolist()
+
+
+def test_shards_of_several_publishers(members: Members) -> None:
+    for value in (1.0, 2.0, 3.0):
+        for number, name in enumerate(PUBLISHERS):
+            with members.acting(name):
+                assert sharded().publish(halves(number, value)) == value
+        assert pulled_rows(members) == (value, [value] * 4)
+
+
+def test_a_publisher_whose_iterator_raises_publishes_that_version_later(members: Members) -> None:
+    def breaks() -> Iterator[tuple[str, Any]]:
+        yield from halves(1, 7.0)
+        raise ValueError("no more")
+
+    for number, name in enumerate(PUBLISHERS):
+        with members.acting(name):
+            sharded().publish(halves(number, 1.0))
+    with members.acting("a"):
+        assert sharded().publish(halves(0, 2.0)) == 2
+    with members.acting("b"):
+        with pytest.raises(ValueError, match="no more"):
+            sharded().publish(breaks())
+        assert pulled_rows(members) == (1, [1.0] * 4)
+        members_store = sharded()
+    with members.acting("b"):
+        assert members_store.publish(halves(1, 2.0)) == 2
+    assert pulled_rows(members) == (2, [2.0] * 4)
+
+
+def test_the_time_of_an_iterator_is_not_that_of_waiting_for_others(members: Members) -> None:
+    waited: list[float] = []
+
+    def slow() -> Iterator[tuple[str, Any]]:
+        import threading
+
+        threading.Event().wait(0.3)
+        waited.append(0.3)
+        yield from halves(0, 1.0)
+
+    with members.acting("a"):
+        assert sharded().publish(slow(), timeout=0.25) == 1
+    with members.acting("b"):
+        assert sharded().publish(halves(1, 1.0)) == 1
+    assert waited and pulled_rows(members) == (1, [1.0] * 4)
+
+
+def test_only_members_that_publish_ask_for_tensors(members: Members) -> None:
+    def unasked() -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError
+        yield
+
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="is published by a, b, not by 'home'"):
+        sharded().publish(unasked())
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="lives in member 'home': publish there"):
+        rtr.WeightStore("w", home="home").publish(unasked())
