@@ -124,11 +124,16 @@ def lane(name: str) -> Lane:
 def resolve(row: Lane, reference: str) -> Callable[..., Any]:
     """The function that a row names; imports its module. Raises ConfigurationError if that fails."""
     try:
-        function: Callable[..., Any] = pkgutil.resolve_name(reference)
+        return _resolved(reference)
     except Exception as error:
         source = "" if row.name in _BUILT_IN else f" of {_described(_installed()[row.name][0])}"
         raise ConfigurationError(f"lane {row.name!r}{source}: {reference!r} cannot be imported: {error!r}") from error
-    return function
+
+
+@functools.cache
+def _resolved(reference: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = pkgutil.resolve_name(reference)
+    return found
 
 
 def distributions(lanes: Sequence[str]) -> dict[str, str]:

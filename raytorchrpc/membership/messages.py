@@ -84,9 +84,14 @@ class GroupInfo(NamedTuple):
 
     def with_agents(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
         """With the torchrpc names and ids that the members' processes have."""
-        agents = ((member, prepared[member.name].agent) for member in self.members)
-        members = (replace(member, rpc_name=agent.name, worker_id=agent.worker_id) for member, agent in agents)
-        return self._replace(members=tuple(members))
+
+        def with_agent(member: Member) -> Member:
+            agent = prepared[member.name].agent
+            if (agent.name, agent.worker_id) == (member.rpc_name, member.worker_id):
+                return member  # as the driver has planned it, nearly always
+            return replace(member, rpc_name=agent.name, worker_id=agent.worker_id)
+
+        return self._replace(members=tuple(map(with_agent, self.members)))
 
 
 class Listening(NamedTuple):

@@ -48,10 +48,12 @@ def exposed(function: Any) -> Exposed | None:
 
 def methods_of(instance: Any) -> dict[str, Exposed]:
     """The methods of an actor that ``rtr.method`` exposes, by name; none of None, which is a driver."""
-    cls = type(instance)
+    attributes: dict[str, Any] = {}
+    for cls in reversed(type(instance).__mro__ if instance is not None else ()):
+        attributes.update(vars(cls))  # getattr would run the class's own descriptors
     found = {}
-    for name in dir(cls) if instance is not None else ():
-        function = inspect.getattr_static(cls, name, None)  # getattr would run the class's own descriptors
+    for name in sorted(attributes):
+        function = attributes[name]
         note = exposed(function)
         if note is not None:
             # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.

@@ -93,6 +93,11 @@ class FabricPeer(NamedTuple):
     inverse_map: DeviceDict
     """Own GPU -> the peer's GPU, for results: the inverse of the peer's map to this process."""
 
+    @property
+    def host(self) -> str:
+        """The address in the URL."""
+        return self.url.partition("//")[2].rpartition(":")[0].strip("[]")
+
 
 class AgentIdentity(NamedTuple):
     """Identity of the agent that runs in this process. The driver receives it before it plans the group."""
@@ -353,11 +358,11 @@ class Fabric:
             for peer in peers:
                 if (known := self._peers.get(peer.name)) is not None and known.peer == peer:
                     continue
-                self.remove_peer(peer.name)
                 if self._agent is None:
                     self._coming[peer.name] = peer
                     self._note_id(peer)
                 else:
+                    self.remove_peer(peer.name)
                     self._add_peer(peer, renew=peer.worker_id in self._spoilt)
 
     def _note_id(self, peer: FabricPeer) -> None:

@@ -22,7 +22,6 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, Remo
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
-from raytorchrpc.process import fork
 from raytorchrpc.process.this_process import MallocTrimmer
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -75,8 +74,9 @@ class TorchRpcLane(MessageLane):
         if (identity := self._fabric.identity) is not None:
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
-        self.hosts.update({peer.peer: host for peer in peers for host, _ in fork.addresses_in(peer.address.url)})
-        self._fabric.add_peers([peer.address._replace(inverse_map=peer.devices_back) for peer in peers])
+        self.hosts.update({peer.peer: peer.address.host for peer in peers})
+        addresses = ((peer.address, peer.devices_back) for peer in peers)
+        self._fabric.add_peers([its._replace(inverse_map=back) if back else its for its, back in addresses])
 
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
