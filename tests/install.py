@@ -41,7 +41,8 @@ TRIALS = {
 }
 WHATEVER_IS_THERE = "import importlib, pkgutil, raytorchrpc\n" + (
     "for found in pkgutil.walk_packages(raytorchrpc.__path__, 'raytorchrpc.'):\n"
-    "    if not found.name.startswith(('raytorchrpc.cli', 'raytorchrpc.bench', 'raytorchrpc.manifest')) "
+    "    if not found.name.startswith(('raytorchrpc.cli', 'raytorchrpc.bench', 'raytorchrpc.manifest', "
+    "'raytorchrpc.integrations.')) "
     "and not found.name.endswith('__main__'):\n"
     "        importlib.import_module(found.name)\n"
     "print('imported', raytorchrpc.__file__)"

@@ -29,6 +29,7 @@ from torch._C._distributed_rpc import (
 from torch.distributed import distributed_c10d
 from torch.distributed.rpc import api as rpc_api
 from torch.distributed.rpc import internal as rpc_internal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 DeviceDict = Mapping[int, int]
 #: The C++ base class of ``rpc.RRef``.
 RREF_TYPE: type[Any] = PyRRef
+#: The base class of what sees each operation on tensors, in ``__torch_dispatch__``.
+DispatchMode: Any = TorchDispatchMode
 
 
 def current_cuda_stream(device: int) -> int:

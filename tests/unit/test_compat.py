@@ -269,3 +269,18 @@ def begin_and_abort_process_groups() -> None:
 def test_process_groups_can_be_ended_though_somebody_is_gone(process: Process) -> None:
     """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
     process.run(begin_and_abort_process_groups)
+
+
+def test_operations_on_tensors_can_be_recorded() -> None:
+    """torch.utils._python_dispatch.TorchDispatchMode: without it nothing says where a model's loaders put a tensor."""
+    seen = []
+
+    class Recorder(torch_internals.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.zeros(2)
+    with Recorder():
+        tensor.copy_(torch.ones(2, device="cpu"))
+    assert torch.ops.aten.copy_.default in seen and tensor.sum() == 2

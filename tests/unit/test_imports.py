@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
+    "integrations": {"__init__", "process.threads"},
     "membership": {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.torchrpc"),
         *("patterns.home", "process", "rdt", "routing", "tensors", "topology"),
@@ -57,14 +58,14 @@ LEVELS = 19
 #: "module: what it fills below it, when it is imported". This list shrinks.
 FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
-PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
+PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "integrations.vllm", "lanes.base", "lanes.setup"}
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.
 PURE = {
     *("config", "manifest", "routing", "runtime_env", "text"),
     *("bench.cases", "bench.reports", "bench.results", "bench.site", "doctor.examination", "doctor.report"),
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
-    "calls.spans",
+    *("calls.spans", "integrations.vllm.recording"),
     *("group.roster", "group.tracing", "membership.messages"),
     *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
     *("patterns.queues.items", "patterns.queues.store"),

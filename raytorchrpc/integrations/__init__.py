@@ -1,0 +1,1 @@
+"""Plugs raytorchrpc into packages of others. Each integration imports its package; nothing else here imports them."""

@@ -1,0 +1,145 @@
+"""The side of vLLM's workers: each pulls what its part of the model needs from a WeightStore."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.logger import init_logger
+
+import raytorchrpc as rtr
+from raytorchrpc.integrations.vllm import UpdateStatus, check_version
+from raytorchrpc.integrations.vllm.progress import Update
+from raytorchrpc.integrations.vllm.updates import INTO, update_of
+
+logger = init_logger("vllm.raytorchrpc")
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """What ``init_weight_transfer_engine({"init_info": {...}})`` takes, as a dict.
+
+    Attributes:
+        store: the name of the ``WeightStore``, in whichever member it is.
+        group: the group that a worker joins which is in none; None: the one of the process that started the worker.
+        into: ``"parameters"``, ``"layers"`` or ``"load_weights"``; ``"auto"``: the fastest that the model allows.
+        timeout: seconds for joining the group, and for each update that does not say otherwise.
+    """
+
+    store: str = "policy"
+    group: str | None = None
+    into: str = "auto"
+    timeout: float = 60.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What ``update_weights({"update_info": {...}})`` takes, as a dict.
+
+    Attributes:
+        version: of the store; None: the newest, and if there is none yet, the first.
+        timeout: seconds; None: the one of ``InitInfo``.
+    """
+
+    version: int | None = None
+    timeout: float | None = None
+
+
+class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's engine for ``weight_transfer_config={"backend": "raytorchrpc"}``: vLLM makes one in each worker."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    _store: rtr.WeightStore | None = None
+    _update: Update | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Join the group, find the store and, if it has a version, prepare the updates. Blocks.
+
+        Raises:
+            ConfigurationError: ``into`` is unknown or impossible, or the published tensors are not those of the model.
+            NotFound: no member has such a store.
+        """
+        if init_info.into not in INTO:
+            raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
+        check_version(vllm.__version__, logger)
+        self._info, self._update = init_info, None
+        _become_member(init_info)
+        self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)
+        if newest := self._store.version():
+            self._prepare(newest, init_info.timeout)
+
+    def start_weight_update(self) -> None:
+        """Raises ConfigurationError if the engine was not initialised. Changes nothing."""
+        self._initialised()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Bring a version into this worker's part of the model. Blocks until kernels can use it.
+
+        If it raises after it has begun to write, the message says so: the model has tensors of two versions then, and
+        must be updated again before it generates.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Like ``update_weights``, but copies to a GPU may still be queued when it returns."""
+        store, version = self._initialised(), update_info.version
+        timeout = self._info.timeout if update_info.timeout is None else update_info.timeout
+        if version is None:
+            version = store.wait(timeout=timeout)
+            if self.parallel_config.world_size > 1:  # all ranks of a model need the same
+                version = get_world_group().broadcast_object(version)
+        update = self._update or self._prepare(version, timeout)
+        try:
+            update.bring(version, timeout)
+        except rtr.ConfigurationError:
+            self._update = None  # the trainer publishes other tensors now: prepare again
+            raise
+
+    def finish_weight_update(self) -> None:
+        """Changes nothing: ``update_weights`` leaves nothing to do."""
+
+    def shutdown(self) -> None:
+        """Forget the store. The process stays in its group until it ends."""
+        self._store = self._update = None
+
+    def status(self) -> UpdateStatus | None:
+        """How the model is updated, and how the last update went."""
+        return None if self._update is None else self._update.status
+
+    def _prepare(self, version: int, timeout: float) -> Update:
+        store, info = self._initialised(), self._info
+        layout = store.layout(version, timeout=timeout)
+        self._update = update_of(self.model, self.model_config, store, layout, info.into, self.device)
+        logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self._update.status)
+        return self._update
+
+    def _initialised(self) -> rtr.WeightStore:
+        if self._store is None:
+            raise rtr.ConfigurationError(
+                "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a WeightStore"
+            )
+        return self._store
+
+
+def _become_member(info: InitInfo) -> None:
+    """Raises NotAMember unless this process is in a group."""
+    try:
+        rtr.current_member()
+    except rtr.NotAMember as error:
+        raise rtr.NotAMember(
+            f"{error}: the worker of vLLM has to run in a member of the group, as it does in an actor with "
+            f"VLLM_ENABLE_V1_MULTIPROCESSING=0"
+        ) from None

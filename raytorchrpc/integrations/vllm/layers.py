@@ -1,0 +1,162 @@
+"""Brings a version layer by layer: into the parameters where vLLM leaves them alone, else as vLLM loads the layer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.integrations.vllm import UpdateStatus, internals
+from raytorchrpc.integrations.vllm.placement import Layer, Placement, place
+from raytorchrpc.integrations.vllm.progress import Progress, Update, bringing
+from raytorchrpc.process import threads
+
+#: Layers that are pulled together have so many bytes. Two such groups take memory beside the model.
+_GROUP_BYTES = 32 << 20
+
+
+def plan(
+    model: torch.nn.Module, config: Any, store: rtr.WeightStore, layout: Any, into: str, device: torch.device
+) -> Update:
+    """The update of a model. Raises NoPlan and ConfigurationError; see ``update_of``."""
+    placement = place(model, {name: (its.dtype, its.shape) for name, its in layout.items()}, store.name)
+    processed = [layer for layer in placement.layers if layer.processed or into == "layers"]
+    if into == "parameters" and processed:
+        first = processed[0]
+        raise rtr.ConfigurationError(f"into='parameters' is impossible for {first.name!r}: {first.processed}")
+    return LayeredUpdate(placement, processed, config, store, device)
+
+
+class LayeredUpdate:
+    """Pulls what each layer needs, and has vLLM process those layers that its kernels do not read as loaded."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        processed: Sequence[Layer],
+        config: Any,
+        store: rtr.WeightStore,
+        device: torch.device,
+    ) -> None:
+        self._placement, self._config, self._device = placement, config, device
+        direct = [layer for layer in placement.layers if layer not in processed]
+        self._direct = _Group(direct, store) if direct else None
+        self._groups = [_Group(layers, store) for layers in _divide(processed)]
+        sizes = {"parameters": sum(layer.nbytes for layer in direct), "layers": sum(each.nbytes for each in processed)}
+        why = next((layer.processed for layer in processed if layer.processed), "as asked" if processed else "")
+        into = "layers" if processed else "parameters"
+        self.status = UpdateStatus(into, why, {way: size for way, size in sizes.items() if size})
+
+    def bring(self, version: int, timeout: float) -> None:
+        """See ``Update``."""
+        with bringing(self, version, timeout) as progress:
+            if self._direct is not None:
+                with progress.phase("pull"):
+                    self._direct.pull(self._direct.targets(), version, progress.left())
+                progress.has_written = True
+            self._bring_processed(version, progress)
+            with progress.phase("process"):
+                for module in self._placement.sharing:
+                    module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+                for module in self._placement.attention:
+                    module.process_weights_after_loading(self._config.dtype)  # type: ignore[operator]
+
+    def _bring_processed(self, version: int, progress: Progress) -> None:
+        """Pull each group while vLLM processes the one before."""
+        pending: Future[None] | None = None
+        begun: list[_Group] = []
+        try:
+            for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
+                pending = pending or self._begin(group, version, progress, begun)
+                with progress.phase("pull"):
+                    pending.result()
+                pending = None if following is None else self._begin(following, version, progress, begun)
+                progress.has_written = True
+                with progress.phase("process"):
+                    for layer in group.layers:
+                        internals.process(layer.module)
+                begun.remove(group)
+        finally:
+            if pending is not None:
+                pending.exception()  # until then its thread writes to the layers
+            for group in begun:
+                group.put_back()
+
+    def _begin(self, group: _Group, version: int, progress: Progress, begun: list[_Group]) -> Future[None]:
+        """Begin to pull a group, on a thread."""
+        begun.append(group)
+        with progress.phase("prepare"):
+            for layer in group.layers:
+                internals.take_out(layer.module, self._device, layer.kept)
+            targets, left = group.targets(), progress.left()
+        done: Future[None] = Future()
+        stream: AbstractContextManager[Any] = nullcontext()
+        if self._device.type == "cuda":  # copies are queued where the layers are processed
+            stream = torch.cuda.stream(torch.cuda.current_stream(self._device))
+
+        def pull() -> None:
+            try:
+                with stream:
+                    group.pull(targets, version, left)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threads.start(pull, name="raytorchrpc-vllm-pull")
+        return done
+
+
+class _Group:
+    """Layers that are pulled together."""
+
+    def __init__(self, layers: Sequence[Layer], store: rtr.WeightStore) -> None:
+        self.layers = layers
+        self._store = copy(store)  # each remembers how its own pulls go
+        self._names: list[str] = []
+        self._mapping: dict[str, str] = {}
+        times: dict[str, int] = defaultdict(int)
+        for part in (part for layer in layers for part in layer.parts):
+            times[part.copied.source] += 1
+            if times[part.copied.source] == 1:
+                self._names.append(part.copied.source)
+            else:  # one tensor goes to several places
+                self._names.append(f"{part.copied.source} ({times[part.copied.source]})")
+                self._mapping[self._names[-1]] = part.copied.source
+
+    def targets(self) -> dict[str, rtr.Shard]:
+        """Where the tensors go now."""
+        found = []
+        for layer in self.layers:
+            for name, view in layer.zeros:
+                view.of(getattr(layer.module, name).data).zero_()
+            found += [part.shard(getattr(layer.module, part.parameter)) for part in layer.parts]
+        return dict(zip(self._names, found, strict=True))
+
+    def pull(self, targets: dict[str, rtr.Shard], version: int, timeout: float) -> None:
+        """Fill the targets. Blocks."""
+        mapping = self._mapping or None
+        self._store.pull(targets, version, mapping=mapping, only=self._names, convert=True, timeout=timeout)
+
+    def put_back(self) -> None:
+        """Have the layers as they were, if they were not processed."""
+        for layer in self.layers:
+            internals.put_back(layer.module)
+
+
+def _divide(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
+    """In groups of ``_GROUP_BYTES``, or of one layer that has more."""
+    group: list[Layer] = []
+    for layer in layers:
+        if group and sum(each.nbytes for each in group) + layer.nbytes > _GROUP_BYTES:
+            yield group
+            group = []
+        group.append(layer)
+    if group:
+        yield group

@@ -1,0 +1,105 @@
+"""Records what a model's loaders do with the tensors of a checkpoint, on the meta device, so that nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from raytorchrpc import ConfigurationError
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.integrations.vllm.progress import NoPlan
+
+
+class View(NamedTuple):
+    """A part of a tensor's memory, in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+
+
+class Copy(NamedTuple):
+    """A box of one tensor of the checkpoint, and where in a parameter it goes."""
+
+    source: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    to: View
+
+
+def box_of(base: torch.Tensor, view: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], list[int | None]]:
+    """Which box of a contiguous tensor a view of it shows: offset, shape, and the view's dimension for each of its own.
+
+    Raises NoPlan if the view transposes or flattens dimensions.
+    """
+    rest, offset = view.storage_offset(), []
+    for step in base.stride():
+        offset.append(rest // step if step else 0)
+        rest = rest % step if step else rest
+    shown = [dimension for dimension, extent in enumerate(view.shape) if extent != 1]
+    shape, dimensions = list[int](), list[int | None]()
+    for extent, step, first in zip(base.shape, base.stride(), offset, strict=True):
+        if shown and view.stride(shown[0]) == step and first + view.shape[shown[0]] <= extent:
+            dimensions.append(shown.pop(0))
+            shape.append(view.shape[dimensions[-1] or 0])
+        else:
+            dimensions.append(None)
+            shape.append(1 if base.numel() else extent)
+    if shown or rest:
+        raise NoPlan("it transposes or reshapes it")
+    return tuple(offset), tuple(shape), dimensions
+
+
+class Recorder(torch_internals.DispatchMode):
+    """Notes what is copied from the tensors of a checkpoint, and to where. All of them are meta tensors."""
+
+    def __init__(self, checkpoint: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._sources = {memory_of(tensor): (name, tensor) for name, tensor in checkpoint.items()}
+        self.copies: list[tuple[torch.Tensor, Copy]] = []
+        """To where, and what."""
+        self.zeros: list[tuple[torch.Tensor, View]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._copy(*args[:2])
+            return args[0]
+        if func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
+            self.zeros.append((args[0], View(tuple(args[0].shape), args[0].stride(), args[0].storage_offset())))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        known = self._sources.get(memory_of(source)) if source.is_meta else None
+        if known is None or not to.is_meta:
+            raise NoPlan("a loader computes with the checkpoint's tensors")
+        name, base = known
+        if to.shape != source.shape:
+            raise NoPlan(f"a loader reshapes {name!r}")
+        if to.dtype != source.dtype and not (_is_plain(to.dtype) and _is_plain(source.dtype)):
+            raise ConfigurationError(
+                f"{name!r} is {source.dtype} as published, and vLLM's model loads it as {to.dtype}, so the model is "
+                f"quantised: publish the tensors of its quantised checkpoint, with their scales"
+            )
+        try:
+            offset, shape, dimensions = box_of(base, source)
+        except NoPlan as error:
+            raise NoPlan(f"a loader changes {name!r}: {error}") from None
+        strides = tuple(1 if dimension is None else to.stride(dimension) for dimension in dimensions)
+        view = View(shape, strides, int(to.storage_offset()))
+        self.copies.append((to, Copy(name, tuple(base.shape), offset, view)))
+
+
+def _is_plain(dtype: torch.dtype) -> bool:
+    """Whether converting to or from it keeps the values, but for rounding."""
+    return dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

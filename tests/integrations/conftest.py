@@ -1,0 +1,17 @@
+"""Tests with the real packages run where ``make test-integrations`` has installed them, and are skipped elsewhere."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """tests/integrations/test_NAME.py needs the package NAME; looking for it imports nothing."""
+    for item in items:
+        if item.path.parent == HERE and find_spec(package := item.path.stem.removeprefix("test_")) is None:
+            item.add_marker(pytest.mark.skip(reason=f"needs {package}: make test-integrations ENGINES={package}"))

@@ -1,0 +1,157 @@
+"""A trainer of a small Llama, and vLLM engines, as actors; for the tests with the real vLLM."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import raytorchrpc as rtr
+
+#: For a CPU, one thread, and nothing from the network.
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the tests send functions to workers
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+
+
+def save_config(folder: Path, hidden: int = 64, layers: int = 2, dtype: str = "float32", **options: Any) -> str:
+    """Write the configuration of a Llama, without weights; returns its path."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 2,
+        num_hidden_layers=layers,
+        num_attention_heads=max(2, hidden // 32),
+        num_key_value_heads=max(2, hidden // 64),
+        max_position_embeddings=256,
+        architectures=["LlamaForCausalLM"],
+        dtype=dtype,
+        **{"vocab_size": 320, "tie_word_embeddings": False, **options},
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+class Trainer:
+    """The model of the transformers library, whose random weights each step changes."""
+
+    def __init__(self, path: str, seed: int = 1) -> None:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        self.model = LlamaForCausalLM(LlamaConfig.from_pretrained(path)).eval()
+        self.store: Any = None
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4)  # the most probable token is clear, so that greedy tokens tell models apart
+
+    def open(self, store: str = "policy", **options: Any) -> None:
+        self.store = rtr.WeightStore(store, **{"keep": 2, **options})
+
+    def step(self) -> int:
+        """Change all weights and publish them; returns the version."""
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                noise = torch.randn_like(parameter) * parameter.std() * 0.5 if parameter.dim() > 1 else 0.01
+                parameter.add_(noise)
+        return self.publish()
+
+    def publish(self, rename: str = "", without: str = "") -> int:
+        state = {rename + name: its for name, its in self.model.state_dict().items() if name != without}
+        return int(self.store.publish(state))
+
+    def greedy(self, count: int = 12) -> list[int]:
+        """The most probable tokens after the prompt."""
+        import torch
+
+        ids = torch.tensor([PROMPT])
+        with torch.no_grad():
+            for _ in range(count):
+                ids = torch.cat([ids, self.model(ids).logits[0, -1].argmax().view(1, 1)], 1)
+        return list(ids[0, len(PROMPT) :].tolist())
+
+
+class Engine:
+    """vLLM's LLM. ``in_process``: its worker runs in this actor, else in a child process."""
+
+    def __init__(
+        self,
+        path: str,
+        in_process: bool = True,
+        keep_layout: bool = False,
+        variables: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        os.environ.update({**VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))})
+        os.environ.update(variables or {})
+        if keep_layout:
+            leave_layout_alone()
+        from vllm import LLM
+
+        began = time.monotonic()
+        self.llm = LLM(
+            path,
+            **{
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enforce_eager": True,
+                "dtype": "float32",
+                "max_model_len": 128,
+                "max_num_seqs": 4,
+                "weight_transfer_config": {"backend": "raytorchrpc"},
+                **options,
+            },
+        )
+        self.started_s = time.monotonic() - began
+
+    def start_s(self) -> float:
+        return self.started_s
+
+    def connect(self, store: str = "policy", **info: Any) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": {"store": store, **info}})
+
+    def update(self, version: int | None = None) -> float:
+        """Bring a version; returns the seconds that it took."""
+        began = time.perf_counter()
+        self.llm.start_weight_update()
+        self.llm.update_weights({"update_info": {"version": version}})
+        self.llm.finish_weight_update(weight_version=str(version))
+        self.llm.reset_prefix_cache()
+        return time.perf_counter() - began
+
+    def status(self) -> list[Any]:
+        from raytorchrpc.integrations.vllm import update_status
+
+        return list(self.llm.collective_rpc(update_status))
+
+    def greedy(self, count: int = 12) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+        (answer,) = self.llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+        return list(answer.outputs[0].token_ids)
+
+
+def leave_layout_alone() -> None:
+    """Have vLLM compute linear layers from their weights, as it does on GPUs; on CPUs it packs them."""
+    import torch
+    import vllm.model_executor.layers.utils as utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
