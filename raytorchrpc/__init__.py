@@ -88,6 +88,7 @@ __all__ = [
     "gather",
     "get_group",
     "init_group",
+    "join",
     "method",
     "process_group",
     "process_group_info",
@@ -104,7 +105,7 @@ __all__ = [
 #: A driver needs these when it forms a group; they take as long to load as all the others.
 _LOADED_WHEN_USED = {
     "Change": "raytorchrpc.group.changes",
-    **dict.fromkeys(("Group", "get_group", "init_group"), "raytorchrpc.group.group"),
+    **dict.fromkeys(("Group", "get_group", "init_group", "join"), "raytorchrpc.group.group"),
     **dict.fromkeys(
         ("ProcessGroupInfo", "process_group", "process_group_info"), "raytorchrpc.membership.process_group"
     ),
@@ -112,7 +113,7 @@ _LOADED_WHEN_USED = {
 
 if TYPE_CHECKING:
     from raytorchrpc.group.changes import Change
-    from raytorchrpc.group.group import Group, get_group, init_group
+    from raytorchrpc.group.group import Group, get_group, init_group, join
     from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
 else:
 
@@ -128,7 +129,7 @@ def __dir__() -> list[str]:
 
 
 if ray_internals.runs_tasks():
-    from raytorchrpc.membership import join  # a group waits for its slowest member
+    from raytorchrpc.membership.join import preload  # a group waits for its slowest member
 
-    join.preload()
+    preload()
 restarted.begin()

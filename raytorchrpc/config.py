@@ -86,6 +86,10 @@ class GroupConfig:
     """Let members that run as different users of one host connect by Unix sockets. Otherwise such a group cannot be
     formed, and a process of another user is refused even if it has the group's secret."""
 
+    joinable_by: Literal["nobody", "children", "cluster"] = "children"
+    """Which processes may join by themselves (``raytorchrpc.join``): those that a member's process has started,
+    directly or not; any process of the Ray cluster, these included; or none."""
+
     tls: bool = False
     """Encrypt TCP connections between members by TLS 1.3, with a key that is created for the group. Lanes that
     cannot encrypt (torchrpc, nccl, nixl) are left out between members that do not share a host's network, and with

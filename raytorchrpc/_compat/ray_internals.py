@@ -49,13 +49,13 @@ def session_check() -> Callable[[], bool]:
 
 
 def actor_max_concurrency() -> int:
-    """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor)."""
-    return int(_worker().core_worker.current_actor_max_concurrency())
+    """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor); 1 without an actor."""
+    return int(_worker().core_worker.current_actor_max_concurrency()) if actor_instance() is not None else 1
 
 
 def actor_is_async() -> bool:
-    """Whether Ray runs this process's actor on an event loop."""
-    return bool(_worker().core_worker.current_actor_is_asyncio())
+    """Whether this process holds an actor and Ray runs it on an event loop."""
+    return actor_instance() is not None and bool(_worker().core_worker.current_actor_is_asyncio())
 
 
 def actor_event_loop(concurrency_group: str | None) -> asyncio.AbstractEventLoop:

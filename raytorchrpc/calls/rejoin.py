@@ -216,7 +216,7 @@ def awaited(timeout_s: float | None) -> DeferredReply:
     fork.check_process()
     actor_id = _actor_here()
     left = _was_member and (_current is None or _current.over)
-    if actor_id is not None and _runs_init(actor_id):
+    if actor_id is not None and runs_init(actor_id):
         raise NotAMember("this process is in no group: an actor can join one only when its __init__ has ended")
     if actor_id is None or left or not _was_restarted(actor_id):
         raise NotAMember(_no_group(actor_id))
@@ -288,7 +288,7 @@ def _no_group(actor_id: str | None) -> str:
     return "this process is in no group: form one with raytorchrpc.init_group([...], include_driver=True)"
 
 
-def _runs_init(actor_id: str) -> bool:
+def runs_init(actor_id: str) -> bool:
     """Whether this thread runs the actor's ``__init__``: the actor cannot join before that has ended."""
     return ray.get_runtime_context().get_task_id() == _INIT_TASK + actor_id
 

@@ -13,7 +13,7 @@ from typing import Any
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Message, PeerAddress, Pending
+from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Serve
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
@@ -34,10 +34,16 @@ _CONNECT_S = 2.0
 class ControlConnections:
     """Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        credentials: Credentials,
+        serve: Serve = lambda message, reply: None,
+        tcp_host: str | None = None,
+    ) -> None:
+        """``serve``: requests to the supervisor; by default they are dropped. ``tcp_host``: see SocketLane."""
         self._codec = Codec(ray_internals.cloudpickler())
-        self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
-        self._lane.open(lambda message, reply: None, lambda work: work())  # drops requests: the supervisor serves none
+        self._lane = SocketLane("supervisor", credentials, tcp_host=tcp_host, by_tcp=frozenset())
+        self.address = self._lane.open(serve, lambda work: work())
         self._tokens: dict[str, str] = {}
         self._watches: dict[str, Pending] = {}
 

@@ -15,6 +15,7 @@ from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, LostMember, Phase
+from raytorchrpc.membership.messages import JoinedProcess
 from raytorchrpc.process import threads
 
 #: How often Ray is asked about a lost actor (seconds): at first, and after a minute.
@@ -26,6 +27,8 @@ _CONNECT_S = 2.0
 #: time, up to a limit: a process that is slow, for instance because its host starts many others, needs longer. The
 #: limit is lower for a member that could not be reached: the kernel repeats a request to connect more and more rarely.
 _DIAL_S, _LONGEST_DIAL_S, _LONGEST_AWAY_DIAL_S = 0.4, 10.0, 2.0
+#: After so long a process that joined by itself, and cannot be reached, is given up: nobody knows whether it has ended.
+_GONE_S = 60.0
 #: How many members it connects to at a time.
 _AT_A_TIME = 8
 #: For a dialling thread to report its result, when the process is short of memory (seconds).
@@ -125,6 +128,13 @@ class FailureDetector:
         for name, lost in polled:
             lost.next_poll = now + (_POLL_S if now - lost.since < _SLOW_AFTER_S else _SLOW_POLL_S)
             record = self._state.roster.records[name]
+            if isinstance(record.handle, JoinedProcess):
+                if now - lost.since > _GONE_S:
+                    lost.cause = f"its process could not be reached for {_GONE_S:g} s"
+                    found.dead.append(name)
+                else:
+                    self._dial(name, lost, now)
+                continue
             actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
             if actor.state == "DEAD":
                 lost.cause = f"its actor died: {actor.cause}" if actor.cause else "its actor died"

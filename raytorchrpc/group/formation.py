@@ -21,7 +21,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group import ray_calls, worker_ids
 from raytorchrpc.group.control_connections import Answers, Arguments
-from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
 from raytorchrpc.membership.messages import GroupInfo, Listening, Prepared, Probe, packed
@@ -61,10 +61,7 @@ def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> d
                 f"{label} is not an actor handle but {handle!r}; pass what Class.remote() or ray.get_actor() returns"
             )
         member = _generated_name(handle, first_rank + rank) if given is None else given
-        if not isinstance(member, str) or not re.fullmatch(r"(?!\d+$)[A-Za-z0-9_.:-]{1,64}", member):
-            raise ConfigurationError(
-                f"{label}: {member!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
-            )
+        check_name(label, member)
         actor_id = ray_internals.actor_id_of(handle)
         if actor_id in seen:
             raise ConfigurationError(f"{label} is the same actor as {seen[actor_id]}")
@@ -75,6 +72,14 @@ def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> d
             raise ConfigurationError(f"the name {DRIVER!r} is the driver's own with include_driver=True")
         named[DRIVER] = None
     return named
+
+
+def check_name(label: str, name: Any) -> None:
+    """Raise ConfigurationError for what cannot name a member."""
+    if not isinstance(name, str) or not re.fullmatch(r"(?!\d+$)[A-Za-z0-9_.:-]{1,64}", name):
+        raise ConfigurationError(
+            f"{label}: {name!r} cannot name a member; use up to 64 letters, digits or '_.:-', not digits alone"
+        )
 
 
 def with_named_maps(config: GroupConfig, participants: Mapping[str, Any]) -> GroupConfig:
@@ -196,7 +201,7 @@ class Formation:
             return True
         for name in self.participants.keys() & self.roster.records.keys():
             record = self.roster.records[name]
-            if record.handle is not None:
+            if is_actor(record.handle):
                 actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
                 same = (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id)
                 if actor.state != "DEAD" and not (same and actor.state == "ALIVE"):
@@ -244,7 +249,7 @@ class Formation:
         if not failures:
             return found
         silent = [member for member, error in failures.items() if isinstance(error, TimeoutError)][: ray_calls.NAMED]
-        why = ray_calls.why_silent({name: handle for name in silent if (handle := self.participants[name]) is not None})
+        why = ray_calls.why_silent({name: handle for name in silent if is_actor(handle := self.participants[name])})
         reasons = "; ".join(f"{member!r}: {self._reason(error, why.get(member))}" for member, error in failures.items())
         cause = next(iter(failures.values()))
         if isinstance(cause, ConfigurationError):

@@ -28,7 +28,8 @@ from raytorchrpc.group.formation import participants_of, with_named_maps
 from raytorchrpc.group.guest import Guest
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace, check_events
-from raytorchrpc.membership import join
+from raytorchrpc.membership import join as _join
+from raytorchrpc.membership import joining
 from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork
@@ -64,7 +65,7 @@ class Group:
     def _info(self) -> GroupInfo:
         if self._host is not None:
             return self._host.info
-        known, own = self._first_info, join.group_info()
+        known, own = self._first_info, _join.group_info()
         if own is None or own.generation != known.generation or own.members == known.members:
             return known
         return own  # a member learns of every change
@@ -222,6 +223,14 @@ class Group:
         check_timeout(timeout)
         host.remove(self._names("remove", actors), timeout_s=timeout)
 
+    def leave(self) -> None:
+        """Have this process leave a group that it has joined by ``raytorchrpc.join``. It keeps running.
+
+        Blocks until the group knows, at most a few seconds. Calls in flight fail with PeerLost. Raises NotAMember in
+        any other process: ``remove`` and ``shutdown`` are for those.
+        """
+        joining.leave()
+
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, return, die for good, are added or removed.
 
@@ -283,7 +292,10 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.shutdown()
+        if self._host is None and joining.has_joined(self.generation):
+            self.leave()
+        else:
+            self.shutdown()
 
     def __len__(self) -> int:
         return len(self.members)
@@ -314,7 +326,7 @@ def get_group(name: str = "default") -> Group:
     if current_local() is None:
         with suppress(NotAMember):
             process_member()  # in a restarted actor
-    info = join.group_info()
+    info = _join.group_info()
     if info is not None and info.name == name:
         return Group(info)
     if (host := find_detached(name)) is not None:
@@ -380,6 +392,42 @@ def init_group(
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)
     return group
+
+
+@takes_timeout
+def join(group: str | None = None, name: str | None = None, *, instance: Any = None, timeout: float = 60) -> Group:
+    """Make this process a member of a group, from inside: one that ``init_group`` and ``Group.add`` cannot reach.
+
+    For a process that a member has started, directly or not (a child of an actor, a worker of torch.multiprocessing, an
+    inference engine), which needs no Ray; and, with ``GroupConfig(joinable_by="cluster")``, for any process that is
+    connected to the group's Ray cluster, such as a driver, or an actor in a method that never ends.
+
+    Args:
+        group: the group's name. None: the group of the nearest process above this one that is a member.
+        name: the name of the new member. None: that of the parent and the pid (``trainer.4711``).
+        instance: an object whose decorated methods members may call. None: the actor in this process, if there is one.
+        timeout: seconds until BootstrapError.
+
+    Blocks until every member can call this one. It is a member like the others, with the next rank, until its process
+    ends, ``Group.leave`` or the group's end. Returns a copy of the group, which leaves at the end of a ``with`` block.
+
+    Raises NotAMember if no group can be joined, ConfigurationError for a name that is taken, and BootstrapError. A
+    child made by ``fork`` alone cannot join, as it has parts of its parent's membership: use ``spawn``, ``forkserver``
+    or ``subprocess``.
+    """
+    fork.check_process()
+    check_timeout(timeout)
+    if current_local() is not None:
+        raise BootstrapError(f"this process is in group {_own_info().name!r} already")
+    joining.enter(group, name, instance, timeout)
+    return Group(_own_info())
+
+
+def _own_info() -> GroupInfo:
+    """The group of this process, which is a member."""
+    info = _join.group_info()
+    assert info is not None
+    return info
 
 
 def _check_name(name: Any) -> None:

@@ -22,7 +22,7 @@ from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.group.roster import Directory
 from raytorchrpc.lanes.base import PeerAddress, Pending
 from raytorchrpc.lanes.socket.lane import SocketLane
-from raytorchrpc.membership import join
+from raytorchrpc.membership.here import endpoint
 from raytorchrpc.process import fork
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
@@ -81,7 +81,7 @@ class Guest:
 
     def _refresh(self) -> None:
         if self._endpoint is None:
-            self._endpoint = join.endpoint("guest")
+            self._endpoint = endpoint("guest")
         try:
             directory = self._host.directory(self._endpoint)
         except BootstrapError as error:

@@ -17,11 +17,13 @@ from ray.exceptions import RayError, RayTaskError
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
-from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import restarted
-from raytorchrpc.membership.restarted import Process, Record, post_record
+from raytorchrpc.membership.here import listening_address
+from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
+from raytorchrpc.membership.restarted import Process, Record, Requests, post_record
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,11 @@ _ASK_AGAIN_S = 2.0
 _ANSWER_S = 10.0
 #: Once one of several processes has answered, how long the next may take (seconds). The others are admitted without it.
 _GAP_S = 1.0
+
+
+def key_of(handle: Any) -> str:
+    """Of the process of a member, or of one that is to be."""
+    return handle.key if isinstance(handle, JoinedProcess) else ray_internals.actor_id_of(handle)
 
 
 class _Restarted:
@@ -48,19 +55,27 @@ class _Restarted:
 class RestartedActors:
     """Used by the supervisor's thread, and by whoever ends the group."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, take_in: Callable[[JoinRequest | LeaveRequest], Any] | None = None) -> None:
+        """``take_in``: carries out the request of a process that joins by itself; may block. None: none may."""
         tls = make_identity(roster.name) if roster.tls else None
         self._credentials = replace(roster.credentials, secret=secrets.token_bytes(32), tls=tls)
         self._connections: ControlConnections | None = None
-        """To restarted processes, by actor."""
+        """To restarted processes and those that join by themselves, by their keys."""
+        if take_in is not None:
+            requests = Requests(lambda: None, "the supervisor", lambda _, request: take_in(request))
+            far = roster.config.joinable_by == "cluster" or any(map(roster.reached_by_tcp, roster.records))
+            host = listening_address(roster.watcher, roster.config) if far else None
+            self._connections = ControlConnections(self._credentials, requests.serve, host)
+        self._door = self._connections
         self._known: dict[str, _Restarted] = {}
         self._by_tcp = set[str]()
 
     def post(self, roster: Roster) -> None:
         """Post which actors the group readmits. Failures are only logged."""
-        actors = tuple(ray_internals.actor_id_of(handle) for handle in roster.handles.values() if handle is not None)
-        node_id = ray.get_runtime_context().get_node_id()
-        self._post(Record(self._credentials, roster.config, actors, roster.owner, os.getpid(), node_id, roster.watcher))
+        actors = tuple(ray_internals.actor_id_of(handle) for handle in roster.handles.values() if is_actor(handle))
+        node_id, door = ray.get_runtime_context().get_node_id(), None if self._door is None else self._door.address
+        place = os.getpid(), node_id, roster.watcher
+        self._post(Record(self._credentials, roster.config, actors, roster.owner, *place, door))
 
     def _post(self, record: Record | None) -> None:
         try:
@@ -100,14 +115,19 @@ class RestartedActors:
             self._ask(handle, its)
         return False
 
-    def _dial(self, its: _Restarted, address: SocketAddress) -> None:
+    def find(self, key: str, address: SocketAddress) -> ControlConnections:
+        """Note where a process listens."""
         if self._connections is None:
             self._connections = ControlConnections(self._credentials)
-        connections, actor_id = self._connections, its.process.actor_id
         if address.tcp is not None:  # it listens there only for a supervisor that needs it
-            self._by_tcp.add(actor_id)
-            connections.reach(self._by_tcp)
-        connections.set_address(actor_id, "", address)
+            self._by_tcp.add(key)
+            self._connections.reach(self._by_tcp)
+        self._connections.set_address(key, "", address)
+        return self._connections
+
+    def _dial(self, its: _Restarted, address: SocketAddress) -> None:
+        actor_id = its.process.actor_id
+        connections = self.find(actor_id, address)
 
         def dial() -> None:
             try:
@@ -140,23 +160,24 @@ class RestartedActors:
             logger.debug("%s: %s", its.process, error)
             its.ask_at = 0.0
 
-    def readmitted(self, handles: Mapping[str, Any]) -> None:
-        """These are members again: their processes stop to listen here."""
+    def admitted(self, handles: Mapping[str, Any]) -> None:
+        """These are members now: their processes need not be reached here any more."""
         for handle in handles.values():
-            its = self._known.pop(ray_internals.actor_id_of(handle), None)
-            if its is not None and self._connections is not None:
-                self._connections.send(its.process.actor_id, restarted.finish)
-                self._connections.forget(its.process.actor_id)
+            key = key_of(handle)
+            if self._connections is not None:
+                if self._known.pop(key, None) is not None:
+                    self._connections.send(key, restarted.finish)
+                self._connections.forget(key)
 
     def call_all(
         self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: bool
     ) -> Answers:
-        """As ``ray_calls.call_all``, for restarted actors that listen: works while they run a method.
+        """As ``ray_calls.call_all``, for processes that listen: works while they run a method.
 
         No answer in time is a BootstrapError: to ask Ray why would take longer than the next attempt.
         """
         assert self._connections is not None
-        names = {ray_internals.actor_id_of(handles[name]): name for name in arguments}
+        names = {key_of(handles[name]): name for name in arguments}
         asked = {actor_id: arguments[name] for actor_id, name in names.items()}
         results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)
         silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")

@@ -20,7 +20,7 @@ from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinSpec, Loss, Prepared, Probe, Table
+from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinedProcess, JoinSpec, Loss, Prepared, Probe, Table
 from raytorchrpc.routing import planner
 from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import device_map
@@ -33,13 +33,18 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 2.0, 10.0
 
 
+def is_actor(handle: Any) -> bool:
+    """Whether a member's handle is that of an actor."""
+    return handle is not None and not isinstance(handle, JoinedProcess)
+
+
 @dataclass(frozen=True)
 class MemberRecord:
     """One member as it is now. A restarted actor keeps its rank and gets the next incarnation."""
 
     member: Member
     handle: Any
-    """None for the driver itself."""
+    """An actor's, a JoinedProcess, or None for the driver itself."""
     probe: Probe
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: it starts a new agent."""
@@ -64,6 +69,8 @@ class Roster:
     highest_id: int = -1
     """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
     next_rank: int = 0
+    by_themselves: frozenset[str] = frozenset()
+    """Members, and former ones, that joined by themselves: their processes may be busy for ever."""
     tried: Mapping[str, int] = field(default_factory=dict)
     """The latest incarnation of each member that was not admitted: some member may know it."""
 
@@ -76,7 +83,7 @@ class Roster:
         ids, renew = worker_ids.assign(ranks, probes, taken, highest)
         for name, probe in probes.items():
             before = records[name].member if name in records else None
-            actor_id = None if handles[name] is None else ray_internals.actor_id_of(handles[name])
+            actor_id = ray_internals.actor_id_of(handles[name]) if is_actor(handles[name]) else None
             member = Member(
                 rank=ranks[name],
                 name=name,
@@ -109,11 +116,11 @@ class Roster:
 
     def check_newcomers(self, handles: dict[str, Any]) -> dict[str, Any]:
         """Return these. Raises ConfigurationError for actors or names that are members already."""
-        known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if handle is not None}
+        known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if is_actor(handle)}
         for name, handle in handles.items():
             if name in self.records:
                 raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
-            if (taken := known.get(ray_internals.actor_id_of(handle))) is not None:
+            if is_actor(handle) and (taken := known.get(ray_internals.actor_id_of(handle))) is not None:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
         return handles
 

@@ -6,31 +6,36 @@ One thread, in the process that hosts the group.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import queue
+import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Announcer, Change, EventBus, RequestedChange, return_s
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
-from raytorchrpc.group.formation import Formation, current_owner, form_group, participants_of
+from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
-from raytorchrpc.group.restarts import RestartedActors
+from raytorchrpc.group.restarts import RestartedActors, key_of
 from raytorchrpc.group.roster import Directory, GroupState, LostMember, Phase, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import join
-from raytorchrpc.membership.messages import GroupInfo, Loss, Prepared
+from raytorchrpc.membership.here import endpoint
+from raytorchrpc.membership.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest, Loss, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
+from raytorchrpc.membership.tickets import consent
 from raytorchrpc.process import fork, threads
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -40,6 +45,8 @@ logger = logging.getLogger(__name__)
 _CHANGE_S = 10.0
 #: How much longer an attempt to readmit members may take for each member of the group (seconds).
 _ADMIT_EACH_S = 0.01
+#: For a process that joined by itself to show that it runs, when another one wants its name (seconds).
+_PING_S = 0.5
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
 _STOP_S = 2.0
 
@@ -47,7 +54,7 @@ _STOP_S = 2.0
 def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> Supervisor:
     """Form a group and supervise it in this process. Leaves nothing behind if it fails."""
     tls = make_identity(name) if config.tls else None
-    roster = Roster(name, config, current_owner(), join.endpoint("supervisor"), tls=tls)
+    roster = Roster(name, config, current_owner(), endpoint("supervisor"), tls=tls)
     return form_group(roster, participants, timeout_s, Supervisor)
 
 
@@ -62,7 +69,7 @@ class Supervisor:
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
         self._connections = ControlConnections(roster.credentials)
-        self._restarts = RestartedActors(roster)
+        self._restarts = RestartedActors(roster, None if roster.config.joinable_by == "nobody" else self.take_in)
         self._announcer = Announcer(self._state, self._connections, self._submit)
         parts = self._state, self._connections, self._restarts
         self._detector = FailureDetector(*parts, self._submit, self._handle_dialled)
@@ -118,6 +125,47 @@ class Supervisor:
         until = time.monotonic() + timeout_s
         leaving = self._request(lambda: self._remove(tuple(names)), timeout_s + _CHANGE_S)
         ray_calls.have_leave(self.roster, leaving, until, for_good=False)
+
+    def take_in(self, request: JoinRequest | LeaveRequest) -> None:
+        """Carry out the request of a process that joins or leaves by itself. Blocks."""
+        if isinstance(request, LeaveRequest):
+            self._request(lambda: self._part_with(request), _CHANGE_S)
+            return
+        known = hmac.compare_digest(request.consent, consent(self.roster.secret, self.roster.generation))
+        if not known and self.roster.config.joinable_by != "cluster":
+            raise NotAMember(f"group {self.roster.name!r} takes in only processes that its members have started")
+        key = f"{request.pid}@{request.node_id}/{secrets.token_hex(8)}"
+        handle = request.actor or JoinedProcess(key, request.pid, request.node_id)
+        check_name("join(name=...)", request.name)
+        newcomer = {request.name: handle}
+
+        def admit() -> None:
+            self._strike_ended(request.name)
+            self.roster.check_newcomers(newcomer)
+            self._restarts.find(key_of(handle), request.address)
+            roster = replace(self.roster, by_themselves=self.roster.by_themselves | {request.name})
+            patience_s = min(request.timeout_s, _CHANGE_S)
+            self._admit("added", Formation(roster, newcomer, patience_s, self._restarts.call_all, by_reference=False))
+
+        self._request(admit, request.timeout_s)
+
+    def _strike_ended(self, name: str) -> None:
+        """Take a process off the roster that joined by itself and has ended: another one wants its name."""
+        record = self.roster.records.get(name)
+        if record is None or not isinstance(record.handle, JoinedProcess):
+            return
+        if name not in self._state.lost:
+            with contextlib.suppress(RayTorchRpcError):
+                self._connections.ping(name, _PING_S)
+                return
+            self._state.lose(name, "its process ended")
+        self._announce_losses([], Phase.ENDED, [name])
+
+    def _part_with(self, request: LeaveRequest) -> None:
+        record = self.roster.records.get(request.name)
+        is_here = record is not None and record.member.incarnation == request.incarnation
+        if is_here and request.name in self.roster.by_themselves and len(self.roster.records) > 1:
+            self._remove((request.name,))
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
         """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
@@ -180,6 +228,7 @@ class Supervisor:
     def end(self, timeout_s: float) -> None:
         """End the group. Idempotent, never raises."""
         until = time.monotonic() + timeout_s
+        self._send_off(self.roster.handles, for_good=True)
         self.stop()
         dismissed = self._dismiss(until, but=())
         for thread in self._threads:
@@ -194,12 +243,20 @@ class Supervisor:
         roster = self.roster
         # Calling actors of a session that has ended could start another one.
         reachable = roster.handles if self._session_lasts() else roster.local
-        asked = {name: handle for name, handle in reachable.items() if name not in but}
+        left_out = {*but, *roster.by_themselves}
+        asked = {name: handle for name, handle in reachable.items() if name not in left_out}
         try:
             ray_calls.have_leave(roster, asked, until, for_good=True)
         except Exception:
             logger.warning("group %r: its end could not be announced to all members", roster.name, exc_info=True)
         return asked.keys()
+
+    def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
+        """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
+        sent = self.roster.by_themselves.intersection(names) - self._state.lost.keys()
+        asked = dict.fromkeys(sent, (self.roster.generation, for_good))
+        # One that leaves closes the connection instead of an answer.
+        self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
 
     def stop(self) -> None:
         """Stop supervising. Idempotent, quick, never raises."""
@@ -302,6 +359,11 @@ class Supervisor:
             self._state.recover([name])
             if lost.is_announced:
                 self._events.put(Change("back", (name,)))
+        elif isinstance(self.roster.records[name].handle, JoinedProcess) and isinstance(
+            error.__cause__, ConnectionRefusedError
+        ):
+            lost.cause = "its process ended"
+            self._announce_losses([], Phase.ENDED, [name])
         elif not lost.is_announced and isinstance(error.__cause__, OSError):
             # The connection was refused, where one existed: a process that only hangs would have accepted it.
             self._announce_losses([name], Phase.AWAY)
@@ -373,9 +435,8 @@ class Supervisor:
         state.roster, state.info, state.prepared = roster, info, prepared
         for name in handles:
             state.dead.pop(name, None)
-        if kind == "back":
-            self._restarts.readmitted(handles)
-        else:
+        self._restarts.admitted(handles)
+        if kind == "added":
             self._restarts.post(roster)
         announcer.mark_current(handles)
         announcer.activate(list(handles), others)
@@ -387,7 +448,9 @@ class Supervisor:
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the handles of those that were asked to leave."""
         self.roster.check_leavers(names)
-        leaving = {name: self.roster.records[name].handle for name in names}
+        self._send_off(names)
+        records, left_out = self.roster.records, self.roster.by_themselves
+        leaving = {name: records[name].handle for name in names if name not in left_out}
         for name in names:
             self._connections.forget(name)
         self._announcer.announce_removal(names)

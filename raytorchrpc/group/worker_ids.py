@@ -21,7 +21,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS
-from raytorchrpc.membership.messages import Probe
+from raytorchrpc.membership.messages import JoinedProcess, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,8 @@ def highest_elsewhere(handles: Iterable[Any]) -> int:
     """The highest id of living processes that this job has put into groups, but for these (None: this process);
     -1 if there are none.
     """
-    here = {_own_name() if handle is None else ray_internals.actor_id_of(handle) for handle in handles}
+    known = [handle for handle in handles if not isinstance(handle, JoinedProcess)]
+    here = {_own_name() if handle is None else ray_internals.actor_id_of(handle) for handle in known}
     job = ray.get_runtime_context().get_job_id()
     try:
         _drop_ended_jobs(job)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from raytorchrpc._compat import torch_internals
+from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
@@ -33,6 +33,7 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_fabric, unreachable
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership import process_group
+from raytorchrpc.membership.here import asked_for_gpu, endpoint, place
 from raytorchrpc.membership.messages import (
     Arrival,
     GroupInfo,
@@ -46,6 +47,7 @@ from raytorchrpc.membership.messages import (
 )
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
 from raytorchrpc.membership.settings import Settings, settings_of
+from raytorchrpc.membership.tickets import Parent
 from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
@@ -53,9 +55,7 @@ from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.pairs import forbidden
 from raytorchrpc.tensors.devices import CPU
-from raytorchrpc.topology import probe as topology_probe
 from raytorchrpc.topology.device_map import inverse, way_back
-from raytorchrpc.topology.endpoint import Endpoint
 
 T = TypeVar("T")
 
@@ -87,10 +87,10 @@ _given_up: deque[str] = deque(maxlen=64)
 
 def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
-    context, local, info = ray.get_runtime_context(), current_local(), group_info()
+    local, info = current_local(), group_info()
     return Probe(
         endpoint=endpoint(name, asked_for_gpu(instance), lanes),
-        node_id=context.get_node_id(),
+        node_id=place().node_id,
         pid=os.getpid(),
         group=local.group if local else None,
         generation=local.generation if local else None,
@@ -159,7 +159,8 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
     config = info.config
     max_bytes = config.max_bytes_in_flight or default_capacity()
     methods = methods_of(instance)
-    take_turns()
+    if ray_internals.runs_tasks():
+        take_turns()
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, config, instance, methods, max_bytes, services)
     process_guard().vouch = partial(vouched, local, {})
@@ -191,11 +192,13 @@ def commit(instance: Any, peers: bytes) -> None:
     with _changing:
         if _preparing is not preparing:
             raise BootstrapError(f"group {info.name!r} was rolled back while it formed")
-        if (period_s := info.config.metrics_period_s) != 0:
+        if (period_s := info.config.metrics_period_s) != 0 and ray.is_initialized():
             read, fine = partial(reading, local, peers=False), period_s is not None
             Exporter(local.group, local.me.name, read, fine).start(local, TOTALS_S if period_s is None else period_s)
         set_local(local)
         _preparing, _joined = None, preparing
+    if info.config.joinable_by != "nobody":
+        Parent(local, preparing.spec.credentials.secret).start()
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
@@ -348,22 +351,6 @@ def group_info() -> GroupInfo | None:
 
 
 # --- what this process brings into a group ----------------------------------------------------------------------------
-
-
-def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> Endpoint:
-    """Describe this process. ``lanes``: lanes of other distributions to look for; see ``Endpoint.lanes``."""
-    node_ip = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-    found = topology_probe.probe(name=name, node_ip=node_ip, wants_gpu=wants_gpu)
-    return found.changed({"lanes": registry.distributions(lanes)}) if lanes else found
-
-
-def asked_for_gpu(instance: Any) -> bool:
-    """Whether the actor asked Ray for a GPU. For a driver: whether it has initialised CUDA."""
-    if instance is None:  # a driver sees every GPU, and joining a group must not initialise CUDA in it
-        import torch
-
-        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
 
 
 def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember) -> dict[str, Any]:

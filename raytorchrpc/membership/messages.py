@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.routing.routes import RoutePlan
@@ -59,6 +60,37 @@ class JoinSpec(NamedTuple):
     @property
     def generation(self) -> str:
         return self.credentials.generation
+
+
+class JoinedProcess(NamedTuple):
+    """In place of an actor's handle: a process that joined by itself and holds no actor. Ray knows nothing of it."""
+
+    key: str
+    """Of this process alone."""
+    pid: int
+    node_id: str
+
+
+class JoinRequest(NamedTuple):
+    """What a process that would join tells the supervisor."""
+
+    name: str
+    address: SocketAddress
+    """Where it listens meanwhile."""
+    pid: int
+    node_id: str
+    consent: bytes
+    actor: Any = None
+    """The handle of the actor in this process, if it holds one."""
+    timeout_s: float = 60.0
+
+
+class LeaveRequest(NamedTuple):
+    """A member that joined by itself leaves."""
+
+    name: str
+    incarnation: int
+    consent: bytes
 
 
 class Prepared(NamedTuple):

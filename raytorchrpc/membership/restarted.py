@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.backends import address_on
+from raytorchrpc.membership.here import endpoint, listening_address
 from raytorchrpc.process.workers import process_deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.topology.endpoint import Endpoint
@@ -50,6 +52,8 @@ class Record(NamedTuple):
     node_id: str
     """With ``pid``, the supervisor's process: if ``owner`` is an actor, it may be restarted too."""
     supervisor: Endpoint
+    door: SocketAddress | None = None
+    """Where the supervisor takes requests of processes that join by themselves; None: it takes none."""
 
     def lasts(self) -> bool:
         """Whether the supervisor's process is alive, as far as Ray reports."""
@@ -65,16 +69,19 @@ def post_record(generation: str, record: Record | None) -> None:
     ray_internals.store(_GROUPS + generation, text)
 
 
+def records() -> dict[str, Record]:
+    """The records of the cluster's groups, by generation. Some groups may have ended."""
+    found = {}
+    for key in ray_internals.stored_keys(_GROUPS):
+        with suppress(Exception):  # another release may post something else
+            if (text := ray_internals.stored(key)) is not None:
+                found[key.removeprefix(_GROUPS)] = Record(*pickle.loads(text))
+    return found
+
+
 def find_record(actor_id: str) -> Record | None:
     """The record of the group that this actor may rejoin, if there is one."""
-    for text in map(ray_internals.stored, ray_internals.stored_keys(_GROUPS)):
-        try:
-            record = None if text is None else Record(*pickle.loads(text))
-        except Exception:  # another release may post something else
-            continue
-        if record is not None and actor_id in record.actors and record.lasts():
-            return record
-    return None
+    return next((record for record in records().values() if actor_id in record.actors and record.lasts()), None)
 
 
 class Process(NamedTuple):
@@ -118,24 +125,24 @@ def _serve_group(this: Rejoin) -> None:
         return
     this.expect(record.credentials.group, record.config.rpc_timeout_s)
     process = Process(this.actor_id, os.getpid(), ray.get_runtime_context().get_node_id())
-    lane = _lane(record)
+    lane = lane_for(record, "restarted")
+    requests = Requests(ray_internals.actor_instance, "a restarted actor")
     try:
-        process.post(lane.open(_Requests().serve, lambda work: work()))
+        process.post(lane.open(requests.serve, lambda work: work()))
         _wait(this, record.credentials.generation)
     finally:
         process.post(None)
         lane.close()
 
 
-def _lane(record: Record) -> MessageLane:
-    from raytorchrpc.membership import join  # when it is needed: it takes a while
-
-    here = join.endpoint("restarted")
+def lane_for(record: Record, name: str) -> MessageLane:
+    """A lane by which the supervisor reaches this process before it is a member, and which reaches the supervisor."""
+    here = endpoint(name)
     config, host = record.config, None
     if config.always_tcp or not here.same_network(record.supervisor):
-        host = here.node_ip if config.interface is None else address_on(here, config.interface)
+        host = listening_address(here, config)
     setup = LaneSetup(record.credentials.group, record.credentials, config, lambda: here, tcp_host=host)
-    return setup.control_lane("restarted")
+    return setup.control_lane(name)
 
 
 def _wait(this: Rejoin, generation: str) -> None:
@@ -157,12 +164,21 @@ def _wait(this: Rejoin, generation: str) -> None:
         this.news.clear()
 
 
-class _Requests:
-    """Serves the supervisor's requests."""
+class Requests:
+    """Serves the requests of the other end of such a lane: it runs functions."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        first: Callable[[], Any],
+        name: str,
+        run: Callable[..., Any] = lambda first, function, *arguments: function(first, *arguments),
+    ) -> None:
+        """``first``: returns their first argument. ``name``: of this process, for messages. ``run``: what to do instead
+        of calling the function.
+        """
+        self._first, self._run = first, run
         self._codec = Codec(ray_internals.cloudpickler())
-        self._replies = Replies("a restarted actor", self._codec, process_deadlines())
+        self._replies = Replies(name, self._codec, process_deadlines())
 
     def serve(self, message: Message, reply: Reply) -> Any:
         """See ``lanes.base.Serve``."""
@@ -173,7 +189,7 @@ class _Requests:
             if message.header[0] == protocol.PING:
                 return Message((protocol.OK,), NOTHING)
             function, arguments = self._codec.decode(*message.body)
-            result = function(ray_internals.actor_instance(), *arguments)
+            result = self._run(self._first(), function, *arguments)
             return Message((protocol.OK,), self._codec.encode(result))
         except Exception as error:
             return self._replies.refusal(protocol.ASK, error)

@@ -61,7 +61,8 @@ def check_process() -> None:
     if _origin is not None:
         raise NotAMember(
             f"this process was forked from {_origin}, and does not belong to a group itself: make the call in the "
-            f"parent and pass its result on, or make this process an actor and add that to the group"
+            f"parent and pass its result on, start this process by spawn instead and call raytorchrpc.join() in it, or "
+            f"make it an actor and add that to the group"
         )
 
 

@@ -436,18 +436,16 @@ _gates_lock = threading.Lock()
 
 
 def gate_of(instance: Any, group: str | None) -> Gate | None:
-    """The gate of this actor's methods in Ray concurrency group ``group``; None for any other object.
+    """The gate of the methods of this process's actor, or of what ``serve`` was given, in Ray concurrency group
+    ``group``; None for any other object.
 
     Each group has a gate of its own. Ray does not report a named group's limit to the actor's process, so its gate
     starts with the actor's ``max_concurrency`` and grows with what Ray admits.
     """
-    global _actor
     if instance is not _actor:
         if instance is None or ray_internals.actor_instance() is not instance:
             return None
-        with _gates_lock:
-            _actor = instance
-            _gates.clear()
+        serve(instance)
     gate = _gates.get(group)
     if gate is None:
         with _gates_lock:
@@ -456,6 +454,15 @@ def gate_of(instance: Any, group: str | None) -> Gate | None:
             token = token_of_threads() if lends else ""
             gate = _gates.setdefault(group, Gate(width, elastic=group is not None, lends=lends, token=token))
     return gate
+
+
+def serve(instance: Any) -> None:
+    """This object's methods are called by other members: an actor, or what a process that is none has named."""
+    global _actor
+    with _gates_lock:
+        if instance is not _actor:
+            _actor = instance
+            _gates.clear()
 
 
 F = TypeVar("F", bound=Callable[..., Any])

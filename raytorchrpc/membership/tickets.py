@@ -1,0 +1,195 @@
+"""Tickets, by which a process may join a group by itself: a child of a member, or any process of the cluster.
+
+A child gets one from its nearest ancestor that is a member, over a Unix socket: each end learns from the kernel which
+process the other is. Any other process reads Ray's key-value store, if the group lets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import pickle
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import ray
+
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.errors import NotAMember
+from raytorchrpc.membership.here import Place, inherit, place
+from raytorchrpc.membership.restarted import Record, records
+from raytorchrpc.process import fork, threads
+
+logger = logging.getLogger(__name__)
+
+#: For a parent to hand over a ticket (seconds).
+_TICKET_S = 5.0
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_LENGTH = struct.Struct("<I")
+
+
+class Ticket(NamedTuple):
+    """With this a process may ask the supervisor of a group to take it in."""
+
+    record: Record
+    place: Place
+    parent: str = ""
+    """The member whose child the process is; empty for any process of the cluster."""
+    consent: bytes = b""
+    """Shows that a member handed it out; see ``consent``."""
+
+
+def consent(secret: bytes, generation: str) -> bytes:
+    """What members give their children: it can be made only with the group's secret."""
+    return hmac.digest(secret, f"join {generation}".encode(), "sha256")
+
+
+# --- a member hands out tickets --------------------------------------------------------------------------------------
+
+
+class Parent:
+    """Hands tickets to processes that this one has started, directly or not, on a thread of its own."""
+
+    def __init__(self, local: LocalMember, secret: bytes) -> None:
+        self._local, self._consent = local, consent(secret, local.generation)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def start(self) -> None:
+        """Begin; ends when this process leaves its group. If it cannot begin, a warning is logged."""
+        try:
+            self._listener.bind(_name(os.getpid()))
+            self._listener.listen(64)
+            threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
+        except (OSError, threads.ThreadShortage) as error:
+            self._listener.close()
+            logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
+            return
+        self._local.at_end.append(self._stop)
+
+    def _stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # it was closed
+                return
+            with sock:
+                try:
+                    sock.settimeout(_TICKET_S)
+                    self._hand_over(sock)
+                except Exception as error:
+                    logger.debug("%s did not hand over a ticket: %s", self._local.me.name, error)
+
+    def _hand_over(self, sock: socket.socket) -> None:
+        pid, uid, _ = _other_end(sock)
+        if uid != os.geteuid() and not self._local.config.across_users:
+            return
+        if os.getpid() not in ancestors(pid):
+            return
+        # One that has joined by a ticket hands on what came with it: without Ray it cannot look it up.
+        record = records().get(self._local.generation) if _own is None else _own.record
+        if record is None:
+            return
+        data = pickle.dumps((tuple(record), place(), self._local.me.name, self._consent))
+        sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _name(pid: int) -> bytes:
+    """In Linux's abstract socket namespace. Another process may hold it: both ends ask the kernel who is there."""
+    return f"\0{fork.ABSTRACT}parent-{pid}".encode()
+
+
+def _other_end(sock: socket.socket) -> tuple[int, int, int]:
+    """pid, uid and gid of the process that connected, or that listens."""
+    pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """The processes above this one, the nearest first, as far as they still run."""
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(file.read().rpartition(b")")[2].split()[1])
+        except OSError:
+            return
+        yield pid
+
+
+# --- a process gets a ticket -----------------------------------------------------------------------------------------
+
+_own: Ticket | None = None
+"""By which this process has joined, or joins."""
+
+
+def own() -> Ticket | None:
+    """The ticket by which this process has joined."""
+    return _own
+
+
+def use(ticket: Ticket | None) -> None:
+    """This process joins by that ticket; None: it has left."""
+    global _own
+    _own = ticket
+    if ticket is not None:
+        inherit(ticket.place)
+
+
+def find_ticket(group: str | None, deadline: float) -> Ticket:
+    """A ticket for the group of that name; None: for the group of the nearest ancestor. Raises NotAMember."""
+    offered: list[str] = []
+    for pid in ancestors(os.getpid()):
+        if (ticket := _ticket_from(pid, deadline)) is not None:
+            its = ticket.record.credentials.group
+            if group in (None, its):
+                return ticket
+            offered.append(its)
+    known: dict[str, str] = dict.fromkeys(offered, "a process that started this one is a member")
+    if ray.is_initialized():
+        for record in records().values():
+            its = record.credentials.group
+            if record.config.joinable_by != "cluster" or record.door is None:
+                known.setdefault(its, "GroupConfig(joinable_by='cluster') would let this process join it")
+            elif not record.lasts():
+                continue
+            elif its == group or group is None:
+                return Ticket(record, place())
+    which = "a group" if group is None else f"group {group!r}"
+    about = "; ".join(f"{name!r}: {why}" for name, why in known.items())
+    without = "" if ray.is_initialized() else "; call ray.init(address=...) first to join one of the cluster's groups"
+    raise NotAMember(
+        f"this process cannot join {which}: no process that started it, and that still runs, is a member"
+        f"{f' ({about})' if about else ''}{without}"
+    )
+
+
+def _ticket_from(pid: int, deadline: float) -> Ticket | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.settimeout(max(0.001, min(_TICKET_S, deadline - time.monotonic())))
+            sock.connect(_name(pid))
+            if _other_end(sock)[0] != pid:
+                return None
+            data = _read(sock, _LENGTH.unpack(_read(sock, _LENGTH.size))[0])
+        except (OSError, EOFError):
+            return None
+    record, *rest = pickle.loads(data)
+    return Ticket(Record(*record), *rest)
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        if not (part := sock.recv(size - len(data))):
+            raise EOFError
+        data += part
+    return data
