@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import socket
@@ -15,10 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import MessageLane, PeerAddress, Pending
+from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused
 from raytorchrpc.lanes.common.protection import Protection, secure
+from raytorchrpc.lanes.common.timer import Timer
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,11 @@ CONNECT_TIMEOUT_S = 10.0
 #: that has restarted.
 _HANDSHAKES = 16
 _ATTEMPTS = 3
+#: How often the connections to peers are looked at, and how long one may be idle (seconds).
+SWEEP_S, IDLE_S = 10.0, 60.0
+#: Connections to peers that may be idle from one sweep to the next.
+MOST_IDLE = 64
+_IDLE = "it was idle"
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -165,6 +170,10 @@ class Acceptor:
             _hang_up(sock)
 
 
+class _ClosedWhileIdle(Exception):
+    """Nothing was sent: the connection has just been closed, and another one can be made."""
+
+
 class Connection(ABC):
     """One connection of a lane. Sends requests and receives replies (``peer`` is set), or receives requests."""
 
@@ -173,8 +182,14 @@ class Connection(ABC):
         self._state = threading.Lock()
         self._pending: dict[int, Any] = {}
         """By number: the calls in flight."""
-        self._numbers = itertools.count(1)
+        self._number = 0
+        """Of the last call."""
+        self._seen, self._used = -1, 0.0  # see last_used
         self._ended: str | None = None
+
+    @abstractmethod
+    def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
+        """See MessageLane.call."""
 
     @property
     def ended(self) -> bool:
@@ -182,12 +197,20 @@ class Connection(ABC):
         return self._ended is not None
 
     def _begin(self, pending: Pending) -> int:
-        """Under ``_state``: give a call its number; its reply can arrive from now on. Raises PeerLost."""
+        """Under ``_state``: give a call its number; its reply can arrive from now on."""
+        if self._ended is _IDLE:
+            raise _ClosedWhileIdle
         if self._ended is not None:
             raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
-        number = next(self._numbers)
-        self._pending[number] = pending
-        return number
+        self._number += 1
+        self._pending[self._number] = pending
+        return self._number
+
+    def last_used(self, now: float) -> float:
+        """When it was last seen in use: ``now`` if it has been used since it was last asked. For one thread."""
+        if self._pending or self._number != self._seen:
+            self._seen, self._used = self._number, now
+        return self._used
 
     def _requests_among(self, arrived: Sequence[frames.Frame]) -> list[frames.Frame]:
         """Complete the calls whose replies have arrived, and return the requests."""
@@ -206,11 +229,22 @@ class Connection(ABC):
     def _busy(self) -> RpcTimeout:
         return RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
 
+    def end_idle(self) -> bool:
+        """Close it if no call is in flight, and if it has carried one. Returns whether it did.
+
+        Only the end that made the connection may do this. It has read the replies to all requests that it sent, so
+        nothing is on the way in either direction. The other end takes it for no sign of life or death.
+        """
+        return self._end(_IDLE, lambda: self._number > 0 and not self._pending)
+
     def end(self, reason: str) -> None:
         """Close it; calls in flight fail with PeerLost. Idempotent. Not to be called while sending."""
+        self._end(reason, lambda: True)
+
+    def _end(self, reason: str, may: Callable[[], bool]) -> bool:
         with self._state:
-            if self._ended is not None:
-                return
+            if self._ended is not None or not may():
+                return False
             self._ended = reason
         try:  # even if memory runs out, both the other end and the waiting callers must be told
             self._detach()
@@ -219,6 +253,7 @@ class Connection(ABC):
                 self._close()
             finally:
                 self._fail_calls(reason)
+        return True
 
     @abstractmethod
     def _detach(self) -> None:
@@ -244,7 +279,12 @@ C = TypeVar("C", bound=Connection)
 
 
 class ConnectedLane(MessageLane, Generic[C]):
-    """Listens on Unix and TCP sockets, and connects to each peer when it is first called."""
+    """Listens on Unix and TCP sockets. Connects to a peer when it is called, and closes connections that are idle.
+
+    A connection carries the requests of the end that made it, and the replies. That end closes it while no reply is
+    outstanding: after ``IDLE_S`` without a call; earlier if more than ``MOST_IDLE`` are idle; at once if the process
+    has no descriptor left. The next call makes another connection.
+    """
 
     def __init__(self, me: str, credentials: Credentials, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
@@ -254,11 +294,20 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._made: dict[str, C] = {}  # by peer; some may have ended
         self._connecting: dict[str, threading.Lock] = {}  # by peer; held while a connection is made
         self._made_lock = threading.Lock()
+        self._sweeps = Timer(SWEEP_S)  # set while there are connections to peers
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
     @abstractmethod
     def _poll(self, fd: int) -> None:
-        """Have ``Acceptor.accept`` called when this listening socket is readable."""
+        """Have ``_readable`` called when this descriptor, a listening socket or the timer, is readable."""
+
+    def _readable(self, fd: int) -> bool:
+        """Returns False if this is to be called again after a pause: the process has no descriptor left."""
+        if fd in self._acceptor.listeners:
+            return self._acceptor.accept(fd) or self._close_idle()
+        if fd == self._sweeps.fd:
+            self._sweep()
+        return True
 
     @abstractmethod
     def _register(self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float) -> C:
@@ -294,6 +343,40 @@ class ConnectedLane(MessageLane, Generic[C]):
         if connection is not None:
             connection.end("it was removed from the group")
 
+    def call(
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
+    ) -> Pending:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(_ClosedWhileIdle):
+                return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
+
+    def _sweep(self) -> None:
+        """Close connections that have been idle for long, and those idle longest beyond the limit."""
+        with self._made_lock:
+            if self._sweeps.fd < 0:  # the lane was closed meanwhile
+                return
+            self._sweeps.clear()
+            if self._made:
+                self._sweeps.set()
+            made = list(self._made.values())
+        now = time.monotonic()
+        idle = sorted(
+            ((used, connection) for connection in made if (used := connection.last_used(now)) < now),
+            key=lambda each: each[0],
+        )
+        for number, (used, connection) in enumerate(idle):
+            if number < len(idle) - MOST_IDLE or now - used >= IDLE_S:
+                connection.end_idle()
+
+    def _close_idle(self) -> bool:
+        """Close all connections that carry no call; returns whether that freed a descriptor."""
+        return any([connection.end_idle() for connection in list(self._made.values())])
+
+    def _close_timer(self) -> None:
+        with self._made_lock:
+            self._sweeps.close()
+
     def _connection(self, peer: str, deadline: float) -> C:
         """Return the connection to a peer; make it if there is none. Blocks until the deadline at most.
 
@@ -311,8 +394,16 @@ class ConnectedLane(MessageLane, Generic[C]):
         try:
             connection = self._made.get(peer)
             if connection is None or connection.ended:
-                connection = self._connect(peer, address, min(deadline, time.monotonic() + CONNECT_TIMEOUT_S))
+                until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+                try:
+                    connection = self._connect(peer, address, until)
+                except OSError as error:
+                    if error.errno not in _NO_ROOM or not self._close_idle():
+                        raise
+                    connection = self._connect(peer, address, until)
                 with self._made_lock:
+                    if not self._made:
+                        self._sweeps.set()
                     self._made[peer] = connection
             return connection
         except (OSError, Refused) as error:

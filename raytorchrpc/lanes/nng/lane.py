@@ -160,6 +160,7 @@ class NngLane(ConnectedLane[Connection]):
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
+        self._poll(self._sweeps.fd)
         fork.register(self)
 
     # --- the interface -------------------------------------------------------------------------------------
@@ -179,12 +180,6 @@ class NngLane(ConnectedLane[Connection]):
         sockets.warm_up()
         self._reader = threads.start(self._read, name=f"raytorchrpc-{self._me}-nng")
 
-    def call(
-        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
-    ) -> Pending:
-        deadline = time.monotonic() + timeout_s
-        return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
-
     def disconnect(self, peer: str) -> None:
         if not sockets.forked():
             super().disconnect(peer)
@@ -199,6 +194,7 @@ class NngLane(ConnectedLane[Connection]):
             os.eventfd_write(self._bell, 1)
             connections = set(self._by_fd.values())
         self._acceptor.close()
+        self._close_timer()
         for connection in connections:
             connection.end("this member left the group")
         self._made.clear()
@@ -260,10 +256,10 @@ class NngLane(ConnectedLane[Connection]):
 
     def _read_once(self) -> bool:
         for fd, _ in self._epoll.poll() if not self._closed else ():
-            if fd in self._acceptor.listeners:
-                if not self._acceptor.accept(fd):
+            if (connection := self._by_fd.get(fd)) is None:
+                if not self._readable(fd):
                     threads.pause()  # else epoll would report it again at once
-            elif (connection := self._by_fd.get(fd)) is not None:
+            else:
                 try:
                     for frame in connection.read():
                         self._serve_request(connection, frame.call, frame.message)

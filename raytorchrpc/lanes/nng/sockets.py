@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -118,7 +119,8 @@ class PairSocket:
         except BaseException as error:
             self.close()
             if isinstance(error, pynng.NNGException):  # no descriptor left, or no memory
-                raise OSError(f"nng: {str(error).lower()}") from error
+                number = errno.EMFILE if error.errno == lib.NNG_ENOFILES else errno.ENOMEM
+                raise OSError(number, f"nng: {str(error).lower()}") from error
             raise
 
     def _begin(self, sock: socket.socket, deadline: float) -> None:

@@ -8,13 +8,12 @@ caller that waits reads its own connection meanwhile, so that a reply costs one 
 from __future__ import annotations
 
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Serve, Spawn
 from raytorchrpc.lanes.common.connections import ConnectedLane, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
@@ -39,7 +38,8 @@ class SocketLane(ConnectedLane[Connection]):
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._selector: Selector[Connection] = Selector(me, self._read, self._acceptor.accept, self.close)
+        self._selector: Selector[Connection] = Selector(me, self._read, self._readable, self.close)
+        self._poll(self._sweeps.fd)
 
     # --- the interface -------------------------------------------------------------------------------------
 
@@ -50,16 +50,11 @@ class SocketLane(ConnectedLane[Connection]):
         self._selector.start(lambda work: self._spawn(work))
         return address
 
-    def call(
-        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
-    ) -> Pending:
-        deadline = time.monotonic() + timeout_s
-        return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
-
     def close(self) -> None:
         if not self._selector.close():
             return
         self._acceptor.close()
+        self._close_timer()
         for connection in list(self._selector.connections.values()):
             connection.end("this member left the group")
         self._made.clear()
@@ -68,6 +63,7 @@ class SocketLane(ConnectedLane[Connection]):
     def after_fork(self) -> list[fork.Address]:
         addresses = [] if self._selector.closed else self._tcp_addresses()
         self._selector.after_fork()
+        self._sweeps.close()
         for connection in self._selector.connections.values():
             connection.after_fork()
         self._made.clear()

@@ -1,4 +1,4 @@
-"""System calls that never wait, made without releasing the interpreter lock; a spin before a sleep; and a timer.
+"""System calls that never wait, made without releasing the interpreter lock, and a spin before a sleep.
 
 Python releases the lock around each call on a socket. In a process with other busy threads it then has to win the lock
 back every time, which takes up to a switch interval (5 ms), while the call itself takes a microsecond.
@@ -6,7 +6,6 @@ back every time, which takes up to a switch interval (5 ms), while the call itse
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -130,33 +129,3 @@ class Spinner:
         """The thread has slept for so long instead."""
         if seconds < SPIN_S:
             self._failed = 0
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-class _Timer(ctypes.Structure):
-    _fields_ = (("interval", _Timespec), ("first", _Timespec))
-
-
-class Timer:
-    """A descriptor that becomes readable once, ``after_s`` seconds after each ``set``."""
-
-    def __init__(self, after_s: float) -> None:
-        self.fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-        if self.fd < 0:
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error))
-        self._setting = _Timer(_Timespec(0, 0), _Timespec(int(after_s), int(after_s % 1 * 1e9)))
-
-    def set(self) -> None:
-        _libc.timerfd_settime(self.fd, 0, ctypes.byref(self._setting), None)
-
-    def clear(self) -> None:
-        """Make the descriptor unreadable again."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 8)
-
-    def close(self) -> None:
-        os.close(self.fd)

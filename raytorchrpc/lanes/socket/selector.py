@@ -19,7 +19,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from raytorchrpc.lanes.base import Spawn
-from raytorchrpc.lanes.socket.polling import AnyReadable, Spinner, Timer
+from raytorchrpc.lanes.common.timer import Timer
+from raytorchrpc.lanes.socket.polling import AnyReadable, Spinner
 from raytorchrpc.process import threads
 
 #: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
@@ -80,9 +81,9 @@ class Selector(Generic[R]):
         accept: Callable[[int], bool],
         give_up: Callable[[], None],
     ) -> None:
-        """``read`` reads a readable connection, and adds the methods to run and itself. ``accept`` handles a readable
-        listening socket; it returns False if the process has no descriptor left. ``give_up`` is called if threads fail
-        without end.
+        """``read`` reads a readable connection, and adds the methods to run and itself. ``accept`` handles another
+        readable descriptor; it returns False if the process has no descriptor left for that. ``give_up`` is called if
+        threads fail without end.
         """
         self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
         self._lock = threading.Lock()
