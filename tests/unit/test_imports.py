@@ -58,14 +58,15 @@ LEVELS = 19
 #: "module: what it fills below it, when it is imported". This list shrinks.
 FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
-PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "integrations.vllm", "lanes.base", "lanes.setup"}
+PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
+PUBLIC |= {f"integrations.{package}" for package in ("torchrl", "vllm")}
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.
 PURE = {
     *("config", "manifest", "routing", "runtime_env", "text"),
     *("bench.cases", "bench.reports", "bench.results", "bench.site", "doctor.examination", "doctor.report"),
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
-    *("calls.spans", "integrations.vllm.recording"),
+    *("calls.spans", "integrations.versions", "integrations.vllm.recording"),
     *("group.roster", "group.tracing", "membership.messages"),
     *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
     *("patterns.queues.items", "patterns.queues.store"),

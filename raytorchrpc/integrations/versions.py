@@ -1,0 +1,48 @@
+"""The versions of other packages that an adapter was tested with."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+logger = logging.getLogger(__name__)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, release[0].split("."))) if release else ()
+
+
+def outside(package: str, oldest: str, before: str) -> str | None:
+    """Say how the installed version of a package lies outside of ``oldest <= version < before``; None: it does not.
+
+    Pre-releases count as their release. Raises ``importlib.metadata.PackageNotFoundError`` if there is none.
+    """
+    installed = metadata.version(package)
+    if _numbers(oldest) <= _numbers(installed) < _numbers(before):
+        return None
+    return f"{package} {installed} is installed, and this adapter was tested with {package}>={oldest},<{before}"
+
+
+@contextmanager
+def adapted_to(package: str, oldest: str, before: str) -> Iterator[None]:
+    """Import a package inside of this block: ``with adapted_to("torchrl", "0.14", "0.15"): ...``.
+
+    Logs a warning if another version is installed. If an import fails then, the ImportError names the versions.
+    """
+    try:
+        yield
+    except ImportError as error:
+        try:
+            difference = outside(package, oldest, before)
+        except metadata.PackageNotFoundError:
+            raise ImportError(f"install {package}>={oldest},<{before} to use this adapter: {error}") from error
+        if difference is None:
+            raise
+        raise ImportError(f"{difference}: {error}") from error
+    difference = outside(package, oldest, before)
+    if difference is not None:
+        logger.warning("%s: if weights do not arrive, install such a version", difference)
