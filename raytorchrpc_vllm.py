@@ -14,8 +14,12 @@ BACKEND = "raytorchrpc"
 def register() -> None:
     """Register the backend with vLLM. Idempotent; imports nothing that vLLM has not imported."""
     try:
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
     except ImportError:
         return  # an older vLLM, which has no engines for weights
-    with suppress(ValueError):  # registered already: some processes of vLLM load their plugins again
-        WeightTransferEngineFactory.register_engine(BACKEND, "raytorchrpc.integrations.vllm.engine", "WeightEngine")
+    for factory, module, name in (
+        (WeightTransferEngineFactory, "engine", "WeightEngine"),
+        (WeightTransferTrainerFactory, "trainer", "TrainerEngine"),
+    ):
+        with suppress(ValueError):  # registered already: some processes of vLLM load their plugins again
+            factory.register_engine(BACKEND, f"raytorchrpc.integrations.vllm.{module}", name)

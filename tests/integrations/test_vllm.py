@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
 import raytorchrpc as rtr
-from tests.integrations.vllm_actors import Engine, Trainer, save_config
+from tests.integrations.vllm_actors import (
+    Engine,
+    ShardedTrainer,
+    Trainer,
+    dtype_and_sum,
+    fail_midway,
+    pid_of,
+    save_config,
+)
 
 
 @contextmanager
-def group_of(path: str, **options: Any) -> Iterator[tuple[Any, Any]]:
+def group_of(path: str, name: str = "default", **options: Any) -> Iterator[tuple[Any, Any]]:
     """A trainer that has published its weights, and an engine that knows the store."""
     trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
     engine = ray.remote(Engine).options(num_cpus=0).remote(path, **options)
     try:
         ray.get(engine.start_s.remote(), timeout=200)
-        with rtr.init_group({"trainer": trainer, "engine": engine}):
+        with rtr.init_group({"trainer": trainer, "engine": engine}, name=name):
             ray.get(trainer.open.remote())
             ray.get(trainer.step.remote())
             yield trainer, engine
@@ -41,18 +52,160 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return lambda **options: save_config(tmp_path_factory.mktemp("llama"), **options)
 
 
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_every_way_gives_the_published_model(llama: Callable[..., str], tied: bool) -> None:
-    """On a CPU, vLLM packs linear layers, so they are brought layer by layer; tied embeddings are packed twice."""
-    with group_of(llama(tie_word_embeddings=tied)) as (trainer, engine):
-        assert not agree(trainer, engine), "the random weights of both are the same"
-        for into, expected in (("auto", "layers"), ("layers", "layers"), ("load_weights", "load_weights")):
+@pytest.fixture(scope="module")
+def pair(cluster: None, llama: Callable[..., str]) -> Iterator[tuple[Any, Any]]:
+    """A trainer, and an engine whose worker is in its actor."""
+    with group_of(llama(), "pair") as found:
+        yield found
+
+
+@pytest.mark.parametrize(("into", "expected"), [("auto", "layers"), ("layers", "layers"), ("load_weights",) * 2])
+def test_each_way_gives_the_published_model(pair: tuple[Any, Any], into: str, expected: str) -> None:
+    """On a CPU, vLLM packs linear layers, so they are brought layer by layer."""
+    trainer, engine = pair
+    ray.get(trainer.open.remote(f"by {into}"))
+    ray.get(trainer.step.remote())
+    ray.get(engine.connect.remote(f"by {into}", into=into))
+    assert not agree(trainer, engine), "connecting has updated the model already"
+    for _ in range(2):
+        version = ray.get(trainer.step.remote())
+        ray.get(engine.update.remote(version))
+        assert agree(trainer, engine)
+    (status,) = ray.get(engine.status.remote())
+    assert (status.into, status.version) == (expected, version)
+    assert status.why and sum(status.nbytes.values()) > 300_000
+    assert ray.get(engine.weight_version.remote()) == str(version)
+
+
+def test_the_first_version_may_come_after_the_engine(pair: tuple[Any, Any]) -> None:
+    trainer, engine = pair
+    ray.get(trainer.open.remote("later"))
+    ray.get(engine.connect.remote("later"))
+    assert ray.get(engine.status.remote()) == [None]
+    ray.get(trainer.step.remote())
+    ray.get(engine.update.remote())
+    assert agree(trainer, engine)
+
+
+def test_a_model_of_other_names_is_refused_and_the_engine_goes_on(pair: tuple[Any, Any]) -> None:
+    trainer, engine = pair
+    for store, wrong, text in (
+        (
+            "renamed",
+            {"rename": "policy."},
+            "LlamaForCausalLM cannot load the weights of 'renamed'.*Hugging Face",
+        ),
+        ("lacking", {"without": "model.norm.weight"}, "'lacking' do not fill 'model.norm.weight' of vLLM's model"),
+    ):
+        ray.get(trainer.open.remote(store))
+        ray.get(trainer.publish.remote(**wrong))
+        with pytest.raises(rtr.ConfigurationError, match=text):
+            ray.get(engine.connect.remote(store))
+        ray.get(trainer.step.remote())
+        ray.get(engine.connect.remote(store))
+        ray.get(engine.update.remote())
+        assert agree(trainer, engine)
+
+
+def test_wrong_settings_are_refused(pair: tuple[Any, Any]) -> None:
+    trainer, engine = pair
+    ray.get(trainer.open.remote("settings"))
+    ray.get(trainer.step.remote())
+    with pytest.raises(rtr.ConfigurationError, match="into='fast' has to be one of 'auto', 'parameters'"):
+        ray.get(engine.connect.remote("settings", into="fast"))
+    with pytest.raises(rtr.ConfigurationError, match=r"'parameters' is impossible for 'model.*Unquantized"):
+        ray.get(engine.connect.remote("settings", into="parameters"))
+    with pytest.raises(rtr.NotFound, match="no such store"):
+        ray.get(engine.connect.remote("no such store"))
+
+
+def test_an_update_that_fails_midway_says_so_and_the_next_one_works(pair: tuple[Any, Any]) -> None:
+    trainer, engine = pair
+    ray.get(trainer.open.remote("midway"))
+    ray.get(trainer.step.remote())
+    ray.get(engine.connect.remote("midway", group_bytes=1))  # each layer alone
+    ray.get(engine.update.remote(1))
+    assert agree(trainer, engine)
+    ray.get(engine.run.remote(fail_midway))
+    version = ray.get(trainer.step.remote())
+    with pytest.raises(rtr.RayTorchRpcError, match=r"failed midway.*two versions.*update it again.*PeerLost"):
+        ray.get(engine.update.remote(version))
+    assert [status.version for status in ray.get(engine.status.remote())] == [0]
+    ray.get(engine.update.remote(version))
+    assert agree(trainer, engine)
+    with pytest.raises(rtr.NotFound, match="version 99"):
+        ray.get(engine.update.remote(99))
+    assert agree(trainer, engine), "the model stays as it is if the version is not there"
+
+
+def test_bfloat16_of_a_float32_trainer(llama: Callable[..., str], cluster: None) -> None:
+    with group_of(llama(), dtype="bfloat16") as (trainer, engine):
+        ray.get(engine.connect.remote())
+        ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+        name = "model.embed_tokens.weight"
+        dtype, total = ray.get(engine.run.remote(dtype_and_sum, name))
+        assert (dtype, total) == ("torch.bfloat16", ray.get(trainer.total.remote(name, "bfloat16")))
+
+
+def test_parameters_that_kernels_read_are_written_in_place(llama: Callable[..., str], cluster: None) -> None:
+    """As on GPUs, where vLLM leaves unquantised layers as they were loaded. Tied embeddings are one tensor."""
+    with group_of(llama(tie_word_embeddings=True), keep_layout=True) as (trainer, engine):
+        ray.get(engine.connect.remote(into="parameters"))
+        for _ in range(2):
+            ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+            assert agree(trainer, engine)
+        (status,) = ray.get(engine.status.remote())
+        assert (status.into, status.why, status.nbytes.keys()) == ("parameters", "", {"parameters"})
+
+
+def test_embeddings_that_are_tied_are_packed_again(llama: Callable[..., str], cluster: None) -> None:
+    """vLLM packs the tied matrix for the output layer, which has no tensor of its own in the checkpoint."""
+    with group_of(llama(tie_word_embeddings=True)) as (trainer, engine):
+        for into in ("layers", "load_weights"):
             ray.get(engine.connect.remote(into=into))
+            ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+            assert agree(trainer, engine), into
+
+
+def test_two_engines_of_which_one_is_stopped(llama: Callable[..., str], pair: tuple[Any, Any]) -> None:
+    """The trainer and the other engine go on; the stopped one is up to date after one update."""
+    trainer, engine = pair
+    other = ray.remote(Engine).options(num_cpus=0).remote(llama())
+    try:
+        rtr.get_group("pair").add({"other": other})
+        ray.get(trainer.open.remote("two"))
+        ray.get(trainer.step.remote())
+        ray.get([each.connect.remote("two") for each in (engine, other)])
+        pid = ray.get(other.run.remote(pid_of))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for _ in range(3):
+                ray.get(engine.update.remote(ray.get(trainer.step.remote())), timeout=60)
+                assert agree(trainer, engine)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        ray.get(other.update.remote())
+        assert agree(trainer, other)
+    finally:
+        rtr.get_group("pair").remove(["other"])
+        ray.kill(other)
+
+
+def test_a_trainer_of_two_processes_with_fsdp(llama: Callable[..., str], cluster: None, tmp_path: Path) -> None:
+    """vLLM's own client and factory drive it; each process publishes its shards, and no process gathers the model."""
+    path = llama()
+    trainers = [
+        ray.remote(ShardedTrainer).options(num_cpus=0).remote(path, rank, str(tmp_path / "rendezvous"))
+        for rank in range(2)
+    ]
+    engine = ray.remote(Engine).options(num_cpus=0).remote(path)
+    try:
+        with rtr.init_group({"t0": trainers[0], "t1": trainers[1], "engine": engine}, name="sharded"):
+            ray.get([trainer.connect.remote([engine], store="sharded") for trainer in trainers], timeout=120)
             for _ in range(2):
-                version = ray.get(trainer.step.remote())
-                ray.get(engine.update.remote(version))
-                assert agree(trainer, engine), into
-            (status,) = ray.get(engine.status.remote())
-            assert (status.into, status.version) == (expected, version)
-            assert status.why
+                ray.get([trainer.step.remote() for trainer in trainers], timeout=120)
+                assert agree(trainers[0], engine)
+            assert ray.get(engine.weight_version.remote()) == "3"
+    finally:
+        for actor in (*trainers, engine):
+            ray.kill(actor)

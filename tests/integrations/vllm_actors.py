@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ class Trainer:
         state = {rename + name: its for name, its in self.model.state_dict().items() if name != without}
         return int(self.store.publish(state))
 
+    def total(self, name: str, dtype: str) -> float:
+        """The sum of a tensor's elements, rounded to a dtype."""
+        import torch
+
+        return float(self.model.state_dict()[name].to(getattr(torch, dtype)).double().sum())
+
     def greedy(self, count: int = 12) -> list[int]:
         """The most probable tokens after the prompt."""
         import torch
@@ -83,6 +90,52 @@ class Trainer:
             for _ in range(count):
                 ids = torch.cat([ids, self.model(ids).logits[0, -1].argmax().view(1, 1)], 1)
         return list(ids[0, len(PROMPT) :].tolist())
+
+
+class ShardedTrainer:
+    """One of two processes that train the same model with FSDP2, and drive vLLM as vLLM's documentation says."""
+
+    def __init__(self, path: str, rank: int, rendezvous: str) -> None:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+        self.rank, self.whole = rank, Trainer(path).model
+        self.model = Trainer(path).model  # the same seed: the same weights
+        for layer in self.model.model.layers:
+            fully_shard(layer)
+        fully_shard(self.model)
+
+    def connect(self, engines: list[Any], **options: Any) -> None:
+        from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.plugins import load_general_plugins
+
+        from raytorchrpc.integrations.vllm.trainer import ModelSource, TrainerInit
+
+        load_general_plugins()
+        self.sync = WeightTransferTrainerFactory.trainer_init(
+            TrainerInit(rank=self.rank, **options),
+            client=RayVLLMWeightSyncClient(engines),
+            source=ModelSource(self.model),
+        )
+
+    def step(self) -> None:
+        """Change the weights of both models, as training would, and bring them to the engines."""
+        import torch
+
+        with torch.no_grad():
+            for whole, sharded in zip(self.whole.parameters(), self.model.parameters(), strict=True):
+                whole.mul_(1.5)
+                sharded.mul_(1.5)
+        self.sync.send_weights()
+
+    def greedy(self) -> list[int]:
+        trainer = Trainer.__new__(Trainer)
+        trainer.model = self.whole
+        return trainer.greedy()
 
 
 class Engine:
@@ -138,6 +191,30 @@ class Engine:
 
         return list(self.llm.collective_rpc(update_status))
 
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``function(self, *args)``."""
+        return function(self, *args)
+
+    # What vLLM's RayVLLMWeightSyncClient calls.
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        self.llm.init_weight_transfer_engine(request)
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, request: Any) -> None:
+        self.llm.update_weights(request)
+
+    def finish_weight_update(self) -> None:
+        self.llm.finish_weight_update()
+
+    def update_weight_version(self, version: str) -> None:
+        self.llm.update_weight_version(version)
+
+    def weight_version(self) -> str:
+        return str(self.llm.get_weight_version())
+
     def greedy(self, count: int = 12) -> list[int]:
         from vllm import SamplingParams
 
@@ -155,3 +232,26 @@ def leave_layout_alone() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def fail_midway(engine: Engine) -> None:
+    """Have the next update fail after its first layers, as if the trainer was lost then."""
+    update = engine.llm.llm_engine.collective_rpc(lambda worker: worker.weight_transfer_engine._update)[0]
+    group = update._groups[1]
+    pull = group.pull
+
+    def fail(*args: Any) -> None:
+        group.pull = pull
+        raise rtr.PeerLost("trainer", "the test says so", True)
+
+    group.pull = fail
+
+
+def dtype_and_sum(engine: Engine, name: str) -> tuple[str, float]:
+    """Of a parameter of vLLM's model, that it does not pack."""
+    (found,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.model.get_parameter(name))
+    return str(found.dtype), float(found.double().sum())
+
+
+def pid_of(engine: Engine) -> int:
+    return os.getpid()

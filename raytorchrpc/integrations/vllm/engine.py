@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 import raytorchrpc as rtr
 from raytorchrpc.integrations.vllm import UpdateStatus, check_version
-from raytorchrpc.integrations.vllm.progress import Update
+from raytorchrpc.integrations.vllm.progress import Target, Update
 from raytorchrpc.integrations.vllm.updates import INTO, update_of
 
 logger = init_logger("vllm.raytorchrpc")
@@ -32,12 +32,15 @@ class InitInfo(WeightTransferInitInfo):
         group: the group that a worker joins which is in none; None: the one of the process that started the worker.
         into: ``"parameters"``, ``"layers"`` or ``"load_weights"``; ``"auto"``: the fastest that the model allows.
         timeout: seconds for joining the group, and for each update that does not say otherwise.
+        group_bytes: layers that are brought layer by layer are pulled in groups of so many bytes. Two such groups take
+            memory beside the model.
     """
 
     store: str = "policy"
     group: str | None = None
     into: str = "auto"
     timeout: float = 60.0
+    group_bytes: int = 32 << 20
 
 
 @dataclass
@@ -122,7 +125,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _prepare(self, version: int, timeout: float) -> Update:
         store, info = self._initialised(), self._info
         layout = store.layout(version, timeout=timeout)
-        self._update = update_of(self.model, self.model_config, store, layout, info.into, self.device)
+        target = Target(self.model, self.model_config, self.device, store)
+        self._update = update_of(target, layout, info.into, info.group_bytes)
         logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self._update.status)
         return self._update
 
@@ -135,11 +139,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _become_member(info: InitInfo) -> None:
-    """Raises NotAMember unless this process is in a group."""
+    """Join the group, unless this process is in one: an actor is, and a process that vLLM has started is not."""
     try:
         rtr.current_member()
-    except rtr.NotAMember as error:
-        raise rtr.NotAMember(
-            f"{error}: the worker of vLLM has to run in a member of the group, as it does in an actor with "
-            f"VLLM_ENABLE_V1_MULTIPROCESSING=0"
-        ) from None
+    except rtr.NotAMember:
+        rtr.join(info.group, timeout=info.timeout)

@@ -14,40 +14,29 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.integrations.vllm import UpdateStatus, internals
 from raytorchrpc.integrations.vllm.placement import Layer, Placement, place
-from raytorchrpc.integrations.vllm.progress import Progress, Update, bringing
+from raytorchrpc.integrations.vllm.progress import Progress, Target, Update, bringing
 from raytorchrpc.process import threads
 
-#: Layers that are pulled together have so many bytes. Two such groups take memory beside the model.
-_GROUP_BYTES = 32 << 20
 
-
-def plan(
-    model: torch.nn.Module, config: Any, store: rtr.WeightStore, layout: Any, into: str, device: torch.device
-) -> Update:
+def plan(target: Target, layout: Any, into: str, group_bytes: int) -> Update:
     """The update of a model. Raises NoPlan and ConfigurationError; see ``update_of``."""
-    placement = place(model, {name: (its.dtype, its.shape) for name, its in layout.items()}, store.name)
+    specs = {name: (its.dtype, its.shape) for name, its in layout.items()}
+    placement = place(target.model, specs, target.store.name)
     processed = [layer for layer in placement.layers if layer.processed or into == "layers"]
     if into == "parameters" and processed:
         first = processed[0]
         raise rtr.ConfigurationError(f"into='parameters' is impossible for {first.name!r}: {first.processed}")
-    return LayeredUpdate(placement, processed, config, store, device)
+    return LayeredUpdate(target, placement, processed, group_bytes)
 
 
 class LayeredUpdate:
     """Pulls what each layer needs, and has vLLM process those layers that its kernels do not read as loaded."""
 
-    def __init__(
-        self,
-        placement: Placement,
-        processed: Sequence[Layer],
-        config: Any,
-        store: rtr.WeightStore,
-        device: torch.device,
-    ) -> None:
-        self._placement, self._config, self._device = placement, config, device
+    def __init__(self, target: Target, placement: Placement, processed: Sequence[Layer], group_bytes: int) -> None:
+        self._target, self._placement, store = target, placement, target.store
         direct = [layer for layer in placement.layers if layer not in processed]
         self._direct = _Group(direct, store) if direct else None
-        self._groups = [_Group(layers, store) for layers in _divide(processed)]
+        self._groups = [_Group(layers, store) for layers in _divide(processed, group_bytes)]
         sizes = {"parameters": sum(layer.nbytes for layer in direct), "layers": sum(each.nbytes for each in processed)}
         why = next((layer.processed for layer in processed if layer.processed), "as asked" if processed else "")
         into = "layers" if processed else "parameters"
@@ -65,18 +54,20 @@ class LayeredUpdate:
                 for module in self._placement.sharing:
                     module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
                 for module in self._placement.attention:
-                    module.process_weights_after_loading(self._config.dtype)  # type: ignore[operator]
+                    module.process_weights_after_loading(self._target.config.dtype)  # type: ignore[operator]
 
     def _bring_processed(self, version: int, progress: Progress) -> None:
         """Pull each group while vLLM processes the one before."""
         pending: Future[None] | None = None
         begun: list[_Group] = []
         try:
-            for group, following in zip(self._groups, [*self._groups[1:], None], strict=True):
+            for number, group in enumerate(self._groups, 1):
                 pending = pending or self._begin(group, version, progress, begun)
                 with progress.phase("pull"):
                     pending.result()
-                pending = None if following is None else self._begin(following, version, progress, begun)
+                pending = None
+                if number < len(self._groups):
+                    pending = self._begin(self._groups[number], version, progress, begun)
                 progress.has_written = True
                 with progress.phase("process"):
                     for layer in group.layers:
@@ -93,12 +84,12 @@ class LayeredUpdate:
         begun.append(group)
         with progress.phase("prepare"):
             for layer in group.layers:
-                internals.take_out(layer.module, self._device, layer.kept)
+                internals.take_out(layer.module, self._target.device, layer.kept)
             targets, left = group.targets(), progress.left()
         done: Future[None] = Future()
         stream: AbstractContextManager[Any] = nullcontext()
-        if self._device.type == "cuda":  # copies are queued where the layers are processed
-            stream = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        if self._target.device.type == "cuda":  # copies are queued where the layers are processed
+            stream = torch.cuda.stream(torch.cuda.current_stream(self._target.device))
 
         def pull() -> None:
             try:
@@ -150,11 +141,11 @@ class _Group:
             internals.put_back(layer.module)
 
 
-def _divide(layers: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """In groups of ``_GROUP_BYTES``, or of one layer that has more."""
+def _divide(layers: Sequence[Layer], most: int) -> Iterator[list[Layer]]:
+    """In groups of at most so many bytes, or of one layer that has more."""
     group: list[Layer] = []
     for layer in layers:
-        if group and sum(each.nbytes for each in group) + layer.nbytes > _GROUP_BYTES:
+        if group and sum(each.nbytes for each in group) + layer.nbytes > most:
             yield group
             group = []
         group.append(layer)

@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.integrations.vllm import UpdateStatus
@@ -15,6 +17,16 @@ from raytorchrpc.integrations.vllm import UpdateStatus
 
 class NoPlan(Exception):
     """The model's loaders do more with a tensor than to copy parts of it. Never leaves this package."""
+
+
+class Target(NamedTuple):
+    """The model of one worker, and the store that it is updated from."""
+
+    model: Any
+    config: Any
+    """vLLM's ModelConfig."""
+    device: torch.device
+    store: rtr.WeightStore
 
 
 class Update(Protocol):

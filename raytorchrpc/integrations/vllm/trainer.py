@@ -1,0 +1,142 @@
+"""The side of the training processes: publishes their weights, and has vLLM's engines bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    materialize_full_tensor,
+)
+
+import raytorchrpc as rtr
+from raytorchrpc.integrations.vllm.engine import InitInfo, UpdateInfo
+
+
+@dataclass
+class TrainerInit(TrainerInitInfo):
+    """What ``WeightTransferTrainerFactory.trainer_init`` takes in each training process.
+
+    Attributes:
+        rank: of this process among the training processes; rank 0 talks to the engines.
+        store: the name of the ``WeightStore``, which the training processes create.
+        keep: how many versions engines can pull. An engine that is still bringing one needs it until it is done.
+        into: see ``InitInfo``.
+        timeout: seconds for each update.
+    """
+
+    backend: ClassVar[str] = "raytorchrpc"
+
+    store: str = "policy"
+    keep: int = 2
+    into: str = "auto"
+    timeout: float = 60.0
+
+
+class ModelSource(WeightSource):
+    """The tensors of a module or a state_dict, under their names there. DTensors stay shards: nothing is gathered."""
+
+    def __init__(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
+        self._model = model
+
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors as they are now."""
+        return self._model.state_dict() if isinstance(self._model, torch.nn.Module) else self._model
+
+    def metadata(self) -> list[ParamMeta]:
+        """Names, dtypes and global shapes."""
+        return [ParamMeta(name, its.dtype, tuple(its.shape)) for name, its in self.tensors().items()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, one after the other; gathers DTensors, for engines of others."""
+        for name, tensor in self.tensors().items():
+            yield name, materialize_full_tensor(tensor)
+
+
+class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
+    """Publishes the weights of a trainer to a ``WeightStore``, and drives the engines of vLLM to bring them.
+
+    Every training process makes one. With shards (``ModelSource`` of DTensors) each publishes its own, and the members
+    are found by a collective in torch's default process group; otherwise rank 0 publishes whole tensors.
+    """
+
+    init_info_cls = TrainerInit
+
+    def __init__(self, init: TrainerInit, client: VLLMWeightSyncClient, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=init.is_sender)
+        self._init, self._store = init, _store_of(init, source)
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TrainerInit, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> TrainerEngine:
+        """Publish the present weights, and have the engines find them. Blocks; every training process calls it.
+
+        Raises:
+            ConfigurationError: there is no source, or its tensors are not those of vLLM's model.
+            NotAMember: this process is in no group.
+        """
+        if source is None:
+            raise rtr.ConfigurationError("source= is missing: pass ModelSource(model), or another WeightSource")
+        if source.held_names() is not None:
+            raise rtr.ConfigurationError(
+                f"{type(source).__name__} yields a part of the model in each process: pass ModelSource with its shards"
+            )
+        engine = cls(init_info, client, source)
+        version = engine.publish()
+        if engine.is_sender:
+            assert engine._store is not None
+            engine._store.wait(version, init_info.timeout)  # until all training processes have published it
+            engine.connect()
+        return engine
+
+    def connect(self) -> None:
+        """Have the engines find the store, as one that was started again needs to. Only rank 0; blocks."""
+        info = InitInfo(store=self._init.store, into=self._init.into, timeout=self._init.timeout)
+        self.client.init_weight_transfer_engine(asdict(info))
+
+    def publish(self) -> int:
+        """Publish the present weights; returns the version. Training may go on. Every training process calls it."""
+        source, store = self.source, self._store
+        if store is None:
+            for _ in source:
+                pass  # takes part in gathering what rank 0 publishes
+            return 0
+        # Others yield whole tensors, one after the other, and may gather each of them.
+        tensors: Any = source.tensors() if isinstance(source, ModelSource) else source
+        return store.publish(tensors, timeout=self._init.timeout)
+
+    def update(self, version: int) -> None:
+        """Have the engines bring a version, and wait for them. Only rank 0."""
+        assert self._store is not None
+        self._store.wait(version, self._init.timeout)
+        self.client.start_weight_update()
+        self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout)))
+        self.client.finish_weight_update(weight_version=str(version))
+
+    def send_weights(self) -> None:
+        """Publish the present weights, and have the engines bring them. Every training process calls it.
+
+        Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied. If an engine
+        fails, the error is its own, and the next ``send_weights`` works once it is there again.
+        """
+        version = self.publish()
+        if self.is_sender:
+            self.update(version)
+
+
+def _store_of(init: TrainerInit, source: WeightSource) -> rtr.WeightStore | None:
+    """The store that this process publishes to; None if it only takes part in gathering tensors."""
+    tensors = source.tensors().values() if isinstance(source, ModelSource) else ()
+    if any(hasattr(tensor, "device_mesh") for tensor in tensors):
+        names: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(names, rtr.current_member().name)
+        return rtr.WeightStore(init.store, publishers=names, keep=init.keep)
+    return rtr.WeightStore(init.store, keep=init.keep) if init.is_sender else None
