@@ -8,7 +8,7 @@ in an actor that Ray has restarted it lets the actor's group take it back.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from raytorchrpc import rdt
+from raytorchrpc import _loading, rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.client.future import Future, gather, wait
 from raytorchrpc.calls.client.stream import Stream
@@ -132,4 +132,5 @@ if ray_internals.runs_tasks():
     from raytorchrpc.membership.join import preload  # a group waits for its slowest member
 
     preload()
+_loading.finish()
 restarted.begin()

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
+from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Change, ChangeLog, Listeners
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
@@ -221,7 +222,8 @@ def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any
             f"a detached group {name!r} exists in this cluster: get_group({name!r}) finds it"
         ) from error
     try:
-        _answer(name, actor.form.remote(name, config, dict(participants), timeout_s), timeout_s)
+        forming = actor.form.remote(name, config, dict(participants), timeout_s)
+        _answer(name, forming, ray_calls.LONGEST * timeout_s)
         return DetachedHost(name, actor)
     except BaseException:
         _end(actor)

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -121,22 +120,29 @@ class Formation:
         undo_s: float = _UNDO_S,
         *,
         deadline: float | None = None,
+        patience: ray_calls.Patience | None = None,
         by_reference: bool = True,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
         ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
-        how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on. ``by_reference``:
-        ``call_all`` takes references to Ray's objects.
+        how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on, or that of ``patience``,
+        which ``call_all`` then takes. ``by_reference``: ``call_all`` takes references to Ray's objects.
         """
         self.participants = participants
         self.roster = roster
         self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s if deadline is None else deadline
+        self._began, self._patience = time.monotonic(), patience
+        self._deadline = self._began + timeout_s if deadline is None else deadline
         self._call_all, self._undo_s, self._by_reference = call_all, undo_s, by_reference
         self._attempt = uuid.uuid4().hex[:12]
         self._restarting = False
         """Ray reported that a participant restarts when the attempt was rolled back."""
+
+    @property
+    def deadline(self) -> float:
+        """Of all steps together (``time.monotonic``)."""
+        return self._deadline if self._patience is None else self._patience.deadline
 
     def probe(self) -> None:
         """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
@@ -243,9 +249,10 @@ class Formation:
         self, what: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
     ) -> dict[str, Any]:
         """Results by member. Raises ConfigurationError or BootstrapError; ``what``: what members failed to do."""
-        found, failures = self._call_all(
-            self.participants, function, arguments, self.deadline, fail_fast=True, retry_restarting=retry_restarting
-        )
+        options: dict[str, Any] = {"fail_fast": True, "retry_restarting": retry_restarting}
+        if self._patience is not None:
+            options["patience"] = self._patience
+        found, failures = self._call_all(self.participants, function, arguments, self.deadline, **options)
         if not failures:
             return found
         silent = [member for member, error in failures.items() if isinstance(error, TimeoutError)][: ray_calls.NAMED]
@@ -269,7 +276,9 @@ class Formation:
     def _reason(self, error: Exception, why_silent: str | None) -> str:
         if isinstance(error, TimeoutError):
             why = why_silent or "is it still starting, waiting for resources, or busy?"
-            return f"no answer within {self.timeout_s:g} s: {why} (a sync actor answers between its methods)"
+            waited = time.monotonic() - self._began  # longer than the timeout while processes load
+            seconds = self.timeout_s if waited < self.timeout_s + 1 else round(waited)
+            return f"no answer within {seconds:g} s: {why} (a sync actor answers between its methods)"
         text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray's colours
         return " ".join(text.split()) or repr(error)
 
@@ -281,11 +290,9 @@ def form_group(
     finish: Callable[[Roster, GroupInfo, Mapping[str, Prepared]], T],
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
-    deadline = time.monotonic() + timeout_s
-    with ray_calls.WaitingNotice(roster.name) as notice:
-        call_all = partial(ray_calls.call_all, notice=notice)
+    with ray_calls.Patience(roster.name, timeout_s) as patience:
         while True:
-            formation = Formation(roster, participants, timeout_s, call_all=call_all, deadline=deadline)
+            formation = Formation(roster, participants, timeout_s, ray_calls.call_all, patience=patience)
             try:
                 formation.probe()
                 try:

@@ -358,7 +358,8 @@ def init_group(
             ``get_group(name)``, change it or end it. Its members should be detached actors, as Ray ends other actors
             with their driver. Without ``shutdown`` the group lasts as long as the cluster.
         timeout: seconds until BootstrapError names the members that did not answer. A sync actor answers between its
-            methods.
+            methods. While processes of members still load raytorchrpc and torch, which takes minutes where many share
+            few cores, this time runs anew with each module that one has loaded; five times as long at most in all.
 
     Blocks until every member can reach every other. After 3 s, and then every 10 s, it says whom it waits for and why
     ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, members that had

@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
+from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.group.control_connections import Answers, Arguments
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 _RESTART_POLL_S = 0.05
 #: When a group that forms first says whom it waits for, how often then, and how many members it names (seconds).
 _FIRST_NOTICE_S, _NOTICE_S, NAMED = 3.0, 10.0, 8
+#: A group that forms waits so many times its timeout at most for processes that load modules all the time.
+LONGEST = 5
+_LOADING = "loading raytorchrpc and torch"
 #: Erases the line of a terminal.
 _ERASED = "\r\x1b[K"
 
@@ -41,13 +45,13 @@ def call_all(
     *,
     fail_fast: bool = False,
     retry_restarting: bool = False,
-    notice: WaitingNotice | None = None,
+    patience: Patience | None = None,
 ) -> Answers:
     """Run ``function(instance, *arguments[name])`` at every named member; this process has the handle None.
 
     Returns results and failures by name; TimeoutError stands for no answer by the deadline. With ``fail_fast`` the
     first failure ends the wait, and members that have not answered are in neither. With ``retry_restarting`` an actor
-    that is restarting is called again. ``notice`` says meanwhile whom this waits for.
+    that is restarting is called again. ``patience`` takes the place of the deadline, and says whom this waits for.
     """
     results: dict[str, Any] = {}
     failures: dict[str, Exception] = {}
@@ -61,67 +65,83 @@ def call_all(
 
     def take(reference: Any, member: str) -> None:
         try:
-            results[member] = ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
+            results[member] = ray.get(reference, timeout=max(1.0, until - time.monotonic()))
         except RayTaskError as error:
             failures[member] = error.cause if isinstance(error.cause, Exception) else error
         except RayError as error:
             restarting = isinstance(error, ActorUnavailableError)
-            if restarting and retry_restarting and time.monotonic() < deadline:
+            if restarting and retry_restarting and time.monotonic() < until:
                 threading.Event().wait(_RESTART_POLL_S)  # Ray offers nothing to wait on
                 send(member)
             else:
                 failures[member] = error
 
-    here = [member for member in arguments if handles[member] is None]
-    for member in arguments:
-        if member not in here:
-            send(member)
-    for member in here:
-        try:
-            results[member] = function(None, *arguments[member])
-        except RayTorchRpcError as error:
-            failures[member] = error
-    while pending and not (fail_fast and failures):
-        until = deadline if notice is None else min(deadline, notice.due)
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, until - time.monotonic()))
-        if ready:
-            take(ready[0], pending.pop(ready[0]))
-        elif notice is not None and until < deadline:
-            notice.give({member: handles[member] for member in pending.values()})
-        else:
-            failures.update({member: TimeoutError("no answer") for member in pending.values()})
-            break
-    for reference in pending:
-        _ignore_error(reference)
+    try:
+        here = [member for member in arguments if handles[member] is None]
+        for member in arguments:
+            if member not in here:
+                send(member)
+        for member in here:
+            try:
+                results[member] = function(None, *arguments[member])
+            except RayTorchRpcError as error:
+                failures[member] = error
+        while pending and not (fail_fast and failures):
+            until = deadline if patience is None else patience.deadline
+            look = until if patience is None else min(until, patience.due)
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, look - time.monotonic()))
+            if ready:  # and others with it: to wait for each of n by itself would take time in proportion to n^2
+                ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+            elif patience is None or not patience.lasts({m: handles[m] for m in pending.values()}, len(arguments)):
+                failures.update({member: TimeoutError("no answer") for member in pending.values()})
+                break
+            for reference in ready:
+                take(reference, pending.pop(reference))
+    finally:  # also after Ctrl-C
+        for reference in pending:
+            _ignore_error(reference)
     return results, failures
 
 
-class WaitingNotice:
-    """Says whom a group that forms waits for, and why: after 3 s, and then every 10 s.
+class Patience:
+    """How long a group that forms waits for its members. Says whom it waits for, and why: after 3 s, then every 10 s.
 
-    On a terminal it rewrites one line, which it erases in the end; elsewhere it is logged. A context manager.
+    The time runs anew while a process loads modules, until ``LONGEST`` times as much has passed. On a terminal it
+    rewrites one line, which it erases in the end; elsewhere it logs. A context manager.
     """
 
-    def __init__(self, group: str) -> None:
-        self._group, self._since = group, time.monotonic()
+    def __init__(self, group: str, timeout_s: float) -> None:
+        self._group, self._timeout_s, self._since = group, timeout_s, time.monotonic()
+        self.deadline = self._since + timeout_s
         self.due = self._since + _FIRST_NOTICE_S
         """When the next notice is to be given (``time.monotonic``)."""
+        self._loaded: dict[str, int] = {}
         self._has_line = False
 
-    def give(self, handles: Mapping[str, Any]) -> None:
-        """Name these members. ``handles``: by name."""
+    def lasts(self, handles: Mapping[str, Any], count: int) -> bool:
+        """Whether to wait on for these of ``count`` members. ``handles``: by name. Says so if a notice is due."""
+        now, loaded = time.monotonic(), _loaded_modules(handles)
+        if any(self._loaded.get(name) != modules for name, modules in loaded.items()):
+            self.deadline = min(max(self.deadline, now + self._timeout_s), self._since + LONGEST * self._timeout_s)
+        self._loaded = loaded
+        if now >= self.due and now < self.deadline:
+            self._give(handles, count)
+        return now < self.deadline
+
+    def _give(self, handles: Mapping[str, Any], count: int) -> None:
         self.due = time.monotonic() + _NOTICE_S
         shown = dict(list(handles.items())[:NAMED])
-        reasons = "; ".join(f"{name}: {why}" for name, why in why_silent(shown).items())
+        reasons = "; ".join(f"{name}: {why}" for name, why in why_silent(shown, self._loaded).items())
         more = f"; and {len(handles) - len(shown)} more" if len(handles) > len(shown) else ""
-        text = f"group {self._group!r}, after {time.monotonic() - self._since:.0f} s, waits for {reasons}{more}"
+        there = f"{_LOADING}: {count - len(handles)} of {count} are there, " if self._loaded else ""
+        text = f"group {self._group!r}, after {time.monotonic() - self._since:.0f} s, {there}waits for {reasons}{more}"
         if sys.stderr.isatty():
             print(_ERASED + text[: shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
             self._has_line = True
         else:
             logger.warning("%s", text)
 
-    def __enter__(self) -> WaitingNotice:
+    def __enter__(self) -> Patience:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,8 +149,19 @@ class WaitingNotice:
             print(_ERASED, end="", file=sys.stderr, flush=True)
 
 
-def why_silent(handles: Mapping[str, Any]) -> dict[str, str]:
-    """Why these actors do not answer, by name."""
+def _loaded_modules(handles: Mapping[str, Any]) -> dict[str, int]:
+    """How many modules have been loaded in the processes of those of these actors that load now, by name."""
+    names = {ray_internals.actor_id_of(handle): name for name, handle in handles.items()}
+    try:
+        found = _loading.loaded_modules(names)
+    except Exception as error:  # Ray's control store may be busy
+        logger.debug("Ray does not say which actors load modules: %s", error)
+        found = {}
+    return {names[actor_id]: modules for actor_id, modules in found.items()}
+
+
+def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = None) -> dict[str, str]:
+    """Why these actors do not answer, by name. ``loading``: those that load modules, if that is known."""
     if not handles:
         return {}
     try:
@@ -138,8 +169,12 @@ def why_silent(handles: Mapping[str, Any]) -> dict[str, str]:
     except Exception as error:  # Ray may not keep task events
         logger.debug("Ray does not say what its actors run: %s", error)
         running = {}
+    loading = _loaded_modules(handles) if loading is None else loading
     actors = {name: ray_internals.actor_id_of(handle) for name, handle in handles.items()}
-    return {name: _why_silent(actor_id, running.get(actor_id)) for name, actor_id in actors.items()}
+    return {
+        name: _LOADING if name in loading else _why_silent(actor_id, running.get(actor_id))
+        for name, actor_id in actors.items()
+    }
 
 
 def _why_silent(actor_id: str, method: str | None) -> str:

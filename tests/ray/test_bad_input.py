@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -252,6 +253,62 @@ def test_an_actor_that_cannot_join_is_named_with_the_cause(
         rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
+
+
+SLOW_IMPORT = """
+import sys, time, types
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            for number in range(%d):
+                time.sleep(0.5)
+                if %r:
+                    sys.modules["slowly_%%d" %% number] = types.ModuleType("slowly")
+
+sys.meta_path.insert(0, Slow())
+"""
+
+
+def bare(folder: Path, code: str) -> list[Any]:
+    """Two actors whose class imports neither torch nor raytorchrpc; they run this code when their processes start."""
+
+    class Bare:  # here: to import this module would import both
+        def ready(self) -> bool:
+            return True
+
+    (folder / "sitecustomize.py").write_text(code)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    made = [ray.remote(num_cpus=0, runtime_env={"env_vars": {"PYTHONPATH": path}})(Bare).remote() for _ in range(2)]
+    ray.get([actor.ready.remote() for actor in made])
+    return made
+
+
+@pytest.mark.usefixtures("cluster")
+def test_processes_that_load_torch_get_the_time_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 2.0)
+    actors = bare(tmp_path, SLOW_IMPORT % (8, True))
+    began = time.monotonic()
+    with rtr.init_group(actors, timeout=3) as group:
+        assert time.monotonic() - began > 4 and len(group) == 2
+    notice = next(record.getMessage() for record in caplog.records if record.name == ray_calls.__name__)
+    assert re.match(r"group 'default', after 2 s, loading raytorchrpc and torch: 0 of 2 are there, waits for", notice)
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_process_that_hangs_as_it_loads_torch_is_named(tmp_path: Path) -> None:
+    actors = bare(tmp_path, SLOW_IMPORT % (60, False))
+    began = time.monotonic()
+    with pytest.raises(rtr.BootstrapError, match=r"2 of 2 could not be probed: .*: loading raytorchrpc and torch"):
+        rtr.init_group(actors, timeout=2)
+    assert time.monotonic() - began < 8
+    for actor in actors:
+        ray.kill(actor)
 
 
 def test_it_says_meanwhile_whom_it_waits_for_and_why(

@@ -23,6 +23,7 @@ FILES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for pat
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: set() for name in ("errors", "_compat", "runtime_env", "process")},
     "text": set(),
+    "_loading": {"process"},
     "lanes.registry": set(),
     "config": {"text", "lanes.registry"},
     "tensors": {"process"},
@@ -43,11 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("patterns.home", "process", "rdt", "routing", "tensors", "topology"),
     },
     "group": {
-        *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket", "lanes.torchrpc.agent"),
-        *("membership", "process", "routing", "tensors", "topology"),
+        *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket"),
+        *("lanes.torchrpc.agent", "membership", "process", "routing", "tensors", "topology"),
     },
     "__init__": {
-        *("calls", "config", "decorator", "group", "membership", "patterns", "rdt", "runtime_env"),
+        *("_loading", "calls", "config", "decorator", "group", "membership", "patterns", "rdt", "runtime_env"),
         *("tensors.distributed_tensors", "topology"),
     },
 }
