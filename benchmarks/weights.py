@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -54,6 +55,34 @@ def follow(end: Any, knows: bool) -> float:
     return timed(newest)
 
 
+def publish_pairs(end: Any) -> int:
+    """Publish tensors that exist one at a time."""
+    return int(end.store.publish((name, tensor) for name, tensor in end.model.items()))
+
+
+def timed_call(end: Any, call: Callable[[Any], object]) -> float:
+    return timed(lambda: call(end))
+
+
+def load_from(end: Any, how: str) -> float:
+    """Load the newest version into a model that has other tensors, as an engine's loader does; returns the seconds."""
+    whole: dict[str, torch.Tensor] = vars(end).setdefault("whole", {})
+
+    def loaded() -> None:
+        tensors: Any
+        if how == "view":
+            tensors = end.store.view()
+        else:
+            tensors = whole if how == "kept" and whole else end.store.layout().empty()
+            end.store.pull(tensors)
+        for name, tensor in tensors.items():
+            end.model[name].copy_(tensor)
+        if how == "kept":
+            whole.update(tensors)
+
+    return timed(loaded)
+
+
 def raw(end: Any, size: int, repeats: int) -> dict[str, float]:
     """Milliseconds of copies between the GPUs in a process that has both: for each tensor, and all in one."""
     source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
@@ -78,6 +107,7 @@ def main(pick: Pick) -> None:
     for peer, zero_copy in pick(kinds, kinds, kinds[:1]):
         env = {} if pick(False, False, True) else {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": zero_copy}
         _cpu(sizes, pick(4, 4, 2), peer, env)
+    _in_place(pick(1 << 28, 1 << 26, 1 << 21), pick(15, 7, 1))
     _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
     if gpu_count() >= 2:
         _cuda({size: repeats for size, repeats in CUDA_SIZES.items() if size <= max(sizes)})
@@ -102,6 +132,28 @@ def _cpu(sizes: dict[int, int], count: int, peer: str, env: dict[str, str]) -> N
             lines.append(Line(what, ms["store"], ms["ray"], "ms", f"{peer}: put, get into the model", 0.3))
             lines.append(Line(what, ms["store"], on(learner, copies, 3), "ms", "one copy of it within a process"))
     show("Weights from one actor to others of its host (medians)", lines)
+
+
+def _in_place(size: int, repeats: int) -> None:
+    """Each version published from a model and tensor by tensor, and loaded from views and from whole tensors."""
+    took: dict[str, list[float]] = {}
+    with group_of("learner", "reader") as (_, ends):
+        learner, reader = ends.values()
+        each([learner, reader], load, rtr.WeightStore("in place", home="learner"), size)
+        for _ in range(repeats + 2):
+            for publishes in (publish, publish_pairs):
+                took.setdefault(publishes.__name__, []).append(on(learner, timed_call, publishes))
+            for how in ("view", "kept", "new"):
+                took.setdefault(how, []).append(on(reader, load_from, how))
+        check_same(on(learner, sums), on(reader, sums))
+    ms = {what: statistics.median(seconds[2:]) * 1e3 for what, seconds in took.items()}
+    what = f"CPU, {size / 1e6:.4g} MB into a model of other tensors"
+    lines = [
+        Line(f"{what}: view", ms["view"], ms["kept"], "ms", "pull into whole tensors that stay", 0.7),
+        Line(f"{what}: view", ms["view"], ms["new"], "ms", "pull into new whole tensors", 0.5),
+        Line(f"{what}: publish an iterator", ms["publish_pairs"], ms["publish"], "ms", "publish the model"),
+    ]
+    show("Weights read where they were published (medians)", lines)
 
 
 def _changes(size: int, repeats: int) -> None:

@@ -315,6 +315,14 @@ class PendingTensors:
         else:
             scatter_into(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
 
+    def view(self) -> list[torch.Tensor] | None:
+        """Flat tensors in the sender's memory, read-only; None if the lane has no such memory."""
+        _, shapes = self.contents
+        if not isinstance(self._lane, WindowLane):
+            return None
+        self._manifest = None
+        return self._lane.view(self._peer, self._descriptor, [shape[0] for _, shape in shapes])
+
     def prepare(self) -> None:
         """Others in the same memory will be fetched soon."""
         if isinstance(self._lane, WindowLane):

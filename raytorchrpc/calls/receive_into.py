@@ -72,6 +72,31 @@ class Spread(Receiver):
         return len(body.payload) + size, value
 
 
+class Views(Receiver):
+    """Receives the flat tensors in a result as views of the sender's memory, if it has lent that."""
+
+    def __init__(self) -> None:
+        self.tensors: Sequence[torch.Tensor] | None = None
+        """None: they are in other memory of the sender's, and were not fetched."""
+        self.are_copies = False
+        """Whether they came in the message; else they are read-only."""
+
+    def receive(
+        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
+    ) -> tuple[int, Any]:
+        """See Receiver. The result that the caller gets has empty tensors in their places."""
+        try:
+            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
+            value = codec.decode(*body._replace(tensors=places), as_given=True)
+            if not pending:
+                self.tensors, self.are_copies = owned(body).tensors, True
+            elif len(pending) == 1 and not body.tensors:
+                self.tensors = pending[0].view()
+        finally:
+            pending.clear()  # what is not viewed is discarded
+        return len(body.payload), value
+
+
 def _filled_by(parts: Sequence[Sequence[Part]]) -> tuple[list[torch.Tensor], int]:
     """The tensors that parts write to, and the bytes of all parts."""
     targets: list[torch.Tensor] = []

@@ -393,6 +393,13 @@ class WindowLane(TensorLane):
         ``prepared``.
         """
 
+    def view(self, peer: str, descriptor: Any, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Like ``fetch``, for flat uint8 CPU tensors of ``sizes`` bytes, but return the owner's memory, read-only.
+
+        It stays mapped while a tensor on it lives. A write to it ends the process. None: not all of it is lent.
+        """
+        return None
+
     def fence(self, device: int) -> None:
         """Order this thread's CUDA work after the copies of all exports from that GPU that have been fetched.
 

@@ -187,6 +187,43 @@ def _read_window(sent: tuple[Any, list[Shape]]) -> list[float]:
     return [float(value) for value in target.unique()]
 
 
+def test_a_view_is_memory_of_its_owner(pair: Pair) -> None:
+    """Of lent memory; nothing else is viewed, and nothing is kept of it."""
+    pair.a.run(_fill_window, 1)
+    is_lent = pair.a.run(lambda: tensors().lane.name == "shm")
+    sent = pair.a.run(_export_window)
+    assert pair.b.run(_view, sent) is is_lent
+    if is_lent:
+        for value in (2.0, 3.0):
+            pair.a.run(_fill_window, value)
+            assert pair.b.run(_viewed) == [value]
+        pair.b.run(_view_refused, sent)
+        assert pair.b.run(_view, pair.a.run(_export_other)) is False and pair.used() == 0
+        pair.a.run(_drop_window)
+        assert pair.b.run(_viewed) == [0.0], "pages that are lent no more are freed for all"
+
+
+def _export_other() -> Any:
+    return export([random((4 * MIB,), torch.uint8)])
+
+
+def _view(sent: tuple[Any, list[Shape]]) -> bool:
+    found = _lane().view("a", sent[0], [4 * MIB])
+    if found is not None:
+        (tensors().kept["view"],) = found
+    return found is not None
+
+
+def _viewed() -> list[float]:
+    return [float(value) for value in tensors().kept["view"].view(torch.float32).unique()]
+
+
+def _view_refused(sent: tuple[Any, list[Shape]]) -> None:
+    for size in (4 * MIB + 1, -1, 1 << 50):
+        with pytest.raises(LaneUnavailable, match="'a'"):
+            _lane().view("a", sent[0], [size])
+
+
 def test_lent_memory_is_exported_without_a_copy_for_as_long_as_it_lives() -> None:
     """Peers have it mapped for as long as it is lent."""
     pair = tensor_lanes.make_pair("shm", 2 * MIB)  # the arena could not hold a copy

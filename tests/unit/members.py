@@ -15,7 +15,7 @@ from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Serve, Spawn, TensorLane
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.patterns.home import OPEN as OPEN
@@ -153,11 +153,17 @@ class Members:
     """``home`` (rank 0), ``a`` (1) and ``b`` (2); each has a lane to all others. ``with Members(...)`` closes them."""
 
     def __init__(
-        self, config: GroupConfig, methods: Mapping[str, Exposed] | None = None, *, by_socket: bool = False
+        self,
+        config: GroupConfig,
+        methods: Mapping[str, Exposed] | None = None,
+        *,
+        by_socket: bool = False,
+        beside: Mapping[str, str] | None = None,
     ) -> None:
         """``methods``: of each member; they get None for their actor. ``by_socket``: by the socket lane instead of
-        one that tests can hold up.
+        one that tests can hold up. ``beside``: the tensor lanes with it, by device type.
         """
+        self._beside = dict(beside or {})
         self.members = {
             name: LocalMember(
                 "group", GENERATION, _member(name, rank), config, None, methods or {}, 1 << 30, services()
@@ -184,11 +190,23 @@ class Members:
             addresses.append(PeerAddress(name, lane.open(partial(local.incoming.serve, lane), local.workers.submit)))
         for lane in self.lanes.values():
             lane.connect(addresses)
+        for kind in self._beside.values():
+            self._open_beside(registry.lane(kind))
+
+    def _open_beside(self, row: Any) -> None:
+        opened: dict[str, TensorLane] = {}
+        for name, local in self.members.items():
+            lane = LaneSetup(name, Credentials(b"s" * 32, local.me.rank), local.config, _unasked).make(row)
+            assert isinstance(lane, TensorLane)
+            opened[name] = local.tensor_lanes[row.name] = lane
+        addresses = [PeerAddress(name, lane.open()) for name, lane in opened.items()]
+        for lane in opened.values():
+            lane.connect(addresses)
 
     def _know(self, local: LocalMember, peer: Member) -> None:
         lane = self.lanes[local.me.name]
         token = process_token(GENERATION, peer.rank, peer.incarnation)
-        local.peers.add_peer(PeerRoute(peer, lane, lane, lane, token=token, same_clock=True))
+        local.peers.add_peer(PeerRoute(peer, lane, lane, lane, self._beside, token=token, same_clock=True))
 
     @contextmanager
     def acting(self, name: str | None) -> Iterator[LocalMember]:

@@ -281,6 +281,16 @@ class ShmLane(WindowLane):
                 left += [(part.target, part.view_of(flat)) for part in rest]
         return left
 
+    @checked
+    def view(self, peer: str, descriptor: Any, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        if len(descriptor) != 2:
+            self.discard(peer, descriptor)
+            return None
+        flats, places, _ = self._opened(peer, descriptor)
+        for (number, start), size in zip(places, sizes, strict=True):
+            within(start, size, flats[number].nbytes)
+        return [flats[number][start : start + size] for (number, start), size in zip(places, sizes, strict=True)]
+
     def _copied(
         self, flat: torch.Tensor, offset: int, shape: Shape, target: torch.Tensor | None, crowded: bool
     ) -> torch.Tensor:

@@ -295,13 +295,15 @@ class Borrower:
         """By peer and address."""
 
     def bytes_at(self, peer: str, address: SharedAddress) -> numpy.ndarray:
-        """Map a piece. Raises LaneUnavailable."""
+        """Map a piece, read-only though numpy does not know. Raises LaneUnavailable."""
         key = peer, address
         with self._lock:
             array = self._mapped.get(key)
             if array is None:
                 self._unmap_closed()  # a peer that lends a new piece may have dropped others
-                array = self._mapped[key] = map_shared(address)
+                array = map_shared(address)
+                LIBC.mprotect(array.ctypes.data, array.nbytes, mmap.PROT_READ)  # others read it, too
+                self._mapped[key] = array
             return array
 
     def _unmap_closed(self) -> None:

@@ -56,6 +56,7 @@ LAYOUT = "raytorchrpc.weights.layout"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
 DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
+HOLD = "raytorchrpc.weights.hold"
 #: Also of a member that relays.
 RELEASE = "raytorchrpc.weights.release"
 
@@ -502,6 +503,7 @@ SERVICES = object_services(
         PIECES: Readable.serve_pieces,
         EQUAL: lambda weights, _, lease, pairs: weights.pool.leased(lease).equal(pairs),
         DELTAS: lambda weights, _, lease, spans: weights.pool.leased(lease).read_deltas(spans),
+        HOLD: lambda weights, _, lease: weights.pool.hold(lease),
         RELEASE: Readable.release,
     }
 )

@@ -337,6 +337,14 @@ class SnapshotPool:
             self._leases[number] = (snapshot, rank, cancel)
         return number
 
+    def hold(self, number: int) -> None:
+        """Keep a lease until ``release``, whatever its end was. Raises NotFound if the lease has ended."""
+        with self._lock:
+            snapshot = self.leased(number)
+            _, rank, cancel_deadline = self._leases[number]
+            self._leases[number] = snapshot, rank, nothing
+        cancel_deadline()
+
     def leases_of(self, rank: int) -> set[int]:
         return {number for number, lease in list(self._leases.items()) if lease[1] == rank}
 

@@ -24,12 +24,13 @@ from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model, has_shards
-from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of
+from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
+from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
 
 
@@ -403,6 +404,47 @@ class WeightStore(Handle):
     def _check_unsharded(self, what: str) -> None:
         if self._publishers is not None:
             raise ConfigurationError(f"{what} is for whole tensors of one home; {self._name!r} has several publishers")
+
+    def view(self, version: int | None = None, *, only: Only | None = None, timeout: float | None = None) -> WeightView:
+        """Return the tensors of a version for reading, without a copy where that is possible.
+
+        That is the case for CPU tensors of one home, in the home and in members on its host that the ``shm`` lane
+        connects. All other readers get a pulled copy on the CPU: ``copied_because`` of the result says why.
+
+        The tensors have the names and dtypes of publishing. Their memory is read-only: a write to them ends this
+        process with SIGSEGV, so ``clone()`` what has to change. The publisher keeps the version, in memory that no
+        other version uses, until this process has dropped the last tensor of the view, or has ended. If the publisher
+        ends first, the tensors stay as they are.
+
+        Blocks for two answers of the home, or for the pull.
+
+        Args:
+            version: None: the newest; if nothing is published yet, waits for the first version.
+            only: a name or glob, or several: these tensors. Each has to match.
+            timeout: seconds; None: ``rpc_timeout_s``. The view itself has no time limit.
+
+        Raises:
+            ConfigurationError: ``only`` names a tensor that was not published.
+            NotFound, Empty, PeerLost, RpcTimeout: as ``pull``.
+        """
+        version, globs = checked_version("version", version), globs_of(only)
+        refuse_on_loop(f"a view of {self.kind} {self._name!r}", "`await asyncio.to_thread(store.view)`")
+        local, wait_s = run(self._begin(timeout))
+        until = time.monotonic() + wait_s
+        run(self._bind(local, wait_s))
+        found = view_in_place(self, local, version, globs, until, self.wait)
+        while isinstance(found, str):
+            layout = describe(self, local, version, until, self.wait)
+            names = selected(globs, layout, self._name)
+            tensors = {name: tensor for name, tensor in layout.empty("cpu").items() if name in names}
+            left = max(0.0, until - time.monotonic())
+            try:
+                self.pull(tensors, layout.version, only=names if globs else None, timeout=left)
+                found = WeightView(self._name, layout.version, tensors, found)
+            except NotFound:  # there is a newer one
+                if version is not None or not left:
+                    raise
+        return found
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
