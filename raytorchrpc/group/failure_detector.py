@@ -17,6 +17,7 @@ from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, LostMember, Phase
 from raytorchrpc.membership.messages import JoinedProcess
 from raytorchrpc.process import threads
+from raytorchrpc.process.this_process import reserve_descriptors
 
 #: How often Ray is asked about a lost actor (seconds): at first, and after a minute.
 _POLL_S, _SLOW_POLL_S, _SLOW_AFTER_S = 0.02, 0.5, 60.0
@@ -66,6 +67,10 @@ class FailureDetector:
         """``submit`` runs a function on the supervisor's thread, unless the group has ended."""
         self._state, self._connections, self._restarts = state, connections, restarts
         self._submit, self._dialled = submit, dialled
+
+    def reserve(self, count: int) -> None:
+        """Have room for the connections to so many members. Raises ConfigurationError."""
+        reserve_descriptors(count, f"watching {count} members of group {self._state.roster.name!r}")
 
     def watch(self, names: Sequence[str], patience_s: float = _CONNECT_S) -> None:
         """Connect to these members; this process itself, if it is one of them, is not watched.

@@ -76,6 +76,7 @@ class Supervisor:
         self._tracing = Tracing(self._connections)
         self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
         try:
+            self._detector.reserve(len(roster.records))
             self._restarts.post(roster)
             self._detector.watch(list(roster.records))
             fork.register(self)
@@ -418,6 +419,7 @@ class Supervisor:
         state, announcer, others, handles = self._state, self._announcer, list[str](), formation.participants
         # How long the group waits for one that may be suspended.
         patience = (return_s(len(state.roster.records)),) if kind == "back" else ()
+        self._detector.reserve(len(handles))
         formation.probe()
         try:
             prepared = {**state.prepared, **formation.prepare()}

@@ -1,11 +1,13 @@
-"""What tells this process from others of its host, and the memory that it may use."""
+"""What tells this process from others of its host, and the memory and the descriptors that it may use."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from contextlib import suppress
 
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
 
 unique = ""
@@ -79,3 +81,25 @@ def default_capacity() -> int:
     except OSError:
         pass  # no control group here
     return max(64 << 20, total // 4)
+
+
+#: Left to others by ``reserve_descriptors``.
+_SPARE = 64
+
+
+def reserve_descriptors(count: int, purpose: str) -> None:
+    """Have room for so many more descriptors; raises the soft limit of this process as far as necessary.
+
+    Raises ConfigurationError, which begins with ``purpose``, if the hard limit is too low.
+    """
+    used = len(os.listdir("/proc/self/fd"))
+    wanted = used + count + _SPARE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if wanted <= soft or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ConfigurationError(
+            f"{purpose} takes {count} file descriptors; this process has {used} and may have {hard}: raise its limit "
+            f"on open files (ulimit -n, LimitNOFILE of a systemd unit) to {wanted}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,11 +1,16 @@
-"""What a group finds out about lost members, and how it takes restarted ones back."""
+"""How a group watches its members, what it finds out about lost ones, and how it takes restarted ones back."""
 
 from __future__ import annotations
 
+import os
 import queue
+import resource
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +28,13 @@ from raytorchrpc.group.failure_detector import FailureDetector, Findings
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import GroupState, Phase
 from raytorchrpc.group.supervisor import Supervisor
-from raytorchrpc.lanes.base import Message
+from raytorchrpc.lanes.base import Message, Reply
+from raytorchrpc.lanes.common import connections as lane_connections
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership.restarted import Process
 from raytorchrpc.tensors.codec import NOTHING, Codec
+from tests.polling import wait_until
 
 # --- what Ray says of them ------------------------------------------------------------------------------------------
 
@@ -296,3 +303,98 @@ def test_one_that_is_silent_holds_up_the_others_for_a_moment(monkeypatch: pytest
     assert isinstance(failures["b"], BootstrapError) and "no answer in time" in str(failures["b"])
     for lane in (*lanes.values(), connections):
         lane.close()
+
+
+# --- watching many --------------------------------------------------------------------------------------------------
+
+MEMBERS = 300
+PATIENCE_S = 20.0
+
+
+class Watched:
+    """A failure detector and its members, which all listen at one place."""
+
+    def __init__(self, members: int) -> None:
+        self.watches: list[Reply] = []
+        self.listener = SocketLane("members", Credentials(b"s" * 32), tcp_host=None, by_tcp=frozenset())
+        address = self.listener.open(self._serve, lambda work: work())
+        self.names = [f"m{number}" for number in range(members)]
+        member = SimpleNamespace(rank=0, incarnation=0)
+        records = {name: SimpleNamespace(handle=name, member=member) for name in self.names}
+        roster: Any = SimpleNamespace(name="g", records=records, generation="1", reached_by_tcp=lambda name: False)
+        prepared: Any = {name: SimpleNamespace(addresses={"socket": address}) for name in self.names}
+        self.state = GroupState(roster, None, prepared)  # type: ignore[arg-type]
+        self.reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.connections = ControlConnections(Credentials(b"s" * 32))
+        nothing: Any = None
+        self.detector = FailureDetector(self.state, self.connections, nothing, self.reports.put, nothing)
+
+    def _serve(self, message: Message, reply: Reply) -> None:
+        if message.header[0] == protocol.WATCH:
+            self.watches.append(reply)
+        else:
+            reply(Message((protocol.OK,), NOTHING))
+
+    def close(self) -> None:
+        self.connections.close()
+        self.listener.close()
+
+
+@contextmanager
+def watched(members: int = MEMBERS) -> Iterator[Watched]:
+    made = Watched(members)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_watching_many_members_takes_no_time_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where connections are swept all the time; each loss is still reported at once."""
+    monkeypatch.setattr(lane_connections, "SWEEP_S", 0.25)
+    with watched() as group:
+        group.detector.watch(group.names)
+        assert wait_until(lambda: len(group.watches) == MEMBERS, PATIENCE_S)
+        assert not group.state.lost
+        began, spent = time.monotonic(), time.process_time()
+        while time.monotonic() - began < 1.0:
+            with pytest.raises(queue.Empty):
+                group.reports.get(timeout=1.0)
+        assert time.process_time() - spent < 0.05 * (time.monotonic() - began)
+        group.listener.close()
+        for _ in group.names:
+            group.reports.get(timeout=PATIENCE_S)()
+        assert set(group.state.lost) == set(group.names)
+
+
+@pytest.fixture
+def few_descriptors() -> Iterator[int]:
+    """How many this process has open; it may open 100 more, unless it raises its limit."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 100, limits[1]))
+    yield used
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_group_gets_the_descriptors_that_it_needs(few_descriptors: int) -> None:
+    """Those that cannot be watched would count as lost."""
+    with watched() as group:
+        group.detector.reserve(2 * MEMBERS)  # both ends are in this process
+        group.detector.watch(group.names)
+        assert not group.state.lost
+
+
+def test_a_group_that_is_too_large_for_the_limit_on_open_files_is_refused() -> None:
+    """In a process of its own, which cannot raise its limit again."""
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+from raytorchrpc.process.this_process import reserve_descriptors
+reserve_descriptors(20, "watching 20 members")
+reserve_descriptors(1000, "watching 1000 members")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "ConfigurationError: watching 1000 members takes 1000 file descriptors" in ended.stderr
+    assert "may have 200: raise its limit on open files (ulimit -n" in ended.stderr
