@@ -322,7 +322,7 @@ class WeightCounters:
             holders = list(self._holders.get(store, ()))
         found.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
         found.held = sum(holder.held for holder in holders)
-        found.mapped = sum(map(self._mapped, {found.home, *dict(found.sources)} - {member}))
+        found.mapped = sum(self._mapped(source) for source, _ in found.sources)
         return found
 
 

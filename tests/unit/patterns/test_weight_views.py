@@ -71,14 +71,6 @@ def test_a_view_has_every_tensor_without_a_copy(sharing: Members, reader: str) -
         assert is_all(view["layers.0"], 5)
 
 
-def test_what_is_mapped_for_a_view_is_counted(sharing: Members) -> None:
-    publish(sharing, 1.0)
-    with sharing.acting("a"):
-        store = rtr.WeightStore.find("w")
-        view = store.view()
-        assert store.stats().mapped > 4 * ELEMENTS and is_all(view["layers.0"], 1)
-
-
 @READERS
 def test_a_version_stays_as_long_as_one_of_its_tensors(sharing: Members, reader: str) -> None:
     publish(sharing, 1.0)
