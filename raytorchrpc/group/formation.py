@@ -290,18 +290,22 @@ def form_group(
     finish: Callable[[Roster, GroupInfo, Mapping[str, Prepared]], T],
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
-    with ray_calls.Patience(roster.name, timeout_s) as patience:
-        while True:
-            formation = Formation(roster, participants, timeout_s, ray_calls.call_all, patience=patience)
-            try:
-                formation.probe()
+    try:
+        with ray_calls.Patience(roster.name, timeout_s) as patience:
+            while True:
+                formation = Formation(roster, participants, timeout_s, ray_calls.call_all, patience=patience)
                 try:
-                    prepared = formation.prepare()
-                    info = formation.roster.info(prepared)
-                    formation.commit(info, prepared)
-                    return finish(formation.roster, info, prepared)
-                except BaseException:
-                    formation.roll_back()
-                    raise
-            except BootstrapError as error:
-                formation.raise_unless_restarted(error)
+                    formation.probe()
+                    try:
+                        prepared = formation.prepare()
+                        info = formation.roster.info(prepared)
+                        formation.commit(info, prepared)
+                        return finish(formation.roster, info, prepared)
+                    except BaseException:
+                        formation.roll_back()
+                        raise
+                except BootstrapError as error:
+                    formation.raise_unless_restarted(error)
+    except BaseException:
+        ray_calls.ended_here.append(roster.generation)  # Ctrl-C may have ended the rollback, too
+        raise

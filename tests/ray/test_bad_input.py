@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ import raytorchrpc as rtr
 from raytorchrpc.group import ray_calls
 from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
@@ -253,6 +255,90 @@ def test_an_actor_that_cannot_join_is_named_with_the_cause(
         rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
+
+
+class CtrlC:
+    """Interrupts ``init_group`` in one step: as it asks the second member, as it waits for them, or as it stores.
+
+    ``again``: interrupts the rollback, too.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: str, moment: str, again: bool = False) -> None:
+        self._step, self._asked, self._again = step, list[str](), again
+        internals = ray_calls.ray_internals
+        self._real = {"calls": internals.call_actor, "waits": ray.wait, "stores": internals.store}
+        monkeypatch.setattr(internals, "call_actor", self.calls)
+        if moment == "calls":
+            self._most = 1
+        else:
+            self._most = 99
+            place = (ray, "wait") if moment == "waits" else (internals, "store")
+            monkeypatch.setattr(*place, getattr(self, moment))
+
+    def calls(self, handle: Any, function: Any, *args: Any) -> Any:
+        self._asked.append(function.__name__)
+        if function.__name__ == self._step and self._asked.count(self._step) > self._most:
+            raise KeyboardInterrupt
+        if function.__name__ == "give_up" and self._again:
+            raise KeyboardInterrupt
+        return self._real["calls"](handle, function, *args)
+
+    def waits(self, *args: Any, **options: Any) -> Any:
+        if self._asked[-1] == self._step:
+            raise KeyboardInterrupt
+        return self._real["waits"](*args, **options)
+
+    def stores(self, key: str, value: bytes | None) -> None:
+        if key.startswith("groups/") and value is not None:
+            raise KeyboardInterrupt
+        self._real["stores"](key, value)
+
+
+def threads_of_groups() -> list[str]:
+    """Threads of this process, once those have ended that were told to."""
+    stay = "raytorchrpc-deadlines", "raytorchrpc-copy"
+
+    def found() -> list[str]:
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if name.startswith("raytorchrpc") and not name.startswith(stay)]
+
+    wait_until(lambda: not found(), 20)
+    return found()
+
+
+def is_member() -> bool:
+    try:
+        rtr.current_member()
+    except rtr.NotAMember:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("step", "moment"),
+    [*itertools.product(("probe", "prepare", "commit"), ("calls", "waits")), ("", "stores")],
+)
+def test_forming_that_is_interrupted_leaves_nothing(peers: list[Any], step: str, moment: str) -> None:
+    posted = insides.stored_keys("groups/")
+    with pytest.MonkeyPatch.context() as patch:
+        CtrlC(patch, step, moment)
+        with pytest.raises(KeyboardInterrupt):
+            rtr.init_group(peers, include_driver=True)
+    assert threads_of_groups() == []
+    assert insides.stored_keys("groups/") == posted
+    for peer in peers:
+        assert insides.in_actor(peer, threads_of_groups) == []
+        assert not insides.in_actor(peer, is_member)
+    assert not is_member()
+    assert_work(peers)
+
+
+def test_the_same_actors_form_a_group_after_ctrl_c_in_the_rollback(peers: list[Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        CtrlC(patch, "commit", "waits", again=True)
+        with pytest.raises(KeyboardInterrupt):
+            rtr.init_group(peers)
+    assert_work(peers)
 
 
 SLOW_IMPORT = """
