@@ -91,6 +91,32 @@ def test_a_host_that_loses_its_power(doomed_three: Hosts) -> None:
         asked.ask("wait_ready", 5)
 
 
+def test_two_hosts_that_lose_their_power_at_once(doomed_three: Hosts) -> None:
+    """Those that stay call each other all the while, and the group goes on without the others."""
+    a, b, c = doomed_three
+    gone = {"b1": b.name, "b2": b.name, "c1": c.name, "c2": c.name}
+    with driver(a) as asked:
+        asked.ask("form", {"a1": a.name, **gone, "a2": a.name})
+        for name in gone:
+            asked.ask("endure", "a1", name)
+        off = min(b.power_off(), c.power_off())
+        for name in gone:
+            how, when = asked.ask("ended", "a1", name)
+            assert how == "PeerLost" and when - off < allowed(POWER_S)
+        lost: dict[str, float] = {}
+        while len(lost) < len(gone):
+            _, members, cause, told = asked.await_news("lost")
+            lost.update(dict.fromkeys(members, told - off))
+            assert lost.keys() <= gone.keys(), cause
+            assert asked.ask("send", "a1", "a2", 1000) and asked.ask("send", "a2", "a1", 1000)
+        assert max(lost.values()) < allowed(POWER_S)
+        assert "PeerLost" in asked.ask("attempt", "a2", "c2", 5.0)
+        asked.ask("remove", list(gone))
+        asked.ask("wait_ready", 10)
+        assert [name for name, _, _ in asked.ask("view", "a2")] == ["a1", "a2"]
+        assert asked.ask("send", "a2", "a1", 1_000_000)
+
+
 def test_connections_from_a_host_without_power_end(doomed_three: Hosts) -> None:
     """Those to torchrpc's listener too, which asks for nothing; its own it keeps (docs/limits.md)."""
     a, b, _ = doomed_three
