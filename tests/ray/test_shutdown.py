@@ -142,6 +142,43 @@ ENDS = {
         os.kill(pid, signal.SIGKILL)
         print("fine")
     """,
+    "it stands still for 10 s, as the group forms and afterwards": """
+        import subprocess
+
+        def stand_still(meanwhile=""):
+            subprocess.Popen(["sh", "-c", f"sleep 3; {meanwhile} sleep 7; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        def calls_for(_, seconds):
+            "How often a member calls the next one in this time."
+            import time
+            import raytorchrpc as rtr
+            until, count = time.monotonic() + seconds, 0
+            while time.monotonic() < until:
+                rtr.rpc_sync(1, timeout=5).count()
+                count += 1
+            return count
+
+        start()
+        made = actors(3, cls=Returning, max_restarts=-1)
+        pids = ray.get([one.pid.remote() for one in made])
+        began = time.monotonic()
+        stop = threading.Timer(0.05, stand_still)
+        stop.start()
+        group = rtr.init_group(made)
+        stop.join()
+        assert time.monotonic() - began > 10
+        calling, changes = made[0].__ray_call__.remote(calls_for, 12), []
+        group.on_change(lambda change: changes.append((change.kind, change.members)))
+        stand_still(f"kill -KILL {pids[2]};")
+        assert ray.get(calling) > 1000
+        assert settle(lambda: len(changes) == 2), changes
+        assert changes == [("lost", ("returning_2",)), ("back", ("returning_2",))]
+        group.wait_ready(30)
+        assert ray.get(made[0].__ray_call__.remote(calls_for, 0.1)) > 0
+        group.shutdown()
+        print("fine")
+    """,
     "Ctrl-C at any moment": """
         import random
 
