@@ -52,9 +52,9 @@ def main() -> None:
             parser.error(f"unknown benchmark {name!r}; known: {', '.join((*ALL, *NAMED))}")
     print(machine())
     for name in names or ALL:
-        run = load(name)
-        own = {key: value for key, value in options.items() if key in signature(run).parameters}
         try:
+            run = load(name)
+            own = {key: value for key, value in options.items() if key in signature(run).parameters}
             with local_ray(CPUS.get(name, 4)):
                 run(lambda full, some, least: least if tiny else some if quick else full, **own)
         except Skipped as reason:

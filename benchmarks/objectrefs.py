@@ -12,13 +12,21 @@ from typing import Any
 
 import ray
 import torch
-from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 
 import raytorchrpc as rtr
-from benchmarks._harness import Pick, engine, gpu_count, ratios, show
+from benchmarks._harness import Pick, Skipped, engine, gpu_count, ratios, show
+from raytorchrpc._compat import requirements
 from raytorchrpc.bench.cases import Case, Row
 from raytorchrpc.bench.reports import plain, tables
 from raytorchrpc.bench.results import Device
+
+if missed := requirements.obstacle("objectrefs", ray.__version__):
+    raise Skipped(missed)
+from ray.experimental import (
+    CommunicatorMetadata,
+    TensorTransportManager,
+    TensorTransportMetadata,
+)
 
 OURS, PLAIN, EMPTY = "TORCHRPC", "plain Ray", "empty"
 SIZES: dict[Device, tuple[int, ...]] = {

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
+from raytorchrpc._compat import requirements
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.runtime_env import DEFAULTS
 from raytorchrpc.text import explain, size_in_bytes
@@ -113,9 +114,8 @@ class ClusterOptions(BaseModel, frozen=True, extra="forbid"):
     @field_validator("ray_version")
     @classmethod
     def _ray_version(cls, version: str) -> str:
-        found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)\w*", version)
-        if found is None or (int(found[1]), int(found[2])) < (2, 60):
-            raise ValueError(f"{version!r} is not Ray 2.60.0 or later, which raytorchrpc needs")
+        if not re.fullmatch(r"\d+\.\d+\.\d+\w*", version) or requirements.is_older(version, requirements.OLDEST["Ray"]):
+            raise ValueError(f"{version!r} is not Ray {requirements.OLDEST['Ray']}.0 or later, which raytorchrpc needs")
         return version
 
     @field_validator("env")
@@ -129,7 +129,9 @@ class ClusterOptions(BaseModel, frozen=True, extra="forbid"):
         return variables
 
     @model_validator(mode="after")
-    def _sizes(self) -> ClusterOptions:
+    def _fits(self) -> ClusterOptions:
+        if self.auth == "token" and (missed := requirements.obstacle("token", self.ray_version)):
+            raise ValueError(f"auth: {missed} and use --auth disabled")
         memory, shm, head = bytes_of(self.memory), bytes_of(self.shm), bytes_of(self.head_memory)
         for what, size in (("memory", memory), ("head_memory", head)):
             if size < _LEAST_MEMORY:

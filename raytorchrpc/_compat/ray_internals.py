@@ -181,15 +181,25 @@ def _death_cause(cause: Any) -> str:
 def required_resources(actor_id: str) -> dict[str, float]:
     """The resources that an actor asked for, until Ray has placed it; empty afterwards."""
     from ray import ActorID
-    from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
-    found = state.get_actor_info(ActorID.from_hex(actor_id))
+    found = _accessor().get_actor_info(ActorID.from_hex(actor_id))
     return dict(_any(gcs_pb2).ActorTableData.FromString(found).required_resources) if found else {}
 
 
 def _any(untyped: Any) -> Any:
     return untyped
+
+
+def _accessor() -> Any:
+    """Reads Ray's control store."""
+    from ray._private import state as module
+
+    state: Any = module.state
+    if hasattr(state, "_connect_and_get_accessor"):
+        return state._connect_and_get_accessor()
+    state._check_connected()  # before Ray 2.52
+    return state.global_state_accessor
 
 
 def running_methods() -> dict[str, str]:
@@ -200,13 +210,11 @@ def running_methods() -> dict[str, str]:
     from ray._private.state import state
     from ray.core.generated import common_pb2, gcs_pb2
 
-    events, status, parsed = _any(state), _any(common_pb2).TaskStatus, _any(gcs_pb2).TaskEvents.FromString
-    read = getattr(events, "_get_all_task_events", None)
-    if read is None:  # an older Ray
-        read_all = events._connect_and_get_accessor().get_task_events
-        read = lambda: map(parsed, read_all())  # noqa: E731
+    status, parsed = _any(common_pb2).TaskStatus, _any(gcs_pb2).TaskEvents.FromString
+    read = getattr(state, "_get_all_task_events", None)  # Ray 2.57 has none
+    events = map(parsed, _accessor().get_task_events()) if read is None else read()
     running: dict[str, str] = {}
-    for event in read():
+    for event in events:
         times = event.state_updates.state_ts_ns
         ended = times.keys() & {status.FINISHED, status.FAILED}
         if event.task_info.actor_id and status.RUNNING in times and not ended:
@@ -227,14 +235,18 @@ def inherited_env_vars() -> dict[str, str]:
     return dict(submitted.get("env_vars") or {})
 
 
-def ray_token() -> Literal["on", "off", "missing"]:
-    """Ray's token authentication in this process; ``missing``: it is on and there is no token. Creates none."""
+def ray_token() -> Literal["on", "off", "missing"] | None:
+    """Ray's token authentication in this process; ``missing``: it is on and there is no token; None: this Ray has none.
+    Creates no token.
+    """
     from ray import _raylet
 
     compiled: Any = _raylet
+    if not hasattr(compiled, "get_authentication_mode"):
+        return None
     if compiled.get_authentication_mode() != compiled.AuthenticationMode.TOKEN:
         return "off"
-    return "on" if compiled.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True) else "missing"
+    return "on" if compiled.AuthenticationTokenLoader.instance().has_token() else "missing"
 
 
 def returns_by(method: Any, transport: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,6 +276,18 @@ def offset_of_shard(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return tuple(map(int, compute_local_shape_and_global_offset(shape, mesh, placements)[1]))
+
+
+def has_uneven_strided_shards(shape: tuple[int, ...], mesh: Any, placements: Sequence[Any]) -> bool:
+    """Whether FSDP and tensor parallelism together divide a dimension into shards of different sizes."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    strided = {each.dim for each in placements if isinstance(each, _StridedShard)}
+    parts = {
+        dim: math.prod(mesh.size(i) for i, each in enumerate(placements) if getattr(each, "dim", None) == dim)
+        for dim in strided
+    }
+    return any(shape[dim] % count for dim, count in parts.items())
 
 
 def has_default_shard_order(tensor: DTensor) -> bool:

@@ -19,7 +19,17 @@ DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
 #: What a row may need; ``site.obstacle`` defines when each is met.
 Need = Literal[
-    "one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL", "NCCL RDMA", "NCCL GPUDirect", "pynng", "nixl"
+    "one host",
+    "two hosts",
+    "two GPUs",
+    "RDMA",
+    "GPUDirect",
+    "NCCL",
+    "NCCL RDMA",
+    "NCCL GPUDirect",
+    "pynng",
+    "nixl",
+    "ObjectRefs",
 ]
 
 
@@ -98,7 +108,8 @@ def _nccl(name: str, what: str, *needs: str, **more: Any) -> Row:
 
 def _rdt(name: str, what: str, tensor_transport: str, **more: Any) -> Row:
     what = f"Ray Direct Transport over {what}"
-    return Row(name, "rdt", what, options={"tensor_transport": tensor_transport}, **more)
+    needs = ("ObjectRefs", *more.pop("needs", ()))
+    return Row(name, "rdt", what, options={"tensor_transport": tensor_transport}, needs=needs, **more)
 
 
 #: Every row, in the order of the tables.

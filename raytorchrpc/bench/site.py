@@ -17,6 +17,7 @@ import ray
 import torch.distributed
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytorchrpc._compat import requirements
 from raytorchrpc.bench.cases import Need, Row
 from raytorchrpc.bench.links import Failed, get
 from raytorchrpc.bench.results import Device, show_size
@@ -188,6 +189,7 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
     "NCCL GPUDirect": lambda site: _nccl_rdma(site) or rdma.ucx_obstacle(site.a.endpoint, site.b.endpoint, cuda=True),
     "pynng": lambda site: _package(site, "pynng", "pynng"),
     "nixl": lambda site: _package(site, "nixl", "'.[nixl]' in a checkout"),
+    "ObjectRefs": lambda site: requirements.obstacle("objectrefs", ray.__version__),
 }
 
 

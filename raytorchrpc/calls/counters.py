@@ -31,8 +31,8 @@ class PairStats:
     of the exception's type. ``in_flight``: calls by all lanes without an answer, in rows of ``GroupStats``.
     """
 
-    KEY: ClassVar = ("caller", "peer", "lane", "method")
-    COUNTS: ClassVar = ("calls", "bytes_out", "bytes_in", "seconds", "errors", "latency")
+    KEY: ClassVar[tuple[str, ...]] = ("caller", "peer", "lane", "method")
+    COUNTS: ClassVar[tuple[str, ...]] = ("calls", "bytes_out", "bytes_in", "seconds", "errors", "latency")
 
     caller: str = ""
     peer: str = ""

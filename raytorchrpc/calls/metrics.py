@@ -27,8 +27,8 @@ class QueueStats:
     of a topic as a whole, which counts what was put.
     """
 
-    KEY: ClassVar = ("home", "kind", "name", "subscriber")
-    COUNTS: ClassVar = ("put", "taken", "dropped")
+    KEY: ClassVar[tuple[str, ...]] = ("home", "kind", "name", "subscriber")
+    COUNTS: ClassVar[tuple[str, ...]] = ("put", "taken", "dropped")
 
     home: str
     kind: str

@@ -6,6 +6,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
+from raytorchrpc._compat.requirements import OLDEST, Package, is_older, missing
 from raytorchrpc.doctor.devices import MIB, limit_levels
 from raytorchrpc.doctor.report import Evidence, Finding, Level, finding, note, ok, problem, some, warning
 from raytorchrpc.lanes.torchrpc.backends import SMALL_SHM_BYTES
@@ -21,6 +22,7 @@ def software(evidence: Evidence) -> Iterator[Finding]:
     """Findings about torch, Ray, NIXL and the container. Pure."""
     if evidence.endpoint.torch_version:  # empty for a file tree
         yield _torch(evidence)
+    yield from _releases(evidence)
     if evidence.ray_version is not None:
         yield ok("ray", f"Ray {evidence.ray_version}")
         if evidence.ray_jobs is False:
@@ -36,6 +38,27 @@ def software(evidence: Evidence) -> Iterator[Finding]:
         yield _nixl(evidence.endpoint.nixl)
     if evidence.container:
         yield ok("container", f"runs in a container ({evidence.container})")
+
+
+def _releases(evidence: Evidence) -> Iterator[Finding]:
+    releases: dict[Package, str | None] = {"Ray": evidence.ray_version, "torch": evidence.endpoint.torch_version}
+    for package, version in releases.items():
+        if not version:
+            continue
+        if is_older(version, OLDEST[package]):
+            yield problem(
+                "release-too-old",
+                f"{package} {version}",
+                "no group can form here",
+                f"install {package} {OLDEST[package]} or later",
+            )
+        for name, _, since, otherwise in missing(package, version):
+            yield note(
+                "release-lacks",
+                f"{package} {version} is too old for {name}",
+                f"this needs {package} {since} or later; nothing else does",
+                f"upgrade {package}, or {otherwise}",
+            )
 
 
 def _torch(evidence: Evidence) -> Finding:

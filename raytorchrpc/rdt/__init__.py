@@ -13,7 +13,7 @@ import logging
 import time
 from typing import Any
 
-from raytorchrpc._compat import ray_internals
+from raytorchrpc._compat import ray_internals, requirements
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.process import threads
 from raytorchrpc.rdt.transfer import TRANSPORT, held
@@ -32,15 +32,16 @@ def enable() -> None:
 
     Call it before you decorate an actor's methods with ``@ray.method(tensor_transport="TORCHRPC")``.
     ``@raytorchrpc.method(objectref=True)``, joining a group, and receiving such an ObjectRef call it themselves.
-    Idempotent; does not need a running Ray.
+    Idempotent; does not need a running Ray. Raises ConfigurationError if Ray is too old.
     """
+    _check_ray()
     from raytorchrpc.rdt import transport
 
     transport.register()
 
 
 def enable_where_possible() -> None:
-    """As ``enable``, but only log if this Ray lacks the interface."""
+    """As ``enable``, but only log if this Ray lacks the interface, or has another one."""
     try:
         enable()
     except Exception as error:  # the interface is an alpha: any release of Ray may change it
@@ -51,6 +52,12 @@ def load_where_possible() -> None:
     """Import what ``enable_where_possible`` needs."""
     with contextlib.suppress(Exception):  # logged when it is enabled
         import raytorchrpc.rdt.transport  # noqa: F401
+
+
+def _check_ray() -> None:
+    import ray
+
+    requirements.require("objectrefs", ray.__version__)
 
 
 async def get(refs: Any, timeout: float | None = None) -> Any:
@@ -67,10 +74,12 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
     """Block until these objects exist and this process, which owns them, has learned where their tensors are.
 
     Ray requires that before an ObjectRef travels inside another argument (``b.consume.remote([ref])``); ``ray.wait``
-    may return a moment too early. An object whose method failed exists, too. Raises TimeoutError.
+    may return a moment too early. An object whose method failed exists, too. Raises TimeoutError, and
+    ConfigurationError if Ray is too old.
     """
     import ray
 
+    _check_ray()
     if timeout != 0:
         refuse_on_loop("raytorchrpc.rdt.wait", "`await asyncio.to_thread(raytorchrpc.rdt.wait, *refs)`")
     until = None if timeout is None else time.monotonic() + timeout

@@ -16,6 +16,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from tests.releases import skip_module_without
+
+skip_module_without("objectrefs")
 
 pytestmark = pytest.mark.gpu
 

@@ -9,6 +9,9 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
+from tests.releases import skip_module_without
+
+skip_module_without("objectrefs")
 
 
 class Maker:

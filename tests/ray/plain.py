@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from typing import Any
 
 
@@ -43,14 +44,12 @@ class RunsItsOwnRpc:
     def begin(self) -> None:
         import torch.distributed.rpc as rpc
 
-        rpc.init_rpc(
-            "mine",
-            rank=0,
-            world_size=1,
-            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method="tcp://127.0.0.1:0"),
-        )
+        self._folder = tempfile.TemporaryDirectory()
+        options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{self._folder.name}/rendezvous")
+        rpc.init_rpc("mine", rank=0, world_size=1, rpc_backend_options=options)
 
     def end(self) -> None:
         import torch.distributed.rpc as rpc
 
         rpc.shutdown()
+        self._folder.cleanup()

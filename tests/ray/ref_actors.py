@@ -12,6 +12,9 @@ import torch
 
 import raytorchrpc as rtr
 from tests.ray.actors import Latch
+from tests.releases import skip_module_without
+
+skip_module_without("objectrefs")
 
 
 @ray.remote

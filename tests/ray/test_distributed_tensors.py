@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import raytorchrpc as rtr
 from raytorchrpc.errors import SerializationError
 from tests.ray.conftest import Spawn
+from tests.releases import needs, obstacle
 
 #: Elements of a shard, enough for shared memory.
 MANY = 200_000
@@ -30,7 +31,7 @@ class Holder:
         """A collective of the mesh on which it arrived."""
         return float(x.full_tensor().sum())
 
-    @rtr.method(objectref=True)
+    @rtr.method(objectref=obstacle("objectrefs") is None)
     def make(self, how: Callable[[], Any]) -> Any:
         return how()
 
@@ -136,6 +137,7 @@ def local() -> torch.Tensor:
     return shard().to_local()
 
 
+@needs("objectrefs")
 def test_objectrefs(holders: list[Any]) -> None:
     a, b, c, d = holders
     refs = [holder.make.remote(partial(shard, MANY)) for holder in (a, b)]

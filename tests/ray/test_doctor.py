@@ -16,6 +16,7 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
+from tests.releases import needs
 
 
 @pytest.fixture
@@ -66,6 +67,7 @@ def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latc
     ray.get(working)
 
 
+@needs("token")
 def test_no_token_is_one_line_and_code_2(
     cluster: None, doctor: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.releases import needs
+
+pytestmark = needs("objectrefs")
 ROOT = Path(__file__).parents[2]
 
 PATIENCE = """

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -129,7 +130,8 @@ def _serve(listener: socket.socket, raylet: int) -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     more = filter(None, os.environ.get("WARM_WORKERS_IMPORT", "").split(","))
     for module in (*_IMPORTED, *more):
-        import_module(module)
+        with suppress(ModuleNotFoundError):  # another Ray has it elsewhere
+            import_module(module)
     if find_spec("pyarrow") is not None:
         import_module(_ARROW)
     sys.path[0] = str(Path(__file__).parents[2])

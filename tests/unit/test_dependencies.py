@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raytorchrpc._compat import requirements
 from tests.unit.sources import parse
 
 if sys.version_info >= (3, 11):
@@ -20,6 +21,7 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+VERSIONS = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
 
 #: Distributions that have another name than what is imported.
 DISTRIBUTIONS = {"ale_py": "ale-py", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "yaml": "pyyaml"}
@@ -100,13 +102,22 @@ def test_what_is_declared_is_imported() -> None:
         assert distributions(EXTRAS[extra]) <= used, f"the extra {extra} asks for what nothing imports"
 
 
-def test_ci_runs_on_the_oldest_versions_that_are_declared() -> None:
+def test_ci_runs_on_the_versions_that_are_declared_and_documented() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
-    (oldest,) = re.findall(r"name: oldest, (.*) }", workflow)
-    declared = [requirement for requirement in PROJECT["dependencies"] if requirement.startswith(("ray", "torch"))]
-    for requirement in declared:
-        assert f'"{requirement.replace(">=", "==")}.*"' in oldest
-    assert f'python: "{PROJECT["requires-python"].removeprefix(">=")}"' in oldest
+    row = r'name: (\w+), python: "([\d.]+)", torch: "torch==([\d.]+)\.\*", ray: "ray==([\d.]+)\.\*"'
+    bounds = dict(each.split(">=") for each in PROJECT["dependencies"])
+    oldest, middle = re.findall(row, workflow)
+    assert oldest == ("oldest", PROJECT["requires-python"].removeprefix(">="), bounds["torch"], bounds["ray"])
+    assert {"torch": bounds["torch"], "Ray": bounds["ray"]} == requirements.OLDEST
+    for run in (oldest, middle):
+        assert f"| {' | '.join(run)} |" in VERSIONS
+
+
+def test_the_page_of_versions_lists_what_needs_a_newer_one() -> None:
+    listed = VERSIONS.split("## What needs a newer release")[1].split("|---|---|---|")[1]
+    lines = [re.sub(r"`|\[|\]\([^)]*\)", "", line).strip("| ") for line in listed.splitlines() if "|" in line]
+    features = requirements.FEATURES.values()
+    assert [line.split(" | ") for line in lines] == [[e.name, f"{e.package} {e.since}", e.otherwise] for e in features]
 
 
 def test_an_extra_is_installed_from_a_checkout() -> None:

@@ -66,6 +66,7 @@ PUBLIC |= {f"integrations.{package}" for package in ("torchrl", "vllm", "vllm.tr
 PURE = {
     *("config", "manifest", "routing", "runtime_env", "text"),
     *("bench.cases", "bench.reports", "bench.results", "bench.site", "doctor.examination", "doctor.report"),
+    "_compat.requirements",
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
     *("calls.spans", "integrations.versions", "integrations.vllm.recording"),
     *("group.roster", "group.tracing", "membership.messages"),
@@ -394,9 +395,9 @@ def test_the_search_for_private_names_finds_them() -> None:
 # --- what importing does ---------------------------------------------------------------------------------
 
 WHAT_CHANGES = """
-import json, logging, os, signal, sys, threading, warnings
+import importlib.util, json, logging, os, signal, sys, threading, warnings
 import ray, torch, torch.distributed.rpc, numpy  # what these do is not ours
-from ray.experimental.rdt import util as rdt
+rdt = importlib.util.find_spec("ray.experimental.rdt") and importlib.import_module("ray.experimental.rdt.util")
 
 def state():
     loggers = [logging.getLogger(), *map(logging.getLogger, sorted(logging.Logger.manager.loggerDict))]
@@ -411,7 +412,7 @@ def state():
         "cuda": torch.cuda.is_initialized(),
         "ray": ray.is_initialized(),
         "agent": torch.distributed.rpc.api._is_current_rpc_agent_set(),
-        "transports": [*rdt.transport_manager_info],
+        "transports": [*rdt.transport_manager_info] if rdt else None,
     }
 
 before, loaded = state(), set(sys.modules)

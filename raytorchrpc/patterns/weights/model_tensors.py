@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from raytorchrpc._compat import torch_internals
+from raytorchrpc._compat import requirements, torch_internals
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.shards import Shard
@@ -251,7 +251,11 @@ def _offset_of(name: str, dtensor: Any, store: str) -> tuple[int, ...]:
     return _offset(tuple(dtensor.shape), dtensor.device_mesh, tuple(dtensor.placements))
 
 
-_offset = functools.lru_cache(4096)(torch_internals.offset_of_shard)
+@functools.lru_cache(4096)
+def _offset(shape: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> tuple[int, ...]:
+    if torch_internals.has_uneven_strided_shards(shape, mesh, placements):
+        requirements.require("uneven strided shards", torch.__version__)
+    return torch_internals.offset_of_shard(shape, mesh, placements)
 
 
 def check_writable(store: str, targets: Mapping[str, torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -282,7 +283,8 @@ def test_awaits_raise_the_error_of_asyncio(members: Members, actor: Actor) -> No
         waiting = asyncio.ensure_future(running)
         await asyncio.sleep(0)
         running.cancel()
-        with pytest.raises(asyncio.CancelledError, match=r"home\.hold"):
+        text = r"home\.hold" if sys.version_info >= (3, 11) else ""  # a task of Python 3.10 drops it
+        with pytest.raises(asyncio.CancelledError, match=text):
             await asyncio.wait_for(waiting, LONG)
         with pytest.raises(asyncio.CancelledError):
             await running

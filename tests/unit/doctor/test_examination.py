@@ -85,6 +85,29 @@ def test_ray_without_jobs_and_a_missing_token_are_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ray", "torch", "lacks", "problem"),
+    [
+        ("2.60.0", "2.13.0+cpu", (), None),
+        ("3.0.0.dev0", "unknown", (), None),
+        ("2.59.0", "2.8.0", (), None),
+        ("2.58.1", "2.7.1+cu126", ("ObjectRefs", "FSDP"), None),
+        ("2.48.0", "2.7.0", ("ObjectRefs", "token", "FSDP"), None),
+        ("2.47.1", "2.7.0", ("ObjectRefs", "token", "FSDP"), "install Ray 2.48 or later"),
+        ("2.60.0", "2.6.0", ("FSDP",), "install torch 2.7 or later"),
+    ],
+)
+def test_what_a_release_is_too_old_for_is_told(
+    ray: str, torch: str, lacks: tuple[str, ...], problem: str | None
+) -> None:
+    (alone,) = evidence(clusters.group(member(torch_version=torch)), ray_version=ray)
+    found = examine_evidence(alone)
+    notes = [each for each in found if each.id == "release-lacks"]
+    assert len(notes) == len(lacks) and all(words in each.seen for words, each in zip(lacks, notes, strict=True))
+    assert all("or later" in each.meaning and each.remedy.startswith("upgrade ") for each in notes)
+    assert [each.remedy for each in found if each.level == "problem"] == ([problem] if problem else [])
+
+
+@pytest.mark.parametrize(
     ("fields", "gpu", "expected"),
     [
         ({"cuda_works": False, "gpu_files": ("nvidia0",), "pci_gpus": ("0000:53:00.0",)}, True, "gpu-cuda-fails"),

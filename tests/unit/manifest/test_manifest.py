@@ -139,7 +139,8 @@ def test_the_head_runs_no_actors_and_says_where_it_listens() -> None:
         ("--name " + "a" * 54, "name: .*up to 53"),
         ("--namespace a.b", "namespace: "),
         ("--image ''", "image: '' is not an image"),
-        ("--ray-version 2.9.0", "ray_version: '2.9.0' is not Ray 2.60.0 or later"),
+        ("--ray-version 2.48.0", "auth: .*needs Ray 2.52 or later, and here is 2.48.0: .*--auth disabled"),
+        ("--ray-version 2.9.0", "ray_version: '2.9.0' is not Ray 2.48.0 or later"),
         ("--output /nonexistent/file.yaml", "/nonexistent/file.yaml"),
     ],
 )

@@ -142,3 +142,31 @@ def test_a_swap_reaches_the_shard_that_a_model_has_by_then(members: Members, for
         prefetch.wait()
         model["w"]._local_tensor = torch.zeros(6, 2)
         assert prefetch.swap(in_place=True) == 1 and model["w"].to_local().tolist() == [[1.0, 1.0]] * 6
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        yield dist.init_device_mesh("cpu", (2, 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weights_whose_shards_an_old_torch_places_wrongly_are_refused(
+    members: Members, mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.8 torch is wrong about where uneven shards of FSDP over tensor parallelism begin."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    def weights(rows: int) -> dict[str, DTensor]:
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        return {"w": DTensor.from_local(torch.ones(2, 6), mesh, placements, shape=(rows, 6), stride=(6, 1))}
+
+    monkeypatch.setattr(torch, "__version__", "2.7.0+cpu")
+    store = rtr.WeightStore("w", publishers=("a", "b"))
+    with members.acting("a"):
+        assert store.publish(weights(8)) == 1
+        with pytest.raises(rtr.ConfigurationError, match=r"different sizes needs torch 2\.8 or later, .* 2\.7\.0\+cpu"):
+            store.publish(weights(7))

@@ -18,9 +18,13 @@ from torch.distributed.tensor import DTensor, Shard
 import raytorchrpc as rtr
 from raytorchrpc.errors import SerializationError
 from raytorchrpc.lanes.nng.offers import NngServer
-from raytorchrpc.rdt import transfer, transport
+from raytorchrpc.rdt import transfer
 from raytorchrpc.rdt.transfer import Pull, Source
 from raytorchrpc.tensors.codec import Codec, Encoded
+from tests.releases import skip_module_without
+
+skip_module_without("objectrefs")
+from raytorchrpc.rdt import transport  # noqa: E402
 
 SECRET = b"s" * 32
 
