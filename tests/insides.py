@@ -51,6 +51,35 @@ def has_autograd_context() -> bool:
     return torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
 
 
+def before_step(step: str, act: Callable[[], object]) -> None:
+    """Have ``act`` run once in this process, before the next time that the supervisor has it do that step of joining:
+    "probe", "prepare" or "commit".
+    """
+    function = getattr(join, step)
+
+    def acting(*args: Any) -> Any:
+        setattr(join, step, function)
+        act()
+        return function(*args)
+
+    setattr(join, step, acting)
+
+
+def group_name() -> str | None:
+    """Of the group that this process is in."""
+    info = join.group_info()
+    return None if info is None else info.name
+
+
+def without_proof(act: Callable[[], object]) -> None:
+    """Do this while the process cannot show the supervisor that it is a member."""
+    before, join.own_consent = join.own_consent, lambda: b""
+    try:
+        act()
+    finally:
+        join.own_consent = before
+
+
 def leave_group() -> None:
     """Leave the group that this process is in, unasked; has no effect if it is in none."""
     info = join.group_info()

@@ -285,7 +285,10 @@ def _no_group(actor_id: str | None) -> str:
         return "this process is in no group: call raytorchrpc.init_group([...]) with this actor first"
     if ray_internals.runs_tasks():
         return "this process is in no group: a Ray task cannot join one; make the call in an actor that is a member"
-    return "this process is in no group: form one with raytorchrpc.init_group([...], include_driver=True)"
+    return (
+        "this process is in no group: form one with raytorchrpc.init_group([...], include_driver=True), or join one "
+        "with raytorchrpc.join()"
+    )
 
 
 def runs_init(actor_id: str) -> bool:

@@ -34,21 +34,17 @@ _CONNECT_S = 2.0
 class ControlConnections:
     """Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
 
-    def __init__(
-        self,
-        credentials: Credentials,
-        serve: Serve = lambda message, reply: None,
-        tcp_host: str | None = None,
-    ) -> None:
-        """``serve``: requests to the supervisor; by default they are dropped. ``tcp_host``: see SocketLane."""
+    def __init__(self, credentials: Credentials, serve: Serve = lambda message, reply: None) -> None:
+        """``serve``: requests to the supervisor; by default they are dropped."""
         self._codec = Codec(ray_internals.cloudpickler())
-        self._lane = SocketLane("supervisor", credentials, tcp_host=tcp_host, by_tcp=frozenset())
+        self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
         self.address = self._lane.open(serve, lambda work: work())
         self._tokens: dict[str, str] = {}
         self._watches: dict[str, Pending] = {}
 
-    def reach(self, by_tcp: set[str]) -> None:
-        self._lane.reach(None, frozenset(by_tcp))
+    def reach(self, by_tcp: set[str], tcp_host: str | None = None) -> None:
+        """``by_tcp``: the processes on other hosts. ``tcp_host``: also listen there."""
+        self.address = self._lane.reach(tcp_host, frozenset(by_tcp)) or self.address
 
     def set_address(self, name: str, token: str, address: SocketAddress) -> None:
         """Set where a member's current process listens. Connects at the first request."""

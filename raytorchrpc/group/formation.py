@@ -122,12 +122,14 @@ class Formation:
         deadline: float | None = None,
         patience: ray_calls.Patience | None = None,
         by_reference: bool = True,
+        attempt: str | None = None,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
         ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
         how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on, or that of ``patience``,
         which ``call_all`` then takes. ``by_reference``: ``call_all`` takes references to Ray's objects.
+        ``attempt``: see JoinSpec; None: a new one.
         """
         self.participants = participants
         self.roster = roster
@@ -135,7 +137,7 @@ class Formation:
         self._began, self._patience = time.monotonic(), patience
         self._deadline = self._began + timeout_s if deadline is None else deadline
         self._call_all, self._undo_s, self._by_reference = call_all, undo_s, by_reference
-        self._attempt = uuid.uuid4().hex[:12]
+        self._attempt = attempt or uuid.uuid4().hex[:12]
         self._restarting = False
         """Ray reported that a participant restarts when the attempt was rolled back."""
 

@@ -29,7 +29,7 @@ from raytorchrpc.group.guest import Guest
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace, check_events
 from raytorchrpc.membership import join as _join
-from raytorchrpc.membership import joining
+from raytorchrpc.membership import joining, tickets
 from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork
@@ -53,10 +53,10 @@ class Group:
     formed the group, can change or end it. For a detached group, every ``get_group`` in a driver returns an original.
     """
 
-    def __init__(self, info: GroupInfo, host: Host | None = None) -> None:
-        """``host``: in the process that formed the group; None for a copy."""
+    def __init__(self, info: GroupInfo, host: Host | None = None, *, joined: bool = False) -> None:
+        """``host``: in the process that formed the group; None for a copy. ``joined``: what ``join`` returns."""
         self._first_info = info
-        self._host = host
+        self._host, self._joined = host, joined
         self._session_lasts = ray_internals.session_check()
         if host is not None:
             own_groups.add(info.generation, Guest(host))
@@ -226,10 +226,15 @@ class Group:
     def leave(self) -> None:
         """Have this process leave a group that it has joined by ``raytorchrpc.join``. It keeps running.
 
-        Blocks until the group knows, at most a few seconds. Calls in flight fail with PeerLost. Raises NotAMember in
-        any other process: ``remove`` and ``shutdown`` are for those.
+        Blocks until the group knows, at most a few seconds. Calls in flight fail with PeerLost. Does nothing if this
+        process is in the group no more. Raises NotAMember in any other process: ``remove`` and ``shutdown`` are for
+        those.
         """
-        joining.leave()
+        fork.check_process()
+        if tickets.has_joined(self.generation):
+            joining.leave()
+        elif not self._joined:
+            raise NotAMember("only a process that has joined a group by raytorchrpc.join() leaves it by itself")
 
     def on_change(self, callback: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``callback(change)`` whenever members are lost, return, die for good, are added or removed.
@@ -292,7 +297,7 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._host is None and joining.has_joined(self.generation):
+        if self._joined:
             self.leave()
         else:
             self.shutdown()
@@ -418,17 +423,11 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
     """
     fork.check_process()
     check_timeout(timeout)
-    if current_local() is not None:
-        raise BootstrapError(f"this process is in group {_own_info().name!r} already")
     joining.enter(group, name, instance, timeout)
-    return Group(_own_info())
-
-
-def _own_info() -> GroupInfo:
-    """The group of this process, which is a member."""
     info = _join.group_info()
-    assert info is not None
-    return info
+    if info is None:
+        raise BootstrapError("the group has ended just now")
+    return Group(info, joined=True)
 
 
 def _check_name(name: Any) -> None:

@@ -37,7 +37,7 @@ _ANSWER_S = 10.0
 _GAP_S = 1.0
 
 
-def key_of(handle: Any) -> str:
+def _key_of(handle: Any) -> str:
     """Of the process of a member, or of one that is to be."""
     return handle.key if isinstance(handle, JoinedProcess) else ray_internals.actor_id_of(handle)
 
@@ -63,9 +63,7 @@ class RestartedActors:
         """To restarted processes and those that join by themselves, by their keys."""
         if take_in is not None:
             requests = Requests(lambda: None, "the supervisor", lambda _, request: take_in(request))
-            far = roster.config.joinable_by == "cluster" or any(map(roster.reached_by_tcp, roster.records))
-            host = listening_address(roster.watcher, roster.config) if far else None
-            self._connections = ControlConnections(self._credentials, requests.serve, host)
+            self._connections = ControlConnections(self._credentials, requests.serve)
         self._door = self._connections
         self._known: dict[str, _Restarted] = {}
         self._by_tcp = set[str]()
@@ -73,9 +71,16 @@ class RestartedActors:
     def post(self, roster: Roster) -> None:
         """Post which actors the group readmits. Failures are only logged."""
         actors = tuple(ray_internals.actor_id_of(handle) for handle in roster.handles.values() if is_actor(handle))
-        node_id, door = ray.get_runtime_context().get_node_id(), None if self._door is None else self._door.address
-        place = os.getpid(), node_id, roster.watcher
-        self._post(Record(self._credentials, roster.config, actors, roster.owner, *place, door))
+        place = os.getpid(), ray.get_runtime_context().get_node_id(), roster.watcher
+        self._post(Record(self._credentials, roster.config, actors, roster.owner, *place, self._address(roster)))
+
+    def _address(self, roster: Roster) -> SocketAddress | None:
+        """Where processes ask to join: over TCP too if a member is on another host."""
+        if self._door is None:
+            return None
+        if roster.config.joinable_by == "cluster" or any(map(roster.reached_by_tcp, roster.records)):
+            self._door.reach(self._by_tcp, listening_address(roster.watcher, roster.config))
+        return self._door.address
 
     def _post(self, record: Record | None) -> None:
         try:
@@ -125,6 +130,12 @@ class RestartedActors:
         self._connections.set_address(key, "", address)
         return self._connections
 
+    def forget(self, key: str) -> None:
+        """This process need not be reached here any more."""
+        self._by_tcp.discard(key)
+        if self._connections is not None:
+            self._connections.forget(key)
+
     def _dial(self, its: _Restarted, address: SocketAddress) -> None:
         actor_id = its.process.actor_id
         connections = self.find(actor_id, address)
@@ -162,12 +173,11 @@ class RestartedActors:
 
     def admitted(self, handles: Mapping[str, Any]) -> None:
         """These are members now: their processes need not be reached here any more."""
-        for handle in handles.values():
-            key = key_of(handle)
+        for key in map(_key_of, handles.values()):
             if self._connections is not None:
                 if self._known.pop(key, None) is not None:
                     self._connections.send(key, restarted.finish)
-                self._connections.forget(key)
+                self.forget(key)
 
     def call_all(
         self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: bool
@@ -177,7 +187,7 @@ class RestartedActors:
         No answer in time is a BootstrapError: to ask Ray why would take longer than the next attempt.
         """
         assert self._connections is not None
-        names = {key_of(handles[name]): name for name in arguments}
+        names = {_key_of(handles[name]): name for name in arguments}
         asked = {actor_id: arguments[name] for actor_id, name in names.items()}
         results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)
         silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")

@@ -38,6 +38,13 @@ def is_actor(handle: Any) -> bool:
     return handle is not None and not isinstance(handle, JoinedProcess)
 
 
+def _actor_id(handle: Any) -> str | None:
+    """Hex id of the actor in a member's process, if it holds one."""
+    if isinstance(handle, JoinedProcess):
+        return handle.actor_id
+    return None if handle is None else ray_internals.actor_id_of(handle)
+
+
 @dataclass(frozen=True)
 class MemberRecord:
     """One member as it is now. A restarted actor keeps its rank and gets the next incarnation."""
@@ -69,8 +76,6 @@ class Roster:
     highest_id: int = -1
     """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
     next_rank: int = 0
-    by_themselves: frozenset[str] = frozenset()
-    """Members, and former ones, that joined by themselves: their processes may be busy for ever."""
     tried: Mapping[str, int] = field(default_factory=dict)
     """The latest incarnation of each member that was not admitted: some member may know it."""
 
@@ -83,7 +88,7 @@ class Roster:
         ids, renew = worker_ids.assign(ranks, probes, taken, highest)
         for name, probe in probes.items():
             before = records[name].member if name in records else None
-            actor_id = ray_internals.actor_id_of(handles[name]) if is_actor(handles[name]) else None
+            actor_id = _actor_id(handles[name])
             member = Member(
                 rank=ranks[name],
                 name=name,
@@ -99,9 +104,10 @@ class Roster:
         return admitted._decided()
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
-        """This roster after an attempt to admit these members, which some member may know: its ids are taken."""
+        """This roster after an attempt to admit these members, which some member may know: ids and ranks are taken."""
         incarnations = {name: attempt.records[name].member.incarnation for name in names if name in attempt.records}
-        return replace(self, highest_id=attempt.highest_id, tried={**self.tried, **incarnations})
+        tried, highest_id, next_rank = {**self.tried, **incarnations}, attempt.highest_id, attempt.next_rank
+        return replace(self, tried=tried, highest_id=highest_id, next_rank=next_rank)
 
     @property
     def credentials(self) -> Credentials:
@@ -116,11 +122,13 @@ class Roster:
 
     def check_newcomers(self, handles: dict[str, Any]) -> dict[str, Any]:
         """Return these. Raises ConfigurationError for actors or names that are members already."""
-        known = {ray_internals.actor_id_of(handle): name for name, handle in self.handles.items() if is_actor(handle)}
+        known: dict[str | None, str] = {
+            its: name for name, handle in self.handles.items() if (its := _actor_id(handle))
+        }
         for name, handle in handles.items():
             if name in self.records:
                 raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
-            if is_actor(handle) and (taken := known.get(ray_internals.actor_id_of(handle))) is not None:
+            if (taken := known.get(_actor_id(handle))) is not None:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
         return handles
 
@@ -154,6 +162,11 @@ class Roster:
     @property
     def handles(self) -> dict[str, Any]:
         return {name: record.handle for name, record in self.records.items()}
+
+    @property
+    def by_themselves(self) -> set[str]:
+        """Members that joined by themselves: their processes may be busy for ever, and Ray may not reach them."""
+        return {name for name, record in self.records.items() if isinstance(record.handle, JoinedProcess)}
 
     @property
     def local(self) -> dict[str, Any]:

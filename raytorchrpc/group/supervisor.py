@@ -9,11 +9,9 @@ import contextlib
 import hmac
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from raytorchrpc._compat import ray_internals
@@ -26,7 +24,7 @@ from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.failure_detector import FailureDetector
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
-from raytorchrpc.group.restarts import RestartedActors, key_of
+from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, GroupState, LostMember, Phase, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
@@ -63,7 +61,7 @@ class Supervisor:
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
         self._state = GroupState(roster, info, dict(prepared))
-        self._session_lasts, self._stopped = ray_internals.session_check(), False
+        self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events = EventBus(roster.name)
         self._process_group_lock, self._process_groups = threading.Lock(), 0
@@ -129,38 +127,44 @@ class Supervisor:
 
     def take_in(self, request: JoinRequest | LeaveRequest) -> None:
         """Carry out the request of a process that joins or leaves by itself. Blocks."""
+        known = hmac.compare_digest(request.consent, consent(self.roster.secret, self.roster.generation))
+        if not known and not (isinstance(request, JoinRequest) and self.roster.config.joinable_by == "cluster"):
+            raise NotAMember(f"group {self.roster.name!r} takes in only processes that its members have started")
         if isinstance(request, LeaveRequest):
             self._request(lambda: self._part_with(request), _CHANGE_S)
             return
-        known = hmac.compare_digest(request.consent, consent(self.roster.secret, self.roster.generation))
-        if not known and self.roster.config.joinable_by != "cluster":
-            raise NotAMember(f"group {self.roster.name!r} takes in only processes that its members have started")
-        key = f"{request.pid}@{request.node_id}/{secrets.token_hex(8)}"
-        handle = request.actor or JoinedProcess(key, request.pid, request.node_id)
         check_name("join(name=...)", request.name)
-        newcomer = {request.name: handle}
+        newcomer, patience_s = {request.name: request.process}, min(request.timeout_s, _CHANGE_S)
 
         def admit() -> None:
             self._strike_ended(request.name)
             self.roster.check_newcomers(newcomer)
-            self._restarts.find(key_of(handle), request.address)
-            roster = replace(self.roster, by_themselves=self.roster.by_themselves | {request.name})
-            patience_s = min(request.timeout_s, _CHANGE_S)
-            self._admit("added", Formation(roster, newcomer, patience_s, self._restarts.call_all, by_reference=False))
+            call_all, attempt = self._restarts.call_all, request.attempt
+            formation = Formation(self.roster, newcomer, patience_s, call_all, by_reference=False, attempt=attempt)
+            self._admit("added", formation)
 
-        self._request(admit, request.timeout_s)
+        try:
+            # One that is suspended is not to hold up the supervisor's thread.
+            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
+            self._request(admit, request.timeout_s)
+            self._check_running()  # if the group ends, the end may have come too early to tell this one
+        finally:
+            self._restarts.forget(request.process.key)
 
     def _strike_ended(self, name: str) -> None:
         """Take a process off the roster that joined by itself and has ended: another one wants its name."""
         record = self.roster.records.get(name)
         if record is None or not isinstance(record.handle, JoinedProcess):
             return
-        if name not in self._state.lost:
-            with contextlib.suppress(RayTorchRpcError):
+        for _ in range(2):  # the first may only find that the connection has ended
+            try:
                 self._connections.ping(name, _PING_S)
-                return
-            self._state.lose(name, "its process ended")
-        self._announce_losses([], Phase.ENDED, [name])
+            except RayTorchRpcError as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    if name not in self._state.lost:
+                        self._state.lose(name, "its process ended")
+                    self._announce_losses([], Phase.ENDED, [name])
+                    return
 
     def _part_with(self, request: LeaveRequest) -> None:
         record = self.roster.records.get(request.name)
@@ -228,6 +232,7 @@ class Supervisor:
 
     def end(self, timeout_s: float) -> None:
         """End the group. Idempotent, never raises."""
+        self._ends = True
         until = time.monotonic() + timeout_s
         self._send_off(self.roster.handles, for_good=True)
         self.stop()
@@ -293,7 +298,7 @@ class Supervisor:
         return change.result(patience_s)
 
     def _check_running(self) -> None:
-        if self._stopped:
+        if self._ends or self._stopped:
             raise BootstrapError(f"group {self.roster.name!r} was shut down")
 
     def _drain(self) -> None:
@@ -438,8 +443,7 @@ class Supervisor:
         for name in handles:
             state.dead.pop(name, None)
         self._restarts.admitted(handles)
-        if kind == "added":
-            self._restarts.post(roster)
+        self._restarts.post(roster)
         announcer.mark_current(handles)
         announcer.activate(list(handles), others)
         state.recover(handles)

@@ -47,7 +47,7 @@ from raytorchrpc.membership.messages import (
 )
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
 from raytorchrpc.membership.settings import Settings, settings_of
-from raytorchrpc.membership.tickets import Parent
+from raytorchrpc.membership.tickets import Parent, consent
 from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
@@ -195,10 +195,10 @@ def commit(instance: Any, peers: bytes) -> None:
         if (period_s := info.config.metrics_period_s) != 0 and ray.is_initialized():
             read, fine = partial(reading, local, peers=False), period_s is not None
             Exporter(local.group, local.me.name, read, fine).start(local, TOTALS_S if period_s is None else period_s)
+        if info.config.joinable_by != "nobody":
+            Parent(local, preparing.spec.credentials.secret).start()
         set_local(local)
         _preparing, _joined = None, preparing
-    if info.config.joinable_by != "nobody":
-        Parent(local, preparing.spec.credentials.secret).start()
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
@@ -343,6 +343,13 @@ def _end(local: LocalMember) -> None:
     except BaseException:  # Ctrl-C, in a driver: finish leaving first
         local.leave()
         raise
+
+
+def own_consent() -> bytes:
+    """Shows the supervisor that a request is a member's: this process's."""
+    if (joined := _joined) is None:
+        raise NotAMember("this process has left its group")
+    return consent(joined.spec.credentials.secret, joined.spec.generation)
 
 
 def group_info() -> GroupInfo | None:

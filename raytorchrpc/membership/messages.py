@@ -63,12 +63,12 @@ class JoinSpec(NamedTuple):
 
 
 class JoinedProcess(NamedTuple):
-    """In place of an actor's handle: a process that joined by itself and holds no actor. Ray knows nothing of it."""
+    """In place of an actor's handle: a process that joined by itself. The group does not ask Ray about it."""
 
     key: str
     """Of this process alone."""
-    pid: int
-    node_id: str
+    actor_id: str | None
+    """Of the actor that it holds, if any: Ray may restart that, and then it may join again."""
 
 
 class JoinRequest(NamedTuple):
@@ -77,12 +77,11 @@ class JoinRequest(NamedTuple):
     name: str
     address: SocketAddress
     """Where it listens meanwhile."""
-    pid: int
-    node_id: str
+    process: JoinedProcess
     consent: bytes
-    actor: Any = None
-    """The handle of the actor in this process, if it holds one."""
-    timeout_s: float = 60.0
+    attempt: str
+    """See JoinSpec."""
+    timeout_s: float
 
 
 class LeaveRequest(NamedTuple):

@@ -69,13 +69,20 @@ def post_record(generation: str, record: Record | None) -> None:
     ray_internals.store(_GROUPS + generation, text)
 
 
+def record_of(generation: str) -> Record | None:
+    """The record of one group."""
+    text = ray_internals.stored(_GROUPS + generation)
+    return None if text is None else Record(*pickle.loads(text))
+
+
 def records() -> dict[str, Record]:
     """The records of the cluster's groups, by generation. Some groups may have ended."""
     found = {}
     for key in ray_internals.stored_keys(_GROUPS):
+        generation = key.removeprefix(_GROUPS)
         with suppress(Exception):  # another release may post something else
-            if (text := ray_internals.stored(key)) is not None:
-                found[key.removeprefix(_GROUPS)] = Record(*pickle.loads(text))
+            if (record := record_of(generation)) is not None:
+                found[generation] = record
     return found
 
 
@@ -137,12 +144,15 @@ def _serve_group(this: Rejoin) -> None:
 
 def lane_for(record: Record, name: str) -> MessageLane:
     """A lane by which the supervisor reaches this process before it is a member, and which reaches the supervisor."""
-    here = endpoint(name)
-    config, host = record.config, None
-    if config.always_tcp or not here.same_network(record.supervisor):
-        host = listening_address(here, config)
+    here, config = endpoint(name), record.config
+    host = listening_address(here, config) if is_far(record) else None
     setup = LaneSetup(record.credentials.group, record.credentials, config, lambda: here, tcp_host=host)
     return setup.control_lane(name)
+
+
+def is_far(record: Record) -> bool:
+    """Whether the supervisor and this process need TCP to reach each other."""
+    return record.config.always_tcp or not endpoint("").same_network(record.supervisor)
 
 
 def _wait(this: Rejoin, generation: str) -> None:

@@ -20,15 +20,16 @@ from typing import NamedTuple
 import ray
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import NotAMember
+from raytorchrpc.errors import BootstrapError, NotAMember
 from raytorchrpc.membership.here import Place, inherit, place
-from raytorchrpc.membership.restarted import Record, records
+from raytorchrpc.membership.restarted import Record, record_of, records
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
 
 #: For a parent to hand over a ticket (seconds).
 _TICKET_S = 5.0
+_TIMEVAL = struct.Struct("2l")  # seconds, microseconds
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct("<I")
 
@@ -45,7 +46,7 @@ class Ticket(NamedTuple):
 
 
 def consent(secret: bytes, generation: str) -> bytes:
-    """What members give their children: it can be made only with the group's secret."""
+    """What members give their children, and show when they leave: it can be made only with the group's secret."""
     return hmac.digest(secret, f"join {generation}".encode(), "sha256")
 
 
@@ -57,18 +58,19 @@ class Parent:
 
     def __init__(self, local: LocalMember, secret: bytes) -> None:
         self._local, self._consent = local, consent(secret, local.generation)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def start(self) -> None:
         """Begin; ends when this process leaves its group. If it cannot begin, a warning is logged."""
-        try:
-            self._listener.bind(_name(os.getpid()))
-            self._listener.listen(64)
-            threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
-        except (OSError, threads.ThreadShortage) as error:
-            self._listener.close()
-            logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
-            return
+        with contextlib.ExitStack() as undo:
+            try:
+                self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                self._listener.bind(_name(os.getpid()))
+                self._listener.listen(64)
+                threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
+            except (OSError, threads.ThreadShortage) as error:
+                logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
+                return
+            undo.pop_all()
         self._local.at_end.append(self._stop)
 
     def _stop(self) -> None:
@@ -96,10 +98,12 @@ class Parent:
         if os.getpid() not in ancestors(pid):
             return
         # One that has joined by a ticket hands on what came with it: without Ray it cannot look it up.
-        record = records().get(self._local.generation) if _own is None else _own.record
+        generation = self._local.generation
+        record = _own.record if _own is not None and has_joined(generation) else record_of(generation)
         if record is None:
             return
-        data = pickle.dumps((tuple(record), place(), self._local.me.name, self._consent))
+        # A short message: it fits into the socket's buffer, so a process that does not read holds nobody up.
+        data = pickle.dumps((tuple(record._replace(actors=())), place(), self._local.me.name, self._consent))
         sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
@@ -136,6 +140,11 @@ def own() -> Ticket | None:
     return _own
 
 
+def has_joined(generation: str) -> bool:
+    """Whether this process has joined that group by itself."""
+    return _own is not None and _own.record.credentials.generation == generation
+
+
 def use(ticket: Ticket | None) -> None:
     """This process joins by that ticket; None: it has left."""
     global _own
@@ -145,24 +154,29 @@ def use(ticket: Ticket | None) -> None:
 
 
 def find_ticket(group: str | None, deadline: float) -> Ticket:
-    """A ticket for the group of that name; None: for the group of the nearest ancestor. Raises NotAMember."""
-    offered: list[str] = []
+    """A ticket for the group of that name; None: for the group of the nearest ancestor.
+
+    Raises NotAMember, and BootstrapError if an ancestor is a member and does not answer.
+    """
+    known: dict[str, str] = {}
     for pid in ancestors(os.getpid()):
         if (ticket := _ticket_from(pid, deadline)) is not None:
             its = ticket.record.credentials.group
             if group in (None, its):
                 return ticket
-            offered.append(its)
-    known: dict[str, str] = dict.fromkeys(offered, "a process that started this one is a member")
-    if ray.is_initialized():
-        for record in records().values():
-            its = record.credentials.group
-            if record.config.joinable_by != "cluster" or record.door is None:
-                known.setdefault(its, "GroupConfig(joinable_by='cluster') would let this process join it")
-            elif not record.lasts():
-                continue
-            elif its == group or group is None:
-                return Ticket(record, place())
+            known[its] = "a process that started this one is a member"
+    found: list[Record] = []
+    for record in records().values() if ray.is_initialized() else ():
+        its = record.credentials.group
+        if record.config.joinable_by != "cluster":
+            known.setdefault(its, "GroupConfig(joinable_by='cluster') would let this process join it")
+        elif record.lasts():
+            known.setdefault(its, "this process can join it by its name")
+            found += [record] if its == group else []
+    if len(found) == 1:
+        return Ticket(found[0], place())
+    if found:
+        raise NotAMember(f"this process cannot join group {group!r}: the cluster has {len(found)} groups of that name")
     which = "a group" if group is None else f"group {group!r}"
     about = "; ".join(f"{name!r}: {why}" for name, why in known.items())
     without = "" if ray.is_initialized() else "; call ray.init(address=...) first to join one of the cluster's groups"
@@ -173,13 +187,25 @@ def find_ticket(group: str | None, deadline: float) -> Ticket:
 
 
 def _ticket_from(pid: int, deadline: float) -> Ticket | None:
+    """Of that process; None if it gives none. Raises BootstrapError if it does not answer."""
+    patience_s = max(0.001, min(_TICKET_S, deadline - time.monotonic()))
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        # In place of a timeout, with which connecting fails at once while many others do.
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(patience_s), int(patience_s % 1 * 1e6))
+        )
         try:
-            sock.settimeout(max(0.001, min(_TICKET_S, deadline - time.monotonic())))
             sock.connect(_name(pid))
-            if _other_end(sock)[0] != pid:
+            other, uid, _ = _other_end(sock)
+            if other != pid or uid not in (os.geteuid(), 0):  # a user with less rights could have this one run code
                 return None
+            sock.settimeout(patience_s)
             data = _read(sock, _LENGTH.unpack(_read(sock, _LENGTH.size))[0])
+        except (TimeoutError, BlockingIOError) as error:
+            raise BootstrapError(
+                f"process {pid}, which started this one, is a member and has not answered within {patience_s:.3g} s: "
+                f"it is suspended, or waits for Ray's control store"
+            ) from error
         except (OSError, EOFError):
             return None
     record, *rest = pickle.loads(data)

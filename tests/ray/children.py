@@ -90,10 +90,32 @@ def do_both(name: str, function: Any) -> tuple[Any, Any]:
     return function(), children[name].answer()
 
 
+def begin(name: str, function: Any, *args: Any) -> None:
+    """As ``do``, without waiting; ``answer`` waits."""
+    children[name].begin(function, *args)
+
+
+def answer(name: str) -> Any:
+    return children[name].answer()
+
+
 def end(name: str) -> None:
     children.pop(name).end()
 
 
 def join(name: str | None = None, group: str | None = None) -> rtr.Member:
     rtr.join(group, name, instance=Engine())
+    return rtr.current_member()
+
+
+def wait(name: str) -> None:
+    """Block until it has ended."""
+    child = children.pop(name)
+    child.process.join(PATIENCE_S)
+    assert not child.process.is_alive()
+
+
+def join_as(name: str, group: str) -> rtr.Member:
+    """In an actor, which serves itself."""
+    rtr.join(group, name)
     return rtr.current_member()

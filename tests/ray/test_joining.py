@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import queue
+import signal
 import socket
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+import torch.distributed.autograd as autograd
+import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
+from tests import insides
+from tests.polling import wait_until
 from tests.ray import children
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -227,3 +237,266 @@ def test_the_end_does_not_wait_for_one_that_is_busy_for_ever(
     assert time.monotonic() - began < 5
     held.release(arrived)
     ray.get(running, timeout=30)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def sockets() -> list[str]:
+    """Those of this process, and its threads for a group."""
+    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_exists(fd)]
+    threads = [each.name for each in threading.enumerate() if each.name.startswith("raytorchrpc")]
+    return sorted(
+        [name for name in names if name.startswith("socket:")] + [n for n in threads if n != "raytorchrpc-deadlines"]
+    )
+
+
+def fd_exists(fd: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{fd}")
+
+
+def test_coming_and_going_leaves_nothing_behind(group: rtr.Group, in_child: Callable[..., Any]) -> None:
+    """Also where the time for it is too short."""
+
+    def come_and_go() -> list[str]:
+        rtr.join(name="again").leave()  # what torchrpc listens on stays open
+        before, outcomes = sockets(), []
+        for timeout in (0.001, 0.01, 0.02, 0.03, *[60.0] * 16):
+            try:
+                with rtr.join(name="again", timeout=timeout) as joined:
+                    assert rtr.rpc_sync("other").double(2) == 4
+                    joined.leave()
+                outcomes.append("joined")
+            except rtr.BootstrapError as error:
+                outcomes.append(f"{timeout}: {error}")
+        assert wait_until(lambda: sockets() == before, 20), sockets()
+        return outcomes
+
+    outcomes = in_child(come_and_go)
+    assert outcomes[4:] == ["joined"] * 16, outcomes
+    assert wait_until(lambda: len(group) == 2, 20)
+
+
+def is_suspended(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+
+
+@pytest.mark.parametrize("step", ["probe", "prepare", "commit"])
+def test_a_process_that_fails_while_it_joins(
+    group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any], step: str
+) -> None:
+    """Killed, suspended or interrupted: the group goes on, and the name is free."""
+    trainer = actors["trainer"]
+    ray.get(trainer.run.remote(children.start, "victim"))
+
+    def interrupted() -> str:
+        insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGINT))
+        try:
+            rtr.join(name="engine")
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "joined"
+
+    def suspended() -> str:
+        insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        try:
+            rtr.join(name="engine", timeout=1)
+        except rtr.BootstrapError:
+            return "refused"
+        return "joined"
+
+    def killed() -> None:
+        insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        rtr.join(name="engine")
+
+    assert in_child(interrupted) == "interrupted"
+    assert wait_until(lambda: in_child(insides.group_name) is None, 10)
+
+    pid = ray.get(trainer.run.remote(children.do, "victim", os.getpid))
+    ray.get(trainer.run.remote(children.begin, "victim", suspended))
+    assert wait_until(lambda: is_suspended(pid), 30)
+    try:
+        assert in_child(children.join, "engine").name == "engine", "the group waits a second for the other one"
+        in_child(leave)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ray.get(trainer.run.remote(children.answer, "victim")) == "refused"
+    assert ray.get(trainer.run.remote(children.do, "victim", insides.group_name)) is None
+
+    ray.get(trainer.run.remote(children.begin, "victim", killed))
+    ray.get(trainer.run.remote(children.wait, "victim"))
+    assert in_child(children.join, "engine").name == "engine"
+    assert ray.get(actors["other"].run.remote(call, "engine", "pid")) == in_child(os.getpid)
+
+
+def test_a_member_that_does_not_answer_keeps_its_name(
+    group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any]
+) -> None:
+    trainer = actors["trainer"]
+    pid = in_child(children.join, "engine").pid
+    ray.get(trainer.run.remote(children.start, "second"))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(rtr.ConfigurationError, match="has a member 'engine' already"):
+            ray.get(trainer.run.remote(children.do, "second", children.join, "engine"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert ray.get(actors["other"].run.remote(call, "engine", "pid")) == pid
+    ray.get(trainer.run.remote(children.end, "second"))
+
+
+def test_two_threads_join_at_once(group: rtr.Group, in_child: Callable[..., Any]) -> None:
+    def join_twice() -> list[str]:
+        def join(name: str) -> str:
+            try:
+                rtr.join(name=name)
+            except rtr.BootstrapError as error:
+                return str(error)
+            return "joined"
+
+        with ThreadPoolExecutor(2) as pool:
+            return sorted(pool.map(join, ["one", "two"]))
+
+    assert in_child(join_twice) == ["joined", "this process is in group 'trained' already"]
+    assert len(group) == 3
+
+
+def test_only_a_member_has_one_leave(group: rtr.Group, in_child: Callable[..., Any], changes: Any) -> None:
+    """A process of the cluster could ask for it: the supervisor's door is in Ray's store."""
+    in_child(children.join, "engine")
+    assert changes.get(timeout=10).kind == "added"
+
+    in_child(lambda: insides.without_proof(leave))
+    assert changes.get(timeout=10).kind == "dead", "it has ended by itself; the group had it not leave"
+
+
+def test_an_earlier_group_of_the_same_process(actors: dict[str, Any], in_child: Callable[..., Any]) -> None:
+    """What joined it has left it, and changes nothing of the next one."""
+
+    def keep() -> None:
+        insides.saved.earlier = rtr.join(name="engine")
+
+    with rtr.init_group(actors, name="one"):
+        in_child(keep)
+    with rtr.init_group(actors, name="two"):
+        in_child(children.join, "engine")
+        in_child(lambda: insides.saved.earlier.leave())
+        assert in_child(call, "other", "double", 2) == 4
+
+
+def test_what_a_process_served_is_free_once_it_has_left(group: rtr.Group, in_child: Callable[..., Any]) -> None:
+    def forgotten() -> bool:
+        engine = children.Engine()
+        its = weakref.ref(engine)
+        with rtr.join(instance=engine):
+            pass
+        del engine
+        return wait_until(lambda: gc.collect() >= 0 and its() is None, 10)
+
+    assert in_child(forgotten)
+
+
+def test_coroutines_need_an_async_actor(group: rtr.Group, in_child: Callable[..., Any]) -> None:
+    class Engine:
+        @rtr.method
+        async def generate(self) -> None: ...
+
+    with pytest.raises(rtr.ConfigurationError, match=r"Engine\.generate is a coroutine"):
+        in_child(lambda: rtr.join(instance=Engine()))
+
+
+def test_an_actor_serves_another_object_one_call_at_a_time(
+    actors: dict[str, Any], spawn: Spawn, latch: Callable[[], Latch]
+) -> None:
+    """Whatever the actor itself does meanwhile: here it is a threaded one."""
+    busy, held = spawn(Peer, max_concurrency=4), latch()
+
+    class Engine:
+        @rtr.method
+        def hold(self) -> None:
+            held.pass_through()
+
+    with rtr.init_group(actors, name="open", config=rtr.GroupConfig(joinable_by="cluster")):
+        ray.get(busy.run.remote(lambda: rtr.join("open", "loop", instance=Engine()) and None))
+        holding = actors["other"].run.remote(call, "loop", "hold")
+        arrived = held.await_arrival()
+        assert ray.get(busy.double.remote(2)) == 4, "Ray's call of the actor's own method"
+        with pytest.raises(rtr.RpcTimeout, match="waited for its turn"):
+            ray.get(actors["trainer"].run.remote(lambda: rtr.rpc_sync("loop", timeout=0.5).hold()))
+        held.release(arrived)
+        ray.get(holding)
+
+
+def test_a_restarted_actor_joins_again(actors: dict[str, Any], spawn: Spawn) -> None:
+    config = rtr.GroupConfig(joinable_by="cluster")
+    again = spawn(Peer, max_restarts=1, max_task_retries=-1)
+    with rtr.init_group(actors, name="open", config=config) as group:
+        first = ray.get(again.run.remote(children.join_as, "loop", "open"))
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(again.run.options(max_task_retries=0).remote(os._exit, 1))
+        second = ray.get(again.run.remote(children.join_as, "loop", "open"), timeout=60)
+        assert second.pid != first.pid and second.rank > first.rank
+        assert ray.get(actors["other"].run.remote(call, again, "who")) == ("loop", second.pid), "by its handle"
+        assert [member.name for member in group.members] == ["trainer", "other", "loop"]
+
+
+@pytest.mark.parametrize("settings", [{"always_tcp": True}, {"always_tcp": True, "tls": True}])
+def test_by_tcp(actors: dict[str, Any], in_child: Callable[..., Any], settings: dict[str, Any]) -> None:
+    with rtr.init_group(actors, name="trained", config=rtr.GroupConfig(**settings)):
+        in_child(children.join, "engine")
+        assert ray.get(actors["other"].run.remote(call, "engine", "double", 2)) == 4
+        in_child(leave)
+
+
+def test_the_end_of_the_supervisor(actors: dict[str, Any], in_child: Callable[..., Any]) -> None:
+    """What has joined goes on, leaves, and joins the next group; nothing waits for the dead supervisor."""
+    group = rtr.init_group(actors, name="trained", detached=True)
+    in_child(children.join, "engine")
+    assert ray.get(actors["other"].run.remote(call, "engine", "double", 2)) == 4
+    host = ray.get_actor("trained", namespace="raytorchrpc")
+    ray.kill(host)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(host.info.remote())
+    group.shutdown()
+    began = time.monotonic()
+    assert in_child(call, "other", "double", 2) == 4
+    in_child(leave)
+    with pytest.raises(rtr.BootstrapError, match="the process that supervises group 'trained' has ended"):
+        in_child(children.join, "engine")
+    assert time.monotonic() - began < 10
+    with rtr.init_group(actors, name="trained"):
+        in_child(children.join, "engine")
+        assert ray.get(actors["other"].run.remote(call, "engine", "double", 2)) == 4
+
+
+def test_torchrpc_to_and_from_a_child(group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any]) -> None:
+    """RRefs, autograd and torch's own API: the listeners admit the connections of processes that joined."""
+    in_child(children.join, "engine")
+
+    def by_torch(target: str) -> tuple[float, float, float]:
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, [rtr.rpc_sync(target).double(x).sum()])
+            gradient = autograd.get_gradients(context)[x].sum().item()
+        (its,) = [member.rpc_name for member in rtr.get_group("trained").members if member.name == target]
+        added = rpc.rpc_sync(its, torch.add, args=(torch.ones(3), 1)).sum().item()
+        return rtr.remote(target).double(torch.ones(3)).to_here().sum().item(), gradient, added
+
+    assert in_child(by_torch, "other") == (6, 6, 6)
+    assert ray.get(actors["other"].run.remote(by_torch, "engine")) == (6, 6, 6)
+
+
+def test_what_lives_in_a_child_ends_with_it(group: rtr.Group, actors: dict[str, Any], changes: Any) -> None:
+    trainer = actors["trainer"]
+    ray.get(trainer.run.remote(children.start, "victim"))
+    ray.get(trainer.run.remote(children.do, "victim", children.join, "victim"))
+    jobs, weights = rtr.Queue("jobs", home="victim"), rtr.WeightStore("policy", home="victim")
+    ray.get(trainer.run.remote(children.do, "victim", lambda: weights.publish({"w": torch.ones(8)})))
+    jobs.put("job")
+    getting = actors["other"].run.remote(lambda: (jobs.get(30), jobs.get(30)))
+    assert wait_until(lambda: jobs.qsize() == 0, 30)
+    ray.get(trainer.run.remote(children.end, "victim"))
+    with pytest.raises(rtr.PeerLost, match="home of queue 'jobs'"):
+        ray.get(getting, timeout=30)
+    with pytest.raises(rtr.PeerLost, match="home of weight store 'policy'"):
+        ray.get(actors["other"].run.remote(lambda: weights.pull({"w": torch.zeros(8)})))

@@ -431,7 +431,10 @@ class Gate:
 # --- the actor in this process ---------------------------------------------------------------------------
 
 _actor: Any = None
-_gates: dict[str | None, Gate] = {}
+_served: Any = None
+"""What a process that has joined a group by itself serves in place of an actor."""
+_gates: dict[tuple[bool, str | None], Gate] = {}
+"""By whether they are those of ``_served``, and by concurrency group."""
 _gates_lock = threading.Lock()
 
 
@@ -442,27 +445,38 @@ def gate_of(instance: Any, group: str | None) -> Gate | None:
     Each group has a gate of its own. Ray does not report a named group's limit to the actor's process, so its gate
     starts with the actor's ``max_concurrency`` and grows with what Ray admits.
     """
-    if instance is not _actor:
+    global _actor
+    served = instance is _served and instance is not None
+    if not served and instance is not _actor:
         if instance is None or ray_internals.actor_instance() is not instance:
             return None
-        serve(instance)
-    gate = _gates.get(group)
+        with _gates_lock:
+            _actor = instance
+            _drop(served=False)
+    gate = _gates.get((served, group))
     if gate is None:
         with _gates_lock:
-            width = ray_internals.actor_max_concurrency()
-            lends = group is None and width == 1 and not ray_internals.actor_is_async()
+            width = 1 if served else ray_internals.actor_max_concurrency()
+            lends = group is None and width == 1 and (served or not ray_internals.actor_is_async())
             token = token_of_threads() if lends else ""
-            gate = _gates.setdefault(group, Gate(width, elastic=group is not None, lends=lends, token=token))
+            made = Gate(width, elastic=group is not None, lends=lends, token=token)
+            gate = _gates.setdefault((served, group), made)
     return gate
 
 
 def serve(instance: Any) -> None:
-    """This object's methods are called by other members: an actor, or what a process that is none has named."""
-    global _actor
+    """Other members call the methods of this object, one at a time, and not those of the actor in this process, if
+    there is one. None, or that actor: the actor's again.
+    """
+    global _served
     with _gates_lock:
-        if instance is not _actor:
-            _actor = instance
-            _gates.clear()
+        _served = None if instance is None or ray_internals.actor_instance() is instance else instance
+        _drop(served=True)
+
+
+def _drop(*, served: bool) -> None:
+    for key in [key for key in _gates if key[0] is served]:
+        del _gates[key]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
