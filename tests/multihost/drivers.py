@@ -24,6 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 import raytorchrpc as rtr
 from benchmarks import _group_life as life
 from tests import insides
+from tests.ray import children
 
 TIMEOUT_S = 60.0
 
@@ -74,6 +75,11 @@ class Member:
             with socket.socket(fileno=os.dup(fd)) as listener:
                 ports.append(listener.getsockname()[1])
         return ports
+
+    def have_child_join(self, name: str) -> None:
+        """A new process of this host joins the group."""
+        children.start(name)
+        children.do(name, children.join, name)
 
     def ask(self, target: Any, method: str, args: tuple[Any, ...], timeout: float) -> Any:
         return getattr(rtr.rpc_sync(target, timeout=timeout), method)(*args)

@@ -155,3 +155,12 @@ def test_members_of_two_user_namespaces_count_as_two_users() -> None:
 def test_users_of_different_hosts_connect_by_tcp_and_need_nothing() -> None:
     first, far = clusters.member(0, uid=1000), clusters.member(1, host=1, uid=1001)
     assert len(form(first, far, first).records) == 2
+
+
+def test_a_rank_that_some_member_may_know_is_not_given_again() -> None:
+    """Members refuse for good whom an attempt that failed had them remove."""
+    roster, _ = formed(clusters.hosts_of(1, 2))
+    late = {"late": next(iter(probes_of(clusters.hosts_of(1, 1)).values()))}
+    attempt = roster.admit({"late": None}, late)
+    again = roster.after_failure(attempt, ["late"]).admit({"late": None}, late)
+    assert again.records["late"].member.rank > attempt.records["late"].member.rank
