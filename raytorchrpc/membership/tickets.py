@@ -7,12 +7,14 @@ process the other is. Any other process reads Ray's key-value store, if the grou
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import os
 import pickle
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: For a parent to hand over a ticket (seconds).
 _TICKET_S = 5.0
+#: Between attempts to accept while this process has no descriptor left, and for its thread to end (seconds).
+_PAUSE_S, _END_S = 0.05, 1.0
 _TIMEVAL = struct.Struct("2l")  # seconds, microseconds
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct("<I")
@@ -66,7 +70,7 @@ class Parent:
                 self._listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 self._listener.bind(_name(os.getpid()))
                 self._listener.listen(64)
-                threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
+                self._thread = threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
             except (OSError, threads.ThreadShortage) as error:
                 logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
                 return
@@ -77,13 +81,17 @@ class Parent:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
+        self._thread.join(_END_S)  # while it accepts, it holds the name that this process needs in its next group
 
     def _serve(self) -> None:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as error:
+                if error.errno in (errno.EINVAL, errno.EBADF):  # it was closed
+                    return
+                threading.Event().wait(_PAUSE_S)  # this process has no descriptor left: it is asked again
+                continue
             with sock:
                 try:
                     sock.settimeout(_TICKET_S)

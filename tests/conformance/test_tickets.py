@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import subprocess
@@ -74,15 +75,35 @@ def test_children_that_do_not_read_hold_nobody_up(parent: list[Any]) -> None:
         assert time.monotonic() - began < tickets._TICKET_S
 
 
+@pytest.fixture
+def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first attempt to accept fails as it does in a process that has no descriptor left."""
+    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "none left")]
+
+    def accept_later(listener: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+
+
+def test_a_process_that_was_short_of_descriptors_goes_on(short_of_descriptors: None, parent: list[Any]) -> None:
+    with child(_READ) as reader:
+        assert int(reader.communicate(timeout=20)[0]) > 0
+
+
+def test_a_process_joins_one_group_after_another(parent: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The name is free as soon as it has left."""
+    local: Any = SimpleNamespace(generation="h", me=SimpleNamespace(name="again"), at_end=parent)
+    for _ in range(50):
+        parent.pop()()
+        Parent(local, b"secret").start()
+    assert not caplog.records
+
+
 def test_one_that_is_not_a_child_gets_nothing(parent: list[Any]) -> None:
     assert get() is None, "no process has started itself"
-
-
-def test_a_process_that_leaves_and_joins_again_has_its_name_again(parent: list[Any], caplog: Any) -> None:
-    parent.pop()()
-    local: Any = SimpleNamespace(generation="h", me=SimpleNamespace(name="again"), at_end=parent)
-    Parent(local, b"secret").start()
-    assert len(parent) == 1 and not caplog.records
 
 
 def test_many_at_once_wait_for_their_turn() -> None:
