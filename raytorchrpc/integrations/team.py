@@ -20,7 +20,7 @@ class Team:
     """
 
     def __init__(self, group: str, *, include_driver: bool = False) -> None:
-        self._group, self._include_driver = group, include_driver
+        self.group, self._include_driver = group, include_driver
         self._lock = threading.Lock()
         self._held: dict[Hashable, list[ActorHandle[Any]]] = {}
         self._names: dict[ActorHandle[Any], str] = {}
@@ -56,7 +56,7 @@ class Team:
                         arriving[name] = handle
             if group is None:
                 rtr.init_group(
-                    arriving, name=self._group, config=config, include_driver=self._include_driver, timeout=timeout
+                    arriving, name=self.group, config=config, include_driver=self._include_driver, timeout=timeout
                 )
                 self._is_own = True
             elif arriving:
@@ -83,7 +83,7 @@ class Team:
     def _existing(self) -> rtr.Group | None:
         """The group, if it has been formed here and still lasts."""
         try:
-            return rtr.get_group(self._group)
+            return rtr.get_group(self.group)
         except rtr.NotAMember:
             self._is_own = False
             self._held.clear()

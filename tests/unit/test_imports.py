@@ -60,7 +60,7 @@ LEVELS = 19
 FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
 PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
-PUBLIC |= {f"integrations.{package}" for package in ("torchrl", "vllm", "vllm.trainer")}
+PUBLIC |= {f"integrations.{package}" for package in ("torchrl", "verl", "vllm", "vllm.trainer")}
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.
 PURE = {
