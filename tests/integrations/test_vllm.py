@@ -14,7 +14,9 @@ import ray
 
 import raytorchrpc as rtr
 from tests.integrations.vllm_actors import (
+    AsyncEngine,
     Engine,
+    Server,
     ShardedTrainer,
     Trainer,
     dtype_and_sum,
@@ -209,3 +211,95 @@ def test_a_trainer_of_two_processes_with_fsdp(llama: Callable[..., str], cluster
     finally:
         for actor in (*trainers, engine):
             ray.kill(actor)
+
+
+# --- workers in processes of their own ------------------------------------------------------------------------------
+
+
+def test_a_worker_in_a_child_process_joins_the_group(llama: Callable[..., str], cluster: None) -> None:
+    """vLLM's default. A worker that is killed leaves the group, and a new engine is up to date after one update."""
+    path = llama()
+    with group_of(path, in_process=False) as (trainer, engine):
+        ray.get(engine.connect.remote())
+        ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+        assert agree(trainer, engine)
+        (worker,) = (member for member in rtr.get_group().members if member.name.startswith("engine."))
+        os.kill(int(worker.name.partition(".")[2]), signal.SIGKILL)
+        with pytest.raises(ray.exceptions.RayTaskError, match=r"failed|Engine"):
+            ray.get(engine.update.remote(ray.get(trainer.step.remote())), timeout=60)
+        rtr.get_group().remove(["engine"])
+        ray.kill(engine)
+        other = ray.remote(Engine).options(num_cpus=0).remote(path, in_process=False)
+        try:
+            ray.get(other.start_s.remote(), timeout=200)
+            rtr.get_group().add({"other": other})
+            ray.get(other.connect.remote())
+            ray.get(other.update.remote())
+            assert agree(trainer, other)
+        finally:
+            ray.kill(other)
+
+
+def test_each_rank_of_a_tensor_parallel_engine_pulls_its_half(llama: Callable[..., str], cluster: None) -> None:
+    """Under vLLM's own executor: the ranks are grandchildren of the actor."""
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with group_of(llama(), in_process=False, **parallel) as (trainer, engine):
+        ray.get(engine.connect.remote())
+        for _ in range(2):
+            version = ray.get(trainer.step.remote())
+            ray.get(engine.update.remote(), timeout=100)  # without a version: both ranks choose the same
+            assert agree(trainer, engine)
+        ranks = ray.get(engine.status.remote())
+        assert [rank.version for rank in ranks] == [version, version]
+        whole = ray.get(trainer.nbytes.remote())
+        for rank in ranks:
+            assert whole / 2 <= sum(rank.nbytes.values()) < whole / 2 * 1.02, "norms are on both ranks"
+
+
+def test_an_update_while_requests_run(llama: Callable[..., str], cluster: None) -> None:
+    path = llama()
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    engine = ray.remote(AsyncEngine).options(num_cpus=0).remote(path)
+    try:
+        ray.get(engine.start.remote(), timeout=200)
+        with rtr.init_group({"trainer": trainer, "engine": engine}):
+            ray.get(trainer.open.remote())
+            ray.get(trainer.step.remote())
+            ray.get(engine.connect.remote("policy"))
+            for _ in range(2):
+                then, count = ray.get(
+                    engine.update_while_generating.remote(ray.get(trainer.step.remote())), timeout=100
+                )
+                assert 0 < then < count == 60
+                assert agree(trainer, engine)
+    finally:
+        ray.kill(engine)
+        ray.kill(trainer)
+
+
+def test_a_server_is_updated_over_http(llama: Callable[..., str], cluster: None, tmp_path: Path) -> None:
+    path = llama()
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    server = ray.remote(Server).options(num_cpus=0).remote(path, str(tmp_path / "socket"))
+    try:
+        ray.get(server.ask.remote("GET", "/health"), timeout=250)
+        with rtr.init_group({"trainer": trainer, "server": server}):
+            ray.get(trainer.open.remote())
+            version = ray.get(trainer.step.remote())
+
+            def ask(method: str, path: str, body: Any = None) -> Any:
+                return ray.get(server.ask.remote(method, path, body), timeout=100)
+
+            ask("POST", "/init_weight_transfer_engine", {"init_info": {"store": "policy"}})
+            ask("POST", "/pause")
+            ask("POST", "/start_weight_update")
+            ask("POST", "/update_weights", {"update_info": {"version": version}})
+            ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+            ask("POST", "/resume")
+            assert ask("GET", "/weight_info") == {"weight_version": str(version)}
+            assert agree(trainer, server)
+            assert len(rtr.get_group().members) == 3
+            ray.get(server.stop.remote())
+    finally:
+        ray.kill(server)
+        ray.kill(trainer)

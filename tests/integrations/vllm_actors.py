@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +25,16 @@ VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
+}
+#: Of an engine: no files but the configuration.
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "weight_transfer_config": {"backend": "raytorchrpc"},
 }
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
@@ -63,17 +79,23 @@ class Trainer:
 
     def step(self) -> int:
         """Change all weights and publish them; returns the version."""
+        self.change()
+        return self.publish()
+
+    def change(self) -> None:
         import torch
 
         with torch.no_grad():
             for parameter in self.model.parameters():
                 noise = torch.randn_like(parameter) * parameter.std() * 0.5 if parameter.dim() > 1 else 0.01
                 parameter.add_(noise)
-        return self.publish()
 
     def publish(self, rename: str = "", without: str = "") -> int:
         state = {rename + name: its for name, its in self.model.state_dict().items() if name != without}
         return int(self.store.publish(state))
+
+    def nbytes(self) -> int:
+        return sum(its.nbytes for its in self.model.state_dict().values())
 
     def total(self, name: str, dtype: str) -> float:
         """The sum of a tensor's elements, rounded to a dtype."""
@@ -158,16 +180,7 @@ class Engine:
         began = time.monotonic()
         self.llm = LLM(
             path,
-            **{
-                "load_format": "dummy",
-                "skip_tokenizer_init": True,
-                "enforce_eager": True,
-                "dtype": "float32",
-                "max_model_len": 128,
-                "max_num_seqs": 4,
-                "weight_transfer_config": {"backend": "raytorchrpc"},
-                **options,
-            },
+            **{**OPTIONS, **options},
         )
         self.started_s = time.monotonic() - began
 
@@ -255,3 +268,99 @@ def dtype_and_sum(engine: Engine, name: str) -> tuple[str, float]:
 
 def pid_of(engine: Engine) -> int:
     return os.getpid()
+
+
+class AsyncEngine:
+    """vLLM's AsyncLLM, which generates while its weights are updated. Its worker is in a child process."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        os.environ.update(VARIABLES)
+        self.path, self.options = path, options
+
+    async def start(self) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(self.path, **{**OPTIONS, **self.options}))
+
+    async def connect(self, store: str) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest({"store": store}))
+
+    async def update(self, version: int) -> None:
+        """Freeze the requests, bring a version, and let them go on with it."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.llm.pause_generation(mode="keep")
+        await self.llm.start_weight_update()
+        await self.llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+        await self.llm.finish_weight_update(weight_version=str(version))
+        await self.llm.reset_prefix_cache()
+        await self.llm.resume_generation()
+
+    async def update_while_generating(self, version: int) -> tuple[int, int]:
+        """Update after the first tokens of a request; returns how many tokens there were then, and at the end."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=60, detokenize=False, ignore_eos=True)
+        then = count = 0
+        async for answer in self.llm.generate({"prompt_token_ids": PROMPT}, sampling, request_id=f"v{version}"):
+            count = len(answer.outputs[0].token_ids)
+            if not then:
+                then = count
+                await self.update(version)
+        return then, count
+
+    async def greedy(self, count: int = 12) -> list[int]:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
+        tokens: list[int] = []
+        async for answer in self.llm.generate({"prompt_token_ids": PROMPT}, sampling, request_id=os.urandom(8).hex()):
+            tokens = list(answer.outputs[0].token_ids)
+        return tokens
+
+
+class Server:
+    """vLLM's HTTP server as a child process of this actor, on a Unix socket."""
+
+    def __init__(self, path: str, socket_path: str) -> None:
+        self._socket = socket_path
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--uds", socket_path]
+        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128"]
+        command += ["--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": "raytorchrpc"})]
+        variables = {**os.environ, **VARIABLES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        self._process = subprocess.Popen(
+            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self._process.stdout is not None
+        said = []
+        for line in self._process.stdout:
+            said.append(line)
+            if "Application startup complete" in line:
+                break
+        else:
+            raise RuntimeError("".join(said[-30:]))
+        self._reader = threading.Thread(target=self._process.stdout.read, daemon=True)  # so that it never waits
+        self._reader.start()
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """One request; returns the JSON of its answer."""
+        connection = http.client.HTTPConnection("localhost", timeout=60)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(self._socket)
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, text, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read().decode()
+        assert answer.status == 200, content
+        return json.loads(content) if content else None
+
+    def greedy(self, count: int = 12) -> list[int]:
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
+        return list(self.ask("POST", "/v1/completions", body)["choices"][0]["token_ids"])
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(30)
