@@ -17,7 +17,7 @@ from typing import Any, Literal
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Announcer, Change, EventBus, RequestedChange, return_s
 from raytorchrpc.group.control_connections import ControlConnections
@@ -148,6 +148,11 @@ class Supervisor:
             self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
             self._request(admit, request.timeout_s)
             self._check_running()  # if the group ends, the end may have come too early to tell this one
+        except (PeerLost, RpcTimeout) as error:
+            message = (
+                f"group {self.roster.name!r} cannot reach the process that would join as {request.name!r}: {error}"
+            )
+            raise BootstrapError(message) from error
         finally:
             self._restarts.forget(request.process.key)
 
