@@ -82,10 +82,14 @@ def run_program(code: str, folder: Path, *before: str, **environ: str) -> tuple[
 
 @pytest.mark.parametrize("block", PROGRAMS)
 def test_a_program_runs_as_it_is(cluster: None, block: Block, tmp_path: Path) -> None:
+    if "objectref=True" in block.code and (missed := obstacle("objectrefs")):
+        pytest.skip(missed)
     if block.where.startswith("README"):
-        of_this_ray = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-        if obstacle("token") is None:
-            of_this_ray["RAY_AUTH_MODE"] = os.environ["RAY_AUTH_MODE"]
+        of_this_ray = {
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            # Older releases leave it alone.
+            **({"RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"]} if "RAY_AUTH_MODE" in os.environ else {}),
+        }
         code, output = run_program(block.code, tmp_path, **of_this_ray)
     else:
         code, output = run_program(block.code, tmp_path, "-m", "tests.ray.local_ray")
@@ -143,7 +147,8 @@ def test_a_snippet_defines_what_it_uses_or_says_what_it_continues(page: Path) ->
 
 def test_undefined_names_are_found() -> None:
     free, defined = names("import a\n\ndef f(x):\n    return a.b(x, y, len(x))\n\nz = [q for q in w]")
-    assert (free, defined) == ({"y", "w"}, {"a", "f", "z"})
+    # Python 3.12 counts what a comprehension assigns.
+    assert (free, defined - {"q"}) == ({"y", "w"}, {"a", "f", "z"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -212,7 +217,12 @@ def test_every_command_of_a_page_runs(spawn: Spawn, tmp_path: Path) -> None:
         ran = subprocess.run(
             [sys.executable, "-c", _RUN_EACH],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "PYTHONWARNINGS": "ignore:Tip:FutureWarning",  # as in pyproject.toml
+                "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+            },
             input=json.dumps(given),
             capture_output=True,
             text=True,
