@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,8 @@ from tests.integrations.vllm_actors import (
     pid_of,
     save_config,
 )
+
+ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
@@ -303,3 +307,12 @@ def test_a_server_is_updated_over_http(llama: Callable[..., str], cluster: None,
     finally:
         ray.kill(server)
         ray.kill(trainer)
+
+
+def test_the_example_trains_though_an_engine_is_killed() -> None:
+    command = [sys.executable, "examples/grpo_vllm.py", "--steps", "30"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = ran.stdout.splitlines()
+    assert "          engine_1: lost" in lines and "          engine_1: back" in lines
+    assert lines[-1].startswith("checked: the reward rose")

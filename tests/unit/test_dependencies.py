@@ -34,10 +34,12 @@ NEEDS = {
     "raytorchrpc/manifest.py": "cli",
     "examples/atari_dqn": "atari",
     "examples/ray_data.py": "data",
+    "examples/grpo_vllm.py": "llm",
     "examples/rl_post_training.py": "llm",
 }
 #: Imports that a file does without, having looked for the package first.
 DONE_WITHOUT = {
+    ("examples/grpo_vllm.py", "vllm"),
     ("raytorchrpc/doctor/collector.py", "pynvml"),
     ("raytorchrpc/lanes/common/protection.py", "cryptography"),
 }
@@ -75,10 +77,14 @@ def imports(file: str) -> set[str]:
     return found - sys.stdlib_module_names - own
 
 
+#: What a package of raytorchrpc/integrations itself requires.
+BROUGHT = {"torchrl": {"tensordict"}}
+
+
 def plugged_into(file: str) -> set[str]:
-    """The package that loads a file of raytorchrpc/integrations, so that it is there."""
+    """The package that loads a file of raytorchrpc/integrations, so that it is there, with what it requires."""
     found = re.match(r"raytorchrpc/integrations/(\w+)", file)
-    return {found[1]} if found is not None else set()
+    return {found[1], *BROUGHT.get(found[1], ())} if found is not None else set()
 
 
 def declared_for(file: str) -> set[str]:
