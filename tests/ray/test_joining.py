@@ -487,8 +487,15 @@ def test_the_end_of_the_supervisor(actors: dict[str, Any], in_child: Callable[..
     assert ray.get(actors["other"].run.remote(call, "engine", "double", 2)) == 4
     host = ray.get_actor("trained", namespace="raytorchrpc")
     ray.kill(host)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(host.info.remote())
+
+    def ended() -> bool:
+        try:
+            ray.get(host.info.remote())
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    assert wait_until(ended, 30)
     group.shutdown()
     began = time.monotonic()
     assert in_child(call, "other", "double", 2) == 4
