@@ -31,7 +31,7 @@ from benchmarks._resources import footprint
 from raytorchrpc.bench.reports import grid
 from raytorchrpc.bench.results import nonnegative_terms
 from raytorchrpc.bench.site import free_memory
-from raytorchrpc.calls.peers import PeerTable
+from raytorchrpc.calls.peers import Absence, PeerTable
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.group.roster import Roster
@@ -40,6 +40,7 @@ from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
 from raytorchrpc.membership.messages import Listening, Prepared, Probe, packed, unpacked
 from raytorchrpc.membership.settings import settings_of
+from raytorchrpc.membership.view import JOINING, View
 from raytorchrpc.topology import endpoint, probe
 
 T = TypeVar("T")
@@ -195,7 +196,7 @@ class Measurement:
             group["cpu_formed"] = life.cpu_at_rest(window_s)
             weigh("formed")
             supervisor = formed._own("scale")
-            group["sent"] = sizes_of(supervisor.roster, supervisor._state.prepared)
+            group["sent"] = sizes_of(supervisor.roster, supervisor.prepared())
             group["pair"] = life.first_calls(actors, 4 * self._repeats)
             life.of_all(actors, "call_neighbours")
             weigh("neighbours")
@@ -240,16 +241,23 @@ def sizes_of(roster: Roster, prepared: Mapping[str, Prepared]) -> dict[str, int]
     """Bytes sent to all members together: to form the group, and when one member rejoins. What all members of a node
     share (``shared``) is sent to each node once.
     """
-    info, first = roster.info(prepared), next(iter(roster.records))
+    first, view = next(iter(roster.records)), View(roster.peers(prepared))
     listening = Listening(roster.name, roster.generation, prepared, life.TIMEOUT_S)
     shared = sum(len(packed(message)) for message in (roster.description, listening))
     specs = {name: _size(roster.spec(name)) for name in roster.records}
-    told = [_size(roster.arrival(name, info, prepared, (first,))) for name in roster.records if name != first]
+    told = 0
+    for change in (
+        lambda: view.mark({0: Absence("its process ended", for_good=False)}),
+        lambda: view.admit(roster.peers(prepared, [first]), JOINING),
+        lambda: view.mark({0: None}),
+    ):
+        change()
+        told += (len(roster.records) - 1) * _size(view.since(view.version - 1))
     nodes = len({record.member.node_id for record in roster.records.values()})
     return {
         "form": sum(specs.values()) + nodes * shared,
         "shared": shared,
-        "rejoin": sum(told) + specs[first] + shared,
+        "rejoin": told + specs[first] + shared,
     }
 
 

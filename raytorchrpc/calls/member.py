@@ -50,8 +50,6 @@ class LocalMember:
         """
         self.group, self.generation, self.me, self.config = group, generation, me, config
         self.max_bytes = max_bytes
-        self.step = 0
-        """The last change of the group that has taken effect here."""
         with ExitStack() as undo:
             self.deadlines = Deadlines(f"raytorchrpc-{me.name}")
             undo.callback(self.deadlines.stop)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,6 +127,11 @@ class Absence(NamedTuple):
     """It can only come back as another process, if at all."""
 
 
+def _keys_of(member: Member) -> tuple[Any, ...]:
+    actor = None if member.actor_id is None else ray_internals.key_of_actor(member.actor_id)
+    return keys_of(member.rank, member.name, actor)
+
+
 class _Routes(dict[int, PeerRoute]):
     """By rank; one that is missing is made."""
 
@@ -153,7 +158,7 @@ class PeerTable:
         self._away: dict[int, Absence] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self.removed: Set[int] = frozenset()
+        self.removed: frozenset[int] = frozenset()
         """Ranks that were removed from the group."""
 
     # --- changes of the group --------------------------------------------------------------------------------
@@ -162,14 +167,15 @@ class PeerTable:
         """Add a peer (or this member itself), or replace the route to it."""
         self.add_peers([route.member], lambda _: route)
 
-    def add_peers(self, peers: Iterable[Member], make: Callable[[Member], PeerRoute]) -> None:
+    def add_peers(self, peers: Sequence[Member], make: Callable[[Member], PeerRoute]) -> None:
         """Add peers, or replace the routes to them. ``make``: makes the route to one of them when it is first used."""
         with self._changed:
             for peer in peers:
                 self._members[peer.rank], self._makers[peer.rank] = peer, make
                 self._routes.pop(peer.rank, None)
-                actor = None if peer.actor_id is None else ray_internals.key_of_actor(peer.actor_id)
-                self._ranks.update(dict.fromkeys(keys_of(peer.rank, peer.name, actor), peer.rank))
+                self._ranks.update(dict.fromkeys(_keys_of(peer), peer.rank))
+            if self.removed:  # an attempt to add one that failed removed its rank
+                self.removed = self.removed.difference(peer.rank for peer in peers)
             self._changed.notify_all()
 
     def _make(self, rank: int) -> PeerRoute:
@@ -200,9 +206,11 @@ class PeerTable:
     def remove_peer(self, rank: int) -> None:
         """Remove a peer that has left the group; its requests are refused from now on."""
         with self._changed:
+            for key in _keys_of(self._members[rank]):
+                if self._ranks.get(key) == rank:  # a later member may have the name of one that is dead
+                    del self._ranks[key]
             for table in (self._members, self._makers, self._routes, self._away):
                 table.pop(rank, None)
-            self._ranks = {key: known for key, known in self._ranks.items() if known != rank}
             self.removed = self.removed | {rank}
             self._changed.notify_all()
         self._services.lose(rank, ended=True)
@@ -283,9 +291,13 @@ class PeerTable:
         return None if same else "its process was replaced, or removed"
 
     def await_everybody(self, until: float) -> bool:
-        """Block until no peer is away, at most until that time (``time.monotonic``); False if it ran out."""
+        """Block until no peer is away that may come back, at most until that time (``time.monotonic``); False if it
+        ran out.
+        """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._away, max(0.0, until - time.monotonic()))
+            return self._changed.wait_for(
+                lambda: all(absence.for_good for absence in self._away.values()), max(0.0, until - time.monotonic())
+            )
 
     def incarnation(self, target: Any) -> int:
         """The incarnation of the process that a call to the target would reach now."""

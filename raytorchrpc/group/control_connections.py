@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Serve
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.process import threads
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 
@@ -25,10 +28,17 @@ Arguments = Mapping[str, tuple[Any, ...]]
 #: Results and failures by name.
 Answers = tuple[dict[str, Any], dict[str, Exception]]
 
+#: See ``ControlConnections.watch``.
+Watch = Callable[[Callable[[str], None]], None]
+
 _NO_RANK = -1
 """The supervisor is not a member."""
 #: To connect and authenticate (seconds).
 _CONNECT_S = 2.0
+#: To send to a member that does not read (seconds).
+_SEND_S = 0.05
+#: How many connections are made at a time.
+_AT_A_TIME = 8
 
 
 class ControlConnections:
@@ -52,10 +62,11 @@ class ControlConnections:
         self._tokens[name] = token
         self._lane.connect([PeerAddress(name, address)])
 
-    def forget(self, name: str) -> None:
-        self._watches.pop(name, None)
-        self._tokens.pop(name, None)
-        self._lane.disconnect(name)
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._watches.pop(name, None)
+            self._tokens.pop(name, None)
+            self._lane.disconnect(name)
 
     def ping(self, name: str, patience_s: float) -> None:
         """Block until the process answers. Raises RayTorchRpcError if it does not within ``patience_s``."""
@@ -70,8 +81,9 @@ class ControlConnections:
         with suppress(RayTorchRpcError):
             self._send(protocol.ASK, name, _CONNECT_S, self._codec.encode((function, ()), own=True))
 
-    def watch(self, name: str, ended: Callable[[str], None], patience_s: float) -> None:
-        """Call ``ended(cause)``, on a thread of the lane's, when the member's process has ended.
+    def watch(self, name: str, patience_s: float) -> Watch:
+        """Connect to the member's process; returns what is called with ``ended``, which is then called with a cause, on
+        a thread of the lane's, when that process has ended.
 
         Blocks until the member has answered once, at most ``patience_s``. Raises RayTorchRpcError if it does not: a
         PeerLost whose ``__cause__`` is an OSError if the connection was refused.
@@ -83,7 +95,7 @@ class ControlConnections:
             raise PeerLost(name, "another process has replaced it meanwhile", may_have_run=False)
         self._watches[name] = pending
 
-        def over() -> None:
+        def over(ended: Callable[[str], None]) -> None:
             if self._watches.get(name) is pending:
                 del self._watches[name]
                 try:
@@ -91,7 +103,48 @@ class ControlConnections:
                 except RayTorchRpcError as error:
                     ended(getattr(error, "cause", None) or str(error))
 
-        pending.add_done_callback(over)
+        return lambda ended: pending.add_done_callback(partial(over, ended))
+
+    def dial(self, work: Mapping[str, Callable[[], None]]) -> list[threading.Thread]:
+        """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage if
+        there is none; then nothing has run.
+        """
+        left = deque(work.values())
+
+        def run() -> None:
+            while True:
+                try:
+                    connect = left.popleft()
+                except IndexError:
+                    return
+                connect()
+
+        threads_of_work = [threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")]
+        with suppress(threads.ThreadShortage):  # then fewer connect at a time
+            for _ in range(min(len(work), _AT_A_TIME) - 1):
+                threads_of_work.append(threads.start(run, name="raytorchrpc-dial"))
+        return threads_of_work
+
+    def ask(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        names: Iterable[str],
+        done: Callable[[str, Callable[[], Any]], None],
+    ) -> None:
+        """Have each of these run ``function(local, *arguments)``, as ``call_all`` does; they get the very same bytes.
+
+        Does not block. ``done(name, result)`` is called once for each, on this or another thread, perhaps never for a
+        member that stands still; ``result()`` returns or raises what came of it.
+        """
+        body = self._codec.encode((function, arguments), own=True)
+        for name in names:
+            try:
+                pending = self._send(protocol.ASK, name, _SEND_S, body)
+            except RayTorchRpcError as error:
+                done(name, partial(_fail, error))
+                continue
+            pending.add_done_callback(partial(done, name, partial(self._outcome, pending, name)))
 
     def call_all(
         self, function: Callable[..., Any], arguments: Arguments, deadline: float, *, gap_s: float = math.inf
@@ -118,14 +171,15 @@ class ControlConnections:
             except queue.Empty:
                 break
             try:
-                results[name] = self._result(asked.pop(name).take(), name)
+                results[name] = self._outcome(asked.pop(name), name)
             except Exception as error:
                 failures[name] = error
             until = min(deadline, time.monotonic() + gap_s)
         failures.update((name, RpcTimeout(f"{name!r} did not answer in time")) for name in asked)
         return results, failures
 
-    def _result(self, message: Message, name: str) -> Any:
+    def _outcome(self, pending: Pending, name: str) -> Any:
+        message = pending.take()
         if message.header[0] == protocol.OK:
             return self._codec.decode(*message.body)
         raised = decode_exception(self._codec, message.body, name)
@@ -141,3 +195,7 @@ class ControlConnections:
         """Idempotent, never raises."""
         self._watches.clear()
         self._lane.close()
+
+
+def _fail(error: Exception) -> Any:
+    raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -27,6 +28,8 @@ from raytorchrpc.membership.messages import GroupInfo, Listening, Prepared, Prob
 from raytorchrpc.topology import device_map
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 #: How long a rollback waits for the participants (seconds).
 _UNDO_S = 5.0
@@ -123,6 +126,7 @@ class Formation:
         patience: ray_calls.Patience | None = None,
         by_reference: bool = True,
         attempt: str | None = None,
+        leaves_out_failures: bool = False,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
@@ -130,9 +134,14 @@ class Formation:
         how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on, or that of ``patience``,
         which ``call_all`` then takes. ``by_reference``: ``call_all`` takes references to Ray's objects.
         ``attempt``: see JoinSpec; None: a new one.
+        ``leaves_out_failures``: the others join without members that cannot be probed or prepared, unless that is all
+        of them.
         """
         self.participants = participants
-        self.roster = roster
+        self.left_out: list[str] = []
+        """Former participants that have failed."""
+        self._leaves_out_failures = leaves_out_failures
+        self.roster = self._before = roster
         self.timeout_s = timeout_s
         self._began, self._patience = time.monotonic(), patience
         self._deadline = self._began + timeout_s if deadline is None else deadline
@@ -222,13 +231,15 @@ class Formation:
         prepared: Mapping[str, Prepared],
         away: Mapping[str, str] | None = None,
         silent: Collection[str] = (),
+        version: int = 1,
     ) -> None:
         """Have every participant connect to the other members. ``prepared``: of the whole roster. ``away``, ``silent``:
-        members that cannot be reached, see Listening.
+        members that cannot be reached; these and ``version``: see Listening.
         """
         left = max(1.0, self.deadline - time.monotonic())
-        peers = self.roster.table(info, prepared).peers
-        listening = self._shared(Listening(info.name, info.generation, peers, left, dict(away or {}), tuple(silent)))
+        peers = {name: prepared[name] for name in self.roster.records}
+        message = Listening(info.name, info.generation, peers, left, dict(away or {}), tuple(silent), version)
+        listening = self._shared(message)
         arguments = {member: (listening(member),) for member in self.participants}
         self._ask("could not reach the others", join.commit, arguments)
 
@@ -257,6 +268,9 @@ class Formation:
         found, failures = self._call_all(self.participants, function, arguments, self.deadline, **options)
         if not failures:
             return found
+        if found and self._leaves_out_failures:
+            self._leave_out(failures)
+            return found
         silent = [member for member, error in failures.items() if isinstance(error, TimeoutError)][: ray_calls.NAMED]
         why = ray_calls.why_silent({name: handle for name in silent if is_actor(handle := self.participants[name])})
         reasons = "; ".join(f"{member!r}: {self._reason(error, why.get(member))}" for member, error in failures.items())
@@ -270,6 +284,15 @@ class Formation:
             f"group {self.roster.name!r} {self._begun()}: {count} {what}: {reasons}",
             members=tuple(dict.fromkeys((*failures, *named))),
         ) from cause
+
+    def _leave_out(self, failures: Mapping[str, Exception]) -> None:
+        for name, error in failures.items():
+            logger.warning("group %r %s: %s: %s", self.roster.name, self._begun(), name, self._reason(error, None))
+        out = {name: self.participants[name] for name in failures}
+        self.participants = {name: its for name, its in self.participants.items() if name not in out}
+        self.left_out += out
+        self.roster = self.roster.with_former(self._before, out)
+        self._call_all(out, join.give_up, dict.fromkeys(out, (self._attempt,)), time.monotonic())
 
     def _begun(self) -> str:
         coming_in = any(name not in self.participants for name in self.roster.records)

@@ -134,7 +134,7 @@ class RestartedActors:
         """This process need not be reached here any more."""
         self._by_tcp.discard(key)
         if self._connections is not None:
-            self._connections.forget(key)
+            self._connections.forget([key])
 
     def _dial(self, its: _Restarted, address: SocketAddress) -> None:
         actor_id = its.process.actor_id
@@ -151,7 +151,7 @@ class RestartedActors:
 
         its.is_dialled = True
         try:
-            threads.start(dial, name=f"raytorchrpc-dial-{actor_id}")
+            connections.dial({actor_id: dial})
         except threads.ThreadShortage:  # the next poll tries again
             its.is_dialled = False
             raise

@@ -1,15 +1,12 @@
-"""The members of a group: what they published, the routes that follow from it, what each needs to join, who is lost."""
+"""The members of a group: what they published, the routes that follow from it, and what each needs to join."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-import threading
-import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
@@ -20,17 +17,12 @@ from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.membership.messages import Arrival, GroupInfo, JoinedProcess, JoinSpec, Loss, Prepared, Probe, Table
+from raytorchrpc.membership.messages import GroupInfo, JoinedProcess, JoinSpec, Prepared, Probe
+from raytorchrpc.membership.view import Peer
 from raytorchrpc.routing import planner
 from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import device_map
 from raytorchrpc.topology.endpoint import Endpoint
-
-#: Pause before another attempt to admit a restarted actor (seconds): doubled each time, up to the limit.
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
-#: How long an attempt may take (seconds): doubled each time, up to the limit. The process may be suspended, and losses
-#: of others are announced only after the attempt.
-_FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 2.0, 10.0
 
 
 def is_actor(handle: Any) -> bool:
@@ -55,6 +47,23 @@ class MemberRecord:
     probe: Probe
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: it starts a new agent."""
+
+
+class Contact(NamedTuple):
+    """How a guest reaches one member."""
+
+    member: Member
+    address: SocketAddress
+    by_tcp: bool
+
+
+class Directory(NamedTuple):
+    """What a guest needs to reach the members of a group."""
+
+    credentials: Credentials
+    config: GroupConfig
+    contacts: Mapping[str, Contact]
+    """By the member's name."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +110,19 @@ class Roster:
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
         admitted = replace(self, records=records, highest_id=max(highest, *ids.values()), next_rank=next(fresh))
-        return admitted._decided()
+        return admitted._decided(probes)
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
         """This roster after an attempt to admit these members, which some member may know: ids and ranks are taken."""
         incarnations = {name: attempt.records[name].member.incarnation for name in names if name in attempt.records}
         tried, highest_id, next_rank = {**self.tried, **incarnations}, attempt.highest_id, attempt.next_rank
         return replace(self, tried=tried, highest_id=highest_id, next_rank=next_rank)
+
+    def with_former(self, before: Roster, names: Iterable[str]) -> Roster:
+        """This roster with these members as they were before, as their admission has failed."""
+        former = {name: before.records[name] for name in names if name in self.records}
+        plan = self.plan.merged(before.plan.part(former), self.records)
+        return replace(self, records={**self.records, **former}, plan=plan).after_failure(self, former)
 
     @property
     def credentials(self) -> Credentials:
@@ -149,15 +164,17 @@ class Roster:
     def without(self, names: Iterable[str]) -> Roster:
         """The roster without these members. Their ranks are not used again."""
         gone = set(names)
-        left = replace(self, records={name: record for name, record in self.records.items() if name not in gone})
-        return left._decided() if left.records else left
+        left = {name: record for name, record in self.records.items() if name not in gone}
+        return replace(self, records=left, plan=self.plan.part(left))
 
-    def _decided(self) -> Roster:
+    def _decided(self, fresh: Iterable[str]) -> Roster:
         endpoints = {name: record.probe.endpoint for name, record in self.records.items()}
         if not self.config.across_users and not self.config.always_tcp:
             _check_users({**endpoints, "the process that forms the group": self.watcher})
         device_map.check(self.config, endpoints)
-        return replace(self, plan=planner.plan(endpoints, self.config))
+        plan = planner.plan(endpoints, self.config)
+        # The agents of running processes stay as they are.
+        return replace(self, plan=self.plan.merged(plan.part(fresh), endpoints) if self.plan.kind_of else plan)
 
     @property
     def handles(self) -> dict[str, Any]:
@@ -200,16 +217,24 @@ class Roster:
     def info(self, prepared: Mapping[str, Prepared]) -> GroupInfo:
         return self.description.with_agents(prepared)
 
-    def table(self, info: GroupInfo, prepared: Mapping[str, Prepared]) -> Table:
-        """The group as a member keeps it."""
-        return Table(info, {name: prepared[name] for name in self.records})
+    def peers(self, prepared: Mapping[str, Prepared], names: Iterable[str] | None = None) -> list[Peer]:
+        """These members, or all, as the others reach them."""
+        info = self.info(prepared)
+        these = {*(self.records if names is None else names)}
+        return [
+            Peer(member, prepared[member.name], self.plan.kind(member.name))
+            for member in info.members
+            if member.name in these
+        ]
 
-    def arrival(self, member: str, info: GroupInfo, prepared: Mapping[str, Prepared], coming: Sequence[str]) -> Arrival:
-        """The update an existing member needs in order to accept newcomers."""
-        names = dict.fromkeys((member, *coming))
-        arrivals = tuple(self.records[name].member for name in coming)
-        new = info._replace(members=arrivals, plan=self.plan.part(names)).with_agents(prepared)
-        return Arrival(self.spec(member), Table(new, {name: prepared[name] for name in names}), tuple(coming))
+    def directory(self, prepared: Mapping[str, Prepared], endpoint: Endpoint) -> Directory:
+        """Describe the group to the process that ``endpoint`` describes."""
+        contacts = {
+            name: Contact(record.member, prepared[name].addresses["socket"], self.reached_by_tcp(name, endpoint))
+            for name, record in self.records.items()
+            if name in prepared
+        }
+        return Directory(self.credentials, self.config, contacts)
 
 
 def _rpc_name(actor_id: str | None, probe: Probe) -> str:
@@ -232,120 +257,3 @@ def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
                 "in different user namespaces; if all of them may run code as each other, form the group with "
                 "GroupConfig(across_users=True)"
             )
-
-
-# --- the group as it is now -------------------------------------------------------------------------------------------
-
-
-class Contact(NamedTuple):
-    """How a guest reaches one member."""
-
-    member: Member
-    address: SocketAddress
-    by_tcp: bool
-
-
-class Directory(NamedTuple):
-    """What a guest needs to reach the members of a group."""
-
-    credentials: Credentials
-    config: GroupConfig
-    contacts: Mapping[str, Contact]
-    """By the member's name."""
-
-
-class Phase(Enum):
-    """What is known of a lost member."""
-
-    SUSPECTED = auto()
-    """Its connection broke. The other members have not been told."""
-    AWAY = auto()
-    """Announced. Its process may come back as it was."""
-    ENDED = auto()
-    """Announced. It can only come back as another process."""
-    RESTARTED = auto()
-    """Ray has restarted the actor, and its new process listens for requests."""
-
-
-class LostMember:
-    """A member whose process has ended, or may have."""
-
-    def __init__(self, cause: str) -> None:
-        self.cause, self.phase = cause, Phase.SUSPECTED
-        self.since = self.next_poll = self.next_dial = time.monotonic()
-        self.dials = 0
-        """How often it was tried to connect to it again."""
-        self._backoff = 1.0
-        """Doubled with each attempt to admit it that failed."""
-
-    @property
-    def patience_s(self) -> float:
-        """How long the next attempt to admit it may take."""
-        return min(_FIRST_PATIENCE_S * self._backoff, _LONGEST_PATIENCE_S)
-
-    @property
-    def is_announced(self) -> bool:
-        """Whether the other members have been told."""
-        return self.phase is not Phase.SUSPECTED
-
-    def retry_later(self) -> None:
-        """Put the next attempt to admit it off."""
-        self.phase = Phase.ENDED  # others that return by then do not wait for it
-        self.next_poll = time.monotonic() + min(_FIRST_RETRY_S * self._backoff, _LONGEST_RETRY_S)
-        self._backoff *= 2
-
-
-@dataclass
-class GroupState:
-    """What the group is now. Only the supervisor's thread changes it, and the end of the group."""
-
-    roster: Roster
-    info: GroupInfo
-    prepared: dict[str, Prepared]
-    """Where each member listens."""
-    lost: dict[str, LostMember] = field(default_factory=dict)
-    dead: dict[str, Loss] = field(default_factory=dict)
-    """Members that died for good and left the roster, for members that missed the announcement."""
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    """Notified when ``lost`` changes, and when a member has caught up."""
-
-    def lose(self, name: str, cause: str) -> None:
-        with self.changed:
-            self.lost[name] = LostMember(cause)
-
-    def loss(self, name: str, for_good: bool = False) -> Loss:
-        """What the other members are told of a lost member."""
-        lost, member = self.lost[name], self.roster.records[name].member
-        incarnation = max(member.incarnation, self.roster.tried.get(name, -1))  # whichever the others know
-        return Loss(name, incarnation, lost.cause, for_good, lost.phase in (Phase.ENDED, Phase.RESTARTED))
-
-    def recover(self, names: Iterable[str]) -> None:
-        with self.changed:
-            for name in names:
-                self.lost.pop(name, None)
-            self.changed.notify_all()
-
-    def retry_later(self, names: Iterable[str]) -> None:
-        """Put off the next attempt to readmit these."""
-        for name in names:
-            if (lost := self.lost.get(name)) is not None:
-                lost.retry_later()
-
-    def causes(self) -> dict[str, str]:
-        """Why each lost member is lost, by name."""
-        with self.changed:
-            return {name: lost.cause for name, lost in self.lost.items()}
-
-    def notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
-    def directory(self, endpoint: Endpoint) -> Directory:
-        """Describe the group to the process that ``endpoint`` describes."""
-        roster = self.roster
-        contacts = {
-            name: Contact(record.member, self.prepared[name].addresses["socket"], roster.reached_by_tcp(name, endpoint))
-            for name, record in roster.records.items()
-            if name in self.prepared
-        }
-        return Directory(roster.credentials, roster.config, contacts)

@@ -11,40 +11,53 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats
+from raytorchrpc.calls.peers import process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.group import ray_calls
-from raytorchrpc.group.changes import Announcer, Change, EventBus, RequestedChange, return_s
+from raytorchrpc.group import core, ray_calls
+from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.failure_detector import FailureDetector
+from raytorchrpc.group.core import Core, Fate
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
-from raytorchrpc.group.roster import Directory, GroupState, LostMember, Phase, Roster
+from raytorchrpc.group.roster import Directory, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import join
 from raytorchrpc.membership.here import endpoint
-from raytorchrpc.membership.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest, Loss, Prepared
+from raytorchrpc.membership.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.membership.tickets import consent
+from raytorchrpc.membership.view import Answer
 from raytorchrpc.process import fork, threads
+from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.topology.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
-#: How long members have to do what a change asks of them (seconds). One that does not catches up later.
+#: How much longer than asked for a change may take (seconds).
 _CHANGE_S = 10.0
-#: How much longer an attempt to readmit members may take for each member of the group (seconds).
-_ADMIT_EACH_S = 0.01
+#: To connect to a member for the first time (seconds).
+_CONNECT_S = 2.0
+#: How long a change waits for the first member to follow, and from then on for each further one (seconds). They may all
+#: be slow to begin with, on a busy machine; the change goes on without one that is suspended.
+_FIRST_S, _GAP_S = 2.0, 0.3
+#: How much longer an attempt to readmit members may take for each member of the group, and how long it waits to undo
+#: one that failed (seconds).
+_ADMIT_EACH_S, _UNDO_S = 0.01, 0.5
 #: For a process that joined by itself to show that it runs, when another one wants its name (seconds).
 _PING_S = 0.5
+#: For a dialling thread to report its result, when the process is short of memory (seconds).
+_REPORT_S = 10.0
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
 _STOP_S = 2.0
 
@@ -60,23 +73,28 @@ class Supervisor:
     """One per group. ``add``, ``remove`` and readmissions run on its thread, one after another."""
 
     def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
-        self._state = GroupState(roster, info, dict(prepared))
+        self.roster, self.info = roster, info
+        """The group as it is now."""
+        self._core = Core(roster.peers(prepared))
         self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
+        self._changed = threading.Condition()
+        """Notified when members may be ready, and at the end."""
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[tuple[str, int], Callable[[], Answer]]] = queue.SimpleQueue()
+        self._todo: deque[core.Instruction] = deque()
+        """Instructions to carry out. One that fails for lack of memory or threads stays."""
         self._events = EventBus(roster.name)
         self._process_group_lock, self._process_groups = threading.Lock(), 0
         """One is created at a time; how many there were."""
         self._connections = ControlConnections(roster.credentials)
         self._restarts = RestartedActors(roster, None if roster.config.joinable_by == "nobody" else self.take_in)
-        self._announcer = Announcer(self._state, self._connections, self._submit)
-        parts = self._state, self._connections, self._restarts
-        self._detector = FailureDetector(*parts, self._submit, self._handle_dialled)
         self._tracing = Tracing(self._connections)
         self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
         try:
-            self._detector.reserve(len(roster.records))
+            self._reserve(len(roster.records))
             self._restarts.post(roster)
-            self._detector.watch(list(roster.records))
+            for thread in self._dial(core.Dial(list(roster.records), _CONNECT_S)):
+                thread.join()
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
@@ -85,15 +103,6 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
-
-    @property
-    def roster(self) -> Roster:
-        return self._state.roster
-
-    @property
-    def info(self) -> GroupInfo:
-        """The group as it is now."""
-        return self._state.info
 
     # --- what a Group calls, also from another process (see ``detached``) --------------------------------------------
 
@@ -166,9 +175,7 @@ class Supervisor:
                 self._connections.ping(name, _PING_S)
             except RayTorchRpcError as error:
                 if isinstance(error.__cause__, ConnectionRefusedError):
-                    if name not in self._state.lost:
-                        self._state.lose(name, "its process ended")
-                    self._announce_losses([], Phase.ENDED, [name])
+                    self._handle(core.Dialled(name, record.member.incarnation, "its process ended", ended=True))
                     return
 
     def _part_with(self, request: LeaveRequest) -> None:
@@ -181,12 +188,10 @@ class Supervisor:
         """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
 
         def not_ready() -> dict[str, str]:
-            behind = dict.fromkeys(tuple(self._announcer.behind), "it has not yet learned who else is a member")
-            causes = {**behind, **self._state.causes()}
-            return {name: cause for name, cause in causes.items() if names is None or name in names}
+            return {name: cause for name, cause in self._core.unready().items() if names is None or name in names}
 
-        with self._state.changed:
-            self._state.changed.wait_for(lambda: not not_ready() or self._stopped, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: not not_ready() or self._stopped, timeout_s)
         return not_ready()
 
     def process_group(
@@ -218,7 +223,7 @@ class Supervisor:
 
     def status(self, timeout_s: float = STATUS_S, peers: bool | None = None) -> GroupStatus:
         """See ``group_status``. Collected over connections that no busy method holds up."""
-        return group_status(self.roster, self._connections, self._state.causes(), timeout_s, peers)
+        return group_status(self.roster, self._connections, self._core.causes(), timeout_s, peers)
 
     def begin_trace(self, capacity: int) -> None:
         self._check_running()
@@ -229,7 +234,7 @@ class Supervisor:
 
     def directory(self, endpoint: Endpoint) -> Directory:
         """See guest.Host."""
-        return self._state.directory(endpoint)
+        return self.roster.directory(self.prepared(), endpoint)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
@@ -247,7 +252,7 @@ class Supervisor:
                 thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
         self._dismiss(until, but=dismissed)  # those that the thread was admitting
         # Last, so that an end which is interrupted (Ctrl-C) can be begun again. The handles keep the actors alive.
-        self._state.roster = self.roster.without(self.roster.handles)
+        self.roster = self.roster.without(self.roster.handles)
 
     def _dismiss(self, until: float, but: Collection[str]) -> Collection[str]:
         """Have all members leave; returns their names."""
@@ -264,16 +269,16 @@ class Supervisor:
 
     def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
         """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
-        sent = self.roster.by_themselves.intersection(names) - self._state.lost.keys()
+        sent = self.roster.by_themselves.intersection(names) - self._core.lost.keys()
         asked = dict.fromkeys(sent, (self.roster.generation, for_good))
         # One that leaves closes the connection instead of an answer.
         self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
 
     def stop(self) -> None:
         """Stop supervising. Idempotent, quick, never raises."""
-        with self._state.changed:
+        with self._changed:
             stopped, self._stopped = self._stopped, True
-            self._state.changed.notify_all()
+            self._changed.notify_all()
         if not stopped:
             ray_calls.ended_here.append(self.roster.generation)
             self._tasks.put(None)
@@ -328,11 +333,13 @@ class Supervisor:
         """Run the next task; False once the group has ended."""
         if self._stopped:
             return False
-        due = [*self._detector.due(), *self._announcer.due()]
-        try:
-            task = self._tasks.get(timeout=max(0.0, min(due) - time.monotonic()) if due else None)
-        except queue.Empty:
-            task = self._poll
+        task: Callable[[], None] | None = self._carry_out
+        if not self._todo:
+            due = self._core.due()
+            try:
+                task = self._tasks.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                task = self._tick
         if task is None:
             return False
         try:
@@ -342,7 +349,7 @@ class Supervisor:
                 self.stop()
                 return False
             if threads.is_shortage(error):
-                if task != self._poll:
+                if task not in (self._tick, self._carry_out):
                     self._tasks.put(task)  # it may report a loss that nothing else reports
                 raise
             logger.exception("group %r: a change failed", self.roster.name)
@@ -351,121 +358,208 @@ class Supervisor:
     def _goes_on(self) -> bool:
         return not self._stopped and self._session_lasts()
 
-    def _poll(self) -> None:
-        if not self._goes_on():
+    def _tick(self) -> None:
+        if self._goes_on():
+            self._handle(core.Tick())
+        else:
             self.stop()
-            return
-        found = self._detector.poll()
-        if found.ended or found.dead:
-            self._announce_losses(found.ended, Phase.ENDED, found.dead)
-        if found.restarted:
-            self._readmit(found.restarted)
-        self._announcer.resync_due()
 
-    def _handle_dialled(self, name: str, lost: LostMember, error: Exception | None) -> None:
-        """A connection to a lost member was tried again, as Ray believes it alive."""
-        if error is None:
-            if lost.is_announced and not self._announcer.reunite(name):
-                return
-            self._state.recover([name])
-            if lost.is_announced:
-                self._events.put(Change("back", (name,)))
-        elif isinstance(self.roster.records[name].handle, JoinedProcess) and isinstance(
-            error.__cause__, ConnectionRefusedError
-        ):
-            lost.cause = "its process ended"
-            self._announce_losses([], Phase.ENDED, [name])
-        elif not lost.is_announced and isinstance(error.__cause__, OSError):
-            # The connection was refused, where one existed: a process that only hangs would have accepted it.
-            self._announce_losses([name], Phase.AWAY)
+    def _reserve(self, count: int) -> None:
+        """Have room for the connections to so many members. Raises ConfigurationError."""
+        reserve_descriptors(count, f"watching {count} members of group {self.roster.name!r}")
+
+    # --- events and instructions --------------------------------------------------------------------------------------
+
+    def _report(self, event: core.Event) -> None:
+        """Have the thread handle an event."""
+        self._submit(lambda: self._handle(event))
+
+    def _handle(self, event: core.Event) -> None:
+        self._todo.extend(self._core.handle(event, time.monotonic()))
+        self._carry_out()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _carry_out(self) -> None:
+        """Carry out all instructions, and those that follow from them."""
+        steps: dict[type, Callable[[Any], object]] = {
+            core.Announce: self._announce,
+            core.AskRay: self._ask_ray,
+            core.Dial: self._dial,
+            core.Forget: lambda its: self._connections.forget(its.names),
+            core.Strike: self._strike,
+            core.Admit: self._readmit,
+            core.Report: self._tell,
+        }
+        while self._todo:
+            instruction = self._todo.popleft()
+            try:
+                steps[type(instruction)](instruction)
+            except Exception as error:
+                if threads.is_shortage(error):
+                    self._todo.appendleft(instruction)
+                    raise
+                logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
+
+    def _announce(self, its: core.Announce) -> None:
+        def answered(name: str, result: Callable[[], Answer]) -> None:
+            self._answers.put(((name, its.members[name]), result))
+            self._submit(self._note_answers)
+
+        self._connections.ask(join.follow, (its.delta,), its.members, answered)
+
+    def _note_answers(self) -> None:
+        self._take_answers(0.0)
+
+    def _take_answers(self, timeout_s: float) -> bool:
+        """Handle the answers that are there; blocks until there is one, at most so long. False if there was none."""
+        answers = dict[tuple[str, int], Answer | None]()
+        while True:
+            try:
+                key, result = self._answers.get(timeout=0.0 if answers else timeout_s)
+            except queue.Empty:
+                break
+            try:
+                answers[key] = result()
+            except Exception as error:
+                answers[key] = None
+                if not isinstance(error, PeerLost):  # that is reported by its connection
+                    logger.info("%s could not follow a change of its group yet: %s", key[0], error)
+        if answers:
+            self._handle(core.Answered(answers))
+        return bool(answers)
+
+    def _await_members(self, first_s: float, gap_s: float) -> None:
+        """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after the last
+        answer, or ``first_s`` after none.
+        """
+        until = time.monotonic() + first_s
+        limit = until + first_s
+        while self._core.waits_for() and self._take_answers(max(0.0, min(until, limit) - time.monotonic())):
+            until = time.monotonic() + gap_s
+        self._handle(core.Overdue())
+
+    def _ask_ray(self, its: core.AskRay) -> None:
+        fates, began = dict[str, tuple[Fate, str]](), time.monotonic()
+        for name in its.names:
+            record = self.roster.records[name]
+            if isinstance(record.handle, JoinedProcess):
+                fates[name] = Fate.UNKNOWN, ""
+                continue
+            actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
+            fate = Fate.ENDED
+            if actor.state == "DEAD":
+                fate = Fate.DEAD
+            elif actor.state == "ALIVE" and (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id):
+                fate = Fate.SAME
+            elif actor.state == "ALIVE" and name in its.ended and self._restarts.is_listening(record.handle, actor):
+                fate = Fate.RESTARTED
+            fates[name] = fate, actor.cause
+        self._handle(core.RaySaid(fates, time.monotonic() - began))
+
+    def _dial(self, its: core.Dial) -> list[threading.Thread]:
+        """Connect to members, on threads; each reports what came of it."""
+        roster, prepared = self.roster, self.prepared()
+        self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
+        work = dict[str, Callable[[], None]]()
+        for name in its.names:
+            member = roster.records[name].member
+            token = process_token(roster.generation, member.rank, member.incarnation)
+            self._connections.set_address(name, token, prepared[name].addresses["socket"])
+            work[name] = partial(self._connect, name, member.incarnation, its.patience_s)
+        try:
+            return self._connections.dial(work)
+        except threads.ThreadShortage as error:
+            for name in its.names:
+                self._report(core.Dialled(name, roster.records[name].member.incarnation, str(error)))
+            return []
+
+    def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
+        dialled, watch = core.Dialled(name, incarnation, None), None
+        try:
+            if self.roster.records[name].handle is None:  # this process
+                self._connections.ping(name, patience_s)
+            else:
+                watch = self._connections.watch(name, patience_s)
+        except Exception as error:
+            # Where a connection existed, one that is refused tells that nothing listens there any more.
+            refused, why = isinstance(error.__cause__, OSError), error.__cause__
+            alone = isinstance(self.roster.records[name].handle, JoinedProcess)
+            dialled = dialled._replace(
+                error=str(error), refused=refused, ended=alone and isinstance(why, ConnectionRefusedError)
+            )
+        threads.persist(lambda: self._report(dialled), _REPORT_S)
+        if watch is not None:  # from now on, so that the end of the process is reported after this
+            watch(lambda cause: self._report(core.Broke(name, incarnation, cause)))
+
+    def _tell(self, its: core.Report) -> None:
+        change = its.change
+        if change.kind in ("lost", "dead"):
+            logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
+        self._events.put(change)
+
+    def prepared(self) -> dict[str, Prepared]:
+        """Where each member listens."""
+        return {its.peer.member.name: its.peer.prepared for its in self._core.view.entries.copy().values()}
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _announce_losses(self, names: Sequence[str], phase: Phase, dead: Sequence[str] = ()) -> None:
-        """``phase``: of these members from now on. ``dead``: further ones, which leave the roster."""
-        losses, news = list[Loss](), {*dead}
-        for name in (*names, *dead):
-            lost = self._state.lost[name]
-            if not lost.is_announced:
-                news.add(name)
-            lost.phase = phase
-            self._connections.forget(name)
-            losses.append(self._state.loss(name, name in dead))
-        # With a short deadline: a member may be suspended, and callbacks and the next loss wait for this.
-        self._announcer.announce_losses(losses)
-        for loss in (loss for loss in losses if loss.name in news):
-            logger.warning("group %r: lost %s: %s", self.roster.name, loss.name, loss.cause)
-            self._events.put(Change("dead" if loss.for_good else "lost", (loss.name,), loss.cause))
-        if dead:
-            self._state.dead.update((loss.name, loss) for loss in losses if loss.for_good)
-            self._strike(dead)
+    def _strike(self, its: core.Strike) -> None:
+        prepared = self.prepared()
+        roster = self.roster.without(self.roster.records.keys() - prepared.keys())
+        self.roster, self.info = roster, roster.info(prepared)
+        self._restarts.post(roster)
 
-    def _strike(self, names: Sequence[str]) -> None:
-        """Take members off the roster."""
-        self._state.roster = self.roster.without(names)
-        for name in names:
-            self._state.prepared.pop(name, None)
-        self._state.info = self.roster.info(self._state.prepared)
-        self._restarts.post(self.roster)
-        self._state.recover(names)
-
-    def _readmit(self, names: Sequence[str]) -> None:
-        # Together, but for those that have failed more often: one that does not answer holds up all that come with it.
-        lost, members = self._state.lost, len(self.roster.records)
-        patience_s = min(lost[name].patience_s for name in names)
-        names = [name for name in names if lost[name].patience_s == patience_s]
-        handles = {name: self.roster.records[name].handle for name in names}
-        patience_s += _ADMIT_EACH_S * members
+    def _readmit(self, its: core.Admit) -> None:
+        handles = {name: self.roster.records[name].handle for name in its.names}
+        patience_s = its.patience_s + _ADMIT_EACH_S * len(self.roster.records)
+        call_all = self._restarts.call_all
+        formation = Formation(
+            self.roster, handles, patience_s, call_all, _UNDO_S, by_reference=False, leaves_out_failures=True
+        )
+        failed = list(handles)
         try:
-            undo_s = return_s(members)
-            its = Formation(self.roster, handles, patience_s, self._restarts.call_all, undo_s, by_reference=False)
-            self._admit("back", its)
-        except RayTorchRpcError as error:
-            logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(names), error)
-            failed = [name for name in names if name in getattr(error, "members", ())]
-            self._state.retry_later(failed or names)  # the next poll readmits the others
+            self._admit("back", formation)
+            failed = formation.left_out
+        except Exception as error:
+            logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(handles), error)
+            failed = [name for name in handles if name in getattr(error, "members", handles)] or failed
+        self._handle(core.Failed(failed))
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
-        state, announcer, others, handles = self._state, self._announcer, list[str](), formation.participants
-        # How long the group waits for one that may be suspended.
-        patience = (return_s(len(state.roster.records)),) if kind == "back" else ()
-        self._detector.reserve(len(handles))
+        self._reserve(len(formation.participants))
         formation.probe()
         try:
-            prepared = {**state.prepared, **formation.prepare()}
-            roster, info = formation.roster, formation.roster.info(prepared)
-            others = announcer.others(handles)
-            prepared.update(announcer.prepare_arrivals(list(handles), others, roster, info, prepared, *patience))
-            away = {name: lost.cause for name, lost in state.lost.items() if lost.is_announced and name not in handles}
-            formation.commit(info, prepared, away, {*state.lost, *announcer.behind}.difference(away, handles))
+            coming = formation.prepare()
+            roster = formation.roster
+            self._handle(core.Coming(roster.peers({**self.prepared(), **coming}, coming)))
+            self._await_members(_FIRST_S, _GAP_S)
+            prepared = {**self.prepared(), **coming}
+            info = roster.info(prepared)
+            away = {name: cause for name, cause in self._core.away().items() if name not in coming}
+            silent = {*self._core.unready()}.difference(away, coming)
+            formation.commit(info, prepared, away, silent, self._core.view.version + 1)
             self._check_running()
         except BaseException:
             formation.roll_back()
-            announcer.revoke(list(handles), others, formation.roster)
-            state.roster = state.roster.after_failure(formation.roster, handles)
+            self.roster = self.roster.after_failure(formation.roster, formation.participants)
+            if kind == "added":
+                self._handle(core.Failed(()))
             raise
-        state.roster, state.info, state.prepared = roster, info, prepared
-        for name in handles:
-            state.dead.pop(name, None)
-        self._restarts.admitted(handles)
+        self.roster, self.info = roster, info
+        self._restarts.admitted(formation.participants)
         self._restarts.post(roster)
-        announcer.mark_current(handles)
-        announcer.activate(list(handles), others)
-        state.recover(handles)
-        self._events.put(Change(kind, tuple(handles)))
-        # Last: one that does not answer is lost again, until it can be watched.
-        self._detector.watch(list(handles), *patience)
+        self._handle(core.Arrived(kind, list(formation.participants)))
+        if kind == "added":
+            self._await_members(_GAP_S, _GAP_S)
 
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the handles of those that were asked to leave."""
         self.roster.check_leavers(names)
         self._send_off(names)
-        records, left_out = self.roster.records, self.roster.by_themselves
-        leaving = {name: records[name].handle for name in names if name not in left_out}
-        for name in names:
-            self._connections.forget(name)
-        self._announcer.announce_removal(names)
-        ray_calls.ask_to_leave(self.roster, leaving)
-        self._strike(names)
-        self._events.put(Change("removed", names))
+        roster = self.roster
+        leaving = {name: roster.records[name].handle for name in names if name not in roster.by_themselves}
+        self._handle(core.Removed(names))
+        self._await_members(_GAP_S, _GAP_S)
+        ray_calls.ask_to_leave(roster, leaving)
         return leaving

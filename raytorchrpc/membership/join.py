@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
@@ -34,20 +34,11 @@ from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_f
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.membership import process_group
 from raytorchrpc.membership.here import asked_for_gpu, endpoint, place
-from raytorchrpc.membership.messages import (
-    Arrival,
-    GroupInfo,
-    JoinSpec,
-    Listening,
-    Loss,
-    Prepared,
-    Probe,
-    Table,
-    unpacked,
-)
+from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Listening, Prepared, Probe, unpacked
 from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
 from raytorchrpc.membership.settings import Settings, settings_of
 from raytorchrpc.membership.tickets import Parent, consent
+from raytorchrpc.membership.view import JOINING, Answer, Delta, Difference, Table
 from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
@@ -56,8 +47,6 @@ from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.pairs import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology.device_map import inverse, way_back
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +59,13 @@ class Membership:
     local: LocalMember
     table: Table
     """Until ``commit`` without addresses."""
+    changed: int = 0
+    """The version of the group's view at which this member's own addresses changed last."""
 
     def route(self, peer: Member) -> PeerRoute:
         """The lanes by which this member reaches ``peer``, or itself."""
         return route_to(self.local, peer, self.table)
 
-
-_JOINING = Absence("it has not joined yet", for_good=False)
 
 _changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
 _preparing: Membership | None = None
@@ -164,7 +153,7 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, config, instance, methods, max_bytes, services)
     process_guard().vouch = partial(vouched, local, {})
-    _preparing = Membership(spec, local, Table(info, {}))  # from here on ``leave`` undoes it
+    _preparing = Membership(spec, local, Table(info, {}, 0))  # from here on ``leave`` undoes it
     if config.switch_interval_s is not None:
         local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
         sys.setswitchinterval(config.switch_interval_s)
@@ -182,7 +171,7 @@ def commit(instance: Any, peers: bytes) -> None:
         raise BootstrapError(f"group {listening.group!r} was rolled back while it formed")
     local, name = preparing.local, preparing.spec.name
     info = preparing.table.info.with_agents(listening.peers)
-    preparing.table = Table(info, listening.peers)
+    preparing.table = Table(info, listening.peers, listening.version)
     local.me = next(member for member in info.members if member.name == name)
     add_peers(preparing, [member for member in info.members if member.name != name])
     local.peers.add_peer(preparing.route(local.me))
@@ -202,17 +191,23 @@ def commit(instance: Any, peers: bytes) -> None:
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
-def add_peers(membership: Membership, peers: Sequence[Member]) -> None:
-    """Add peers. Quick: the first call to one decides its route and connects."""
+def add_peers(
+    membership: Membership, peers: Sequence[Member], addresses: Mapping[str, Mapping[str, Any]] | None = None
+) -> None:
+    """Add peers. Quick: the first call to one decides its route and connects.
+
+    ``addresses``: by peer and lane, those to connect to; None: all.
+    """
     local, table = membership.local, membership.table
-    maps = table.info.plan.gpu_maps(local.me.name, inward=True)
-    back = {peer.name: inverse(maps[peer.name]) if peer.name in maps else {} for peer in peers}
+    names = [peer.name for peer in peers]
+    maps = table.plan.gpu_maps(local.me.name, inward=True, others=names)
+    listens = {name: table.peers[name].addresses for name in names} if addresses is None else addresses
     for lane in _lanes_of(local):
         lane.connect(
             [
-                PeerAddress(peer.name, addresses[lane.name], back[peer.name])
-                for peer in peers
-                if lane.name in (addresses := table.peers[peer.name].addresses)
+                PeerAddress(name, listens[name][lane.name], inverse(maps.get(name, {})))
+                for name in names
+                if lane.name in listens[name]
             ]
         )
     local.peers.add_peers(peers, membership.route)
@@ -220,15 +215,15 @@ def add_peers(membership: Membership, peers: Sequence[Member]) -> None:
 
 def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
     """The lanes by which this member reaches ``peer``, or itself."""
-    me, info, prepared = local.me, table.info, table.peers[peer.name]
+    me, plan, prepared = local.me, table.plan, table.peers[peer.name]
     lanes = {lane.name: lane for lane in local.lanes}
-    token = process_token(info.generation, peer.rank, peer.incarnation)
+    token = process_token(table.generation, peer.rank, peer.incarnation)
     if peer.rank == me.rank:
-        refused = forbidden(info.config, registry.FABRIC)
+        refused = forbidden(table.config, registry.FABRIC)
         fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
         return PeerRoute(peer, lanes[registry.LOOPBACK], lanes[registry.LOOPBACK], fabric, token=token)
-    route = info.plan.route(me.name, peer.name)
-    outward, inward = info.plan.device_map(me.name, peer.name), info.plan.device_map(peer.name, me.name)
+    route = plan.route(me.name, peer.name)
+    outward, inward = plan.device_map(me.name, peer.name), plan.device_map(peer.name, me.name)
     refused = route.why_not(registry.FABRIC)
     fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
     best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
@@ -403,93 +398,78 @@ def preload() -> None:
     load_where_possible()
 
 
-# --- changes of the group: the supervisor calls these, on a thread of the member's own, busy or not ------------------
+# --- changes of the group: the supervisor calls this, on a thread of the member's own, busy or not -------------------
 
 
-def apply(local: LocalMember, step: int, change: Callable[..., T], *args: Any) -> T:
-    """Run ``change(local, *args)``, one of the functions below; changes run one at a time and in order.
-
-    Refuses one that arrives late, as after a broken network: the supervisor had no answer to it, and sends the full
-    state instead (``resync``).
-    """
+def follow(local: LocalMember, delta: Delta) -> Answer:
+    """Apply what has changed in the group, unless that has been done. After an error it can be applied again."""
     with _changing:
-        if local is not current_local():
+        if (joined := _joined) is None or local is not joined.local:
             raise NotAMember(f"{local.me.name!r} has left the group")
-        if step <= local.step:
-            raise NotAMember(f"a later change than {step} has taken effect already")
-        local.step = step
-        return change(local, *args)
+        if (difference := joined.table.difference(delta, local.me.rank)) is not None:
+            if delta.reconnects:
+                for peer in difference.coming:
+                    process_fabric().distrust(peer.member.rpc_name)
+            _apply(joined, difference, delta.version)
+            joined.table.version = delta.version
+        own = joined.table.peers[local.me.name] if joined.changed > delta.base else None
+        return Answer(joined.table.version, own)
 
 
-def prepare_arrivals(local: LocalMember, arrival: Arrival) -> Prepared:
-    """Open the lanes that the arrivals need, and prepare connections to them; ``activate`` makes them callable.
+def _apply(joined: Membership, difference: Difference, version: int) -> None:
+    local, table = joined.local, joined.table
+    for member, absence in difference.gone:
+        if absence is None:
+            local.peers.remove_peer(member.rank)
+            _part(local, member.name, "it was removed from the group")
+        else:
+            _lose(local, member, absence)
+    known = {peer.member.rank: table.members.get(peer.member.rank) for peer in difference.coming}
+    table.update(difference)
+    if not table.has_settled:
+        _settle(joined, version)
+    states, away = {state.rank: state.absence for state in difference.states}, local.peers.away()
+    for peer in difference.coming:
+        rank, name = peer.member.rank, peer.member.name
+        if rank in states or name not in away:
+            local.peers.mark_away(rank, JOINING)
+            states.setdefault(rank, None)
+        if (before := known[rank]) is not None:
+            process_fabric().distrust(before.rpc_name)
+        _part(local, name, "it left and came back")
+    add_peers(joined, [peer.member for peer in difference.coming])
+    add_peers(
+        joined, [peer.member for peer, _ in difference.moved], {peer.member.name: new for peer, new in difference.moved}
+    )
+    for rank, absence in states.items():
+        if absence is None:
+            local.peers.activate(rank)
+        elif absence != JOINING:
+            _lose(local, table.members[rank], absence)
 
-    Returns this member's own addresses.
-    """
-    if (joined := _joined) is None:
-        raise NotAMember(f"{local.me.name!r} has left the group")
-    spec, table = arrival.spec, joined.table.merged(arrival.table)
+
+def _lose(local: LocalMember, member: Member, absence: Absence) -> None:
+    """Calls in flight to this member fail, later ones fail at once, and what it held is released."""
+    local.peers.mark_away(member.rank, absence)
+    process_fabric().distrust(member.rpc_name)
+    _part(local, member.name, absence.cause)
+
+
+def _settle(joined: Membership, version: int) -> None:
+    """Open the lanes that the present members need, and listen for them. Raises LaneUnavailable."""
+    local, table, spec = joined.local, joined.table, joined.spec
     settings = settings_of(spec, table.info)
     process_fabric().admit(settings.agent.admitted)
-    addresses = {**table.peers[spec.name].addresses, **open_lanes(spec, settings, local)}
+    addresses = open_lanes(spec, settings, local)
     for lane in _lanes_of(local):
         changed = lane.reach(settings.tcp_host, settings.by_tcp)
         if changed is not None:
             addresses[lane.name] = changed
-    prepared = table.peers[spec.name]._replace(addresses=addresses)
-    joined.spec, joined.table = spec, table._replace(peers={**table.peers, spec.name: prepared})
-    coming = [member for member in arrival.table.info.members if member.name in arrival.names]
-    for member in coming:
-        local.peers.mark_away(member.rank, _JOINING)
-        _part(local, member.name, "it left and came back")
-    add_peers(joined, coming)
-    return prepared
-
-
-def activate(local: LocalMember, names: Sequence[str]) -> None:
-    """Make arrivals callable: they are members now."""
-    for name in names:
-        local.peers.activate(local.peers.member(name).rank)
-
-
-def resync(local: LocalMember, arrival: Arrival, away: Sequence[Loss]) -> Prepared:
-    """Apply the full state of the group after a missed announcement: its members, and those away or dead."""
-    known = {member.name: member for member in local.peers.members}
-    members = {member.name: member for member in arrival.table.info.members}
-    dead = {loss.name for loss in away if loss.for_good}
-    remove_peers(local, [name for name in known if name not in members and name not in dead])
-    arriving = tuple(
-        name
-        for name, member in members.items()
-        if name != local.me.name
-        and (name not in known or known[name].incarnation < member.incarnation or name in arrival.names)
-    )
-    for name in known.keys() & set(arrival.names):  # this member was unreachable
-        process_fabric().distrust(known[name].rpc_name)
-    prepared = prepare_arrivals(local, arrival._replace(names=arriving))
-    missing = {loss.name for loss in away}
-    activate(local, [name for name in members if name not in missing])
-    # A member that joined and died meanwhile was never known here.
-    mark_lost(local, [loss for loss in away if loss.name in members or loss.name in known])
-    return prepared
-
-
-def mark_lost(local: LocalMember, losses: Sequence[Loss]) -> None:
-    """Mark members as lost: calls in flight to them fail, later ones fail at once, and what they held is released."""
-    for loss in losses:
-        member = local.peers.member(loss.name)
-        if member.incarnation <= loss.incarnation:  # an earlier incarnation was lost before
-            local.peers.mark_away(member.rank, Absence(loss.cause, loss.for_good, loss.ended))
-            process_fabric().distrust(member.rpc_name)
-            _part(local, loss.name, loss.cause)
-    _record_removal([loss.name for loss in losses if loss.for_good])
-
-
-def remove_peers(local: LocalMember, names: Sequence[str]) -> None:
-    for name in names:
-        local.peers.remove_peer(local.peers.member(name).rank)
-        _part(local, name, "it was removed from the group")
-    _record_removal(names)
+    if addresses:
+        own = table.peers[spec.name]
+        table.peers[spec.name] = own._replace(addresses={**own.addresses, **addresses})
+        joined.changed = version
+    table.has_settled = True
 
 
 def _part(local: LocalMember, name: str, cause: str) -> None:
@@ -497,11 +477,6 @@ def _part(local: LocalMember, name: str, cause: str) -> None:
     process_group.collectives_of(local).lose(name, cause)
     for lane in _lanes_of(local):
         lane.disconnect(name)
-
-
-def _record_removal(names: Sequence[str]) -> None:
-    if _joined is not None:
-        _joined.table = _joined.table.without(names)
 
 
 def _lanes_of(local: LocalMember) -> list[PeerLane]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -138,49 +138,8 @@ class Listening(NamedTuple):
     """Members that cannot be called for now, and why."""
     silent: tuple[str, ...] = ()
     """Members that did not answer recently: connections to them are not tested."""
-
-
-class Table(NamedTuple):
-    """The members of a group, and where each listens: what a member keeps of its group."""
-
-    info: GroupInfo
-    peers: Mapping[str, Prepared]
-    """By member name."""
-
-    def merged(self, new: Table) -> Table:
-        """This table with the entries of ``new`` added, or in place of older ones."""
-        coming = {member.name for member in new.info.members}
-        stay = (member for member in self.info.members if member.name not in coming)
-        members = sorted((*stay, *new.info.members), key=lambda member: member.rank)
-        plan = self.info.plan.merged(new.info.plan, [member.name for member in members])
-        return Table(new.info._replace(members=tuple(members), plan=plan), {**self.peers, **new.peers})
-
-    def without(self, names: Collection[str]) -> Table:
-        """This table without these members."""
-        members = tuple(member for member in self.info.members if member.name not in names)
-        return self._replace(info=self.info._replace(members=members))
-
-
-class Arrival(NamedTuple):
-    """Members that join, as another member needs them."""
-
-    spec: JoinSpec
-    """The receiving member's own."""
-    table: Table
-    """Of the arrivals and the receiving member; of all members for ``resync``."""
-    names: tuple[str, ...]
-    """The arrivals: new members, and restarted ones."""
-
-
-class Loss(NamedTuple):
-    """One member that is away."""
-
-    name: str
-    incarnation: int
-    cause: str
-    for_good: bool
-    ended: bool = False
-    """See ``Absence``."""
+    version: int = 1
+    """Of the view (see ``view``) that all this is taken from, once the participants have joined."""
 
 
 def packed(message: GroupInfo | Listening) -> bytes:

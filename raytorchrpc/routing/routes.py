@@ -134,16 +134,20 @@ class RoutePlan:
         """Where a's tensors arrive on b: {a's gpu: b's gpu}, or "cpu" in place of one."""
         return device_map.between(self.config, a, b, self.kind(a).endpoint, self.kind(b).endpoint)
 
-    def gpu_maps(self, name: str, *, inward: bool = False) -> dict[str, dict[int, int]]:
+    def gpu_maps(
+        self, name: str, *, inward: bool = False, others: Iterable[str] | None = None
+    ) -> dict[str, dict[int, int]]:
         """By member: GPUs of this member -> GPUs of the other, where any is mapped, for what this member sends; with
         ``inward``, GPUs of the other -> GPUs of this member, for what it receives. With itself included.
+
+        ``others``: only of these members.
         """
         if not self.kind(name).endpoint.gpus:
             return {}
         given, known = self.config.device_maps or {}, dict[str | int, dict[int, int]]()
         found = {}
-        for other, kind in self.kind_of.items():
-            key = other if name in given or other in given else kind
+        for other in self.kind_of if others is None else others:
+            key = other if name in given or other in given else self.kind_of[other]
             if key not in known:
                 ends = (other, name) if inward else (name, other)
                 known[key] = device_map.gpu_pairs(self.device_map(*ends))
@@ -157,10 +161,10 @@ class RoutePlan:
         return tuple(sorted({*(gpu for pairs in outward for gpu in pairs), *(g for p in inward for g in p.values())}))
 
     def part(self, names: Iterable[str]) -> RoutePlan:
-        """The plan of these members alone, as they are in this one; ``merged`` adds it to another."""
+        """The plan of these members alone, as they are in this one."""
         numbers: dict[int, int] = {}
         chosen = {name: numbers.setdefault(self.kind_of[name], len(numbers)) for name in names}
-        return replace(self, kinds=tuple(self.kinds[kind] for kind in numbers), kind_of=chosen, warnings=())
+        return replace(self, kinds=tuple(self.kinds[kind] for kind in numbers), kind_of=chosen)
 
     def merged(self, other: RoutePlan, order: Iterable[str]) -> RoutePlan:
         """The plan of the members in ``order``, each as in ``other`` or else as in this one."""
@@ -170,7 +174,7 @@ class RoutePlan:
         distinct = {id(kind): kind for kind in chosen.values()}  # a Kind takes long to hash
         places = {known: numbers.setdefault(kind, len(numbers)) for known, kind in distinct.items()}
         kind_of = {name: places[id(kind)] for name, kind in chosen.items()}
-        return replace(self, kinds=tuple(numbers), kind_of=kind_of)
+        return replace(self, kinds=tuple(numbers), kind_of=kind_of, warnings=other.warnings)
 
     def explain(self, a: str, b: str) -> str:
         """Describe the route between a and b in lines of text: lanes and rejected lanes with reasons, both agents."""

@@ -14,11 +14,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
-from raytorchrpc.membership.join import apply, mark_lost
-from raytorchrpc.membership.messages import Loss
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
@@ -167,22 +164,6 @@ def test_who_stood_still_while_others_died_learns_that_they_are_dead(spawn: Spaw
         assert ask(a, "d", "count")[1] == 1
         group.add({"b": spawn(Returning)})
         assert ask(a, "b", "count")[1] == 1
-
-
-@pytest.mark.slow
-def test_a_change_that_comes_late_is_refused(spawn: Spawn) -> None:
-    """As the network delivers it when it has been broken; whoever sent it tells everything anew."""
-    a, b = spawn(Returning), spawn(Returning)
-    with rtr.init_group({"a": a, "b": b}, include_driver=True) as group:
-        group.remove([b])
-        local = process_member()
-        loss = Loss("a", 0, "long ago", for_good=False)
-        with pytest.raises(NotAMember, match="a later change"):
-            apply(local, 1, mark_lost, [loss])
-        assert rtr.rpc_sync("a").count()[1] == 1
-        apply(local, 100, mark_lost, [loss])
-        with pytest.raises(PeerLost, match="long ago"):
-            rtr.rpc_sync("a").count()
 
 
 def test_members_are_added_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> None:

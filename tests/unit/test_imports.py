@@ -69,7 +69,7 @@ PURE = {
     "_compat.requirements",
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
     *("calls.spans", "integrations.versions", "integrations.vllm.recording"),
-    *("group.roster", "group.tracing", "membership.messages"),
+    *("group.core", "group.roster", "group.tracing", "membership.messages", "membership.view"),
     *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
     *("patterns.queues.items", "patterns.queues.store"),
     *("patterns.weights.conversions", "patterns.weights.deltas", "patterns.weights.model_tensors"),

@@ -5,24 +5,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from raytorchrpc.errors import BootstrapError, RpcTimeout
 from raytorchrpc.group import detached
-from raytorchrpc.group.changes import Announcer, Change, ChangeLog, EventBus, RequestedChange
+from raytorchrpc.group.changes import Change, ChangeLog, EventBus, RequestedChange
 from raytorchrpc.group.detached import ChangeFeed
-from raytorchrpc.group.roster import GroupState
-from raytorchrpc.membership import join
-from raytorchrpc.membership.messages import Loss
-from raytorchrpc.process.threads import ThreadShortage
 from tests.polling import wait_until
-from tests.shortage import Shortage, shortage
+from tests.shortage import shortage
 
 # --- changes that are asked for -------------------------------------------------------------------------------------
 
@@ -62,89 +55,6 @@ def test_a_change_that_takes_longer_than_its_patience_says_so() -> None:
     change = RequestedChange("g", slow)
     change.run()
     assert errors == ["group 'g': this change began and has not finished after 0.01 s"]
-
-
-def test_a_member_that_could_not_be_resynchronised_is_so_later(shortage: Shortage) -> None:
-    """One that missed a change, by a supervisor that cannot start a thread for it."""
-
-    class Roster:
-        generation, name = "g", "group"
-        records = handles = {"a": object()}  # noqa: RUF012
-        table = spec = lambda *_: None
-
-    class ControlConnections:
-        def call_all(self, *_: Any) -> Any:
-            return {}, {}
-
-    state: Any = GroupState(Roster(), None, {})  # type: ignore[arg-type]
-    submitted: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    announcer = Announcer(state, ControlConnections(), submitted.put)  # type: ignore[arg-type]
-    announcer.behind["a"] = 0.0
-    shortage.begin()
-    with pytest.raises(ThreadShortage):
-        announcer.resync_due()
-    (due,) = announcer.due()
-    assert due < time.monotonic() + 1
-    shortage.end()
-    threading.Event().wait(max(0.0, due - time.monotonic()))
-    announcer.resync_due()
-    assert callable(submitted.get(timeout=PATIENCE_S))
-
-
-class Members:
-    """Control connections to members that answer when they are told to."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, dict[str, Any]]] = []
-        self.answers = threading.Event()
-
-    def call_all(self, function: Any, arguments: Any, deadline: float) -> Any:
-        self.told.append((function, arguments))
-        self.answers.wait(PATIENCE_S)
-        return dict.fromkeys(arguments, None), {}
-
-
-def group_of(names: str) -> tuple[Any, Any]:
-    """The state of a group, and the roster of an attempt to admit those of its members that are lost."""
-    records = {name: SimpleNamespace(handle=name, member=SimpleNamespace(incarnation=0)) for name in names}
-    later = {name: SimpleNamespace(member=SimpleNamespace(incarnation=1)) for name in (*names, "new")}
-    roster: Any = SimpleNamespace(records=records, tried={}, spec=lambda *_: None, table=lambda *_: None)
-    return GroupState(roster, None, {}), SimpleNamespace(records=later)  # type: ignore[arg-type]
-
-
-def test_few_members_are_resynchronised_at_a_time() -> None:
-    state, _ = group_of("abcdefghijklmnop")
-    members, submitted = Members(), queue.SimpleQueue[Any]()
-    announcer = Announcer(state, members, submitted.put)  # type: ignore[arg-type]
-    announcer.behind.update(dict.fromkeys(state.roster.records, 0.0))
-    announcer.resync_due()
-    announcer.resync_due()
-    assert announcer.due() == [], "the supervisor waits until one has ended"
-    members.answers.set()
-    for _ in range(8):
-        submitted.get(timeout=PATIENCE_S)()
-    assert len(members.told) == 8
-    announcer.resync_due()
-    for _ in range(8):
-        submitted.get(timeout=PATIENCE_S)()
-    assert len(members.told) == 16
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "about"),
-    [("a", join.mark_lost, [Loss("a", 1, "killed", False, True)]), ("new", join.remove_peers, ["new"])],
-)
-def test_an_attempt_that_failed_is_undone_by_a_small_message(name: str, change: Any, about: Any) -> None:
-    state, attempt = group_of("abcd")
-    state.lose("a", "killed")
-    members = Members()
-    members.answers.set()
-    announcer = Announcer(state, members, None)  # type: ignore[arg-type]
-    announcer.behind["c"] = 0.0
-    announcer.revoke([name], ["b", "c", "d"], attempt)
-    ((_, arguments),) = members.told
-    assert set(arguments) == {"b", "d"}, "c gets the full state"
-    assert arguments["b"][1:] == (change, about) and set(announcer.behind) == {"c"}
 
 
 def test_callbacks_hear_of_a_change_though_others_fail(caplog: pytest.LogCaptureFixture) -> None:

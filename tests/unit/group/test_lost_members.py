@@ -8,9 +8,10 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,132 +22,18 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
-from raytorchrpc.errors import BootstrapError, RpcTimeout
-from raytorchrpc.group import failure_detector, restarts
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.group import restarts
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.failure_detector import FailureDetector, Findings
 from raytorchrpc.group.restarts import RestartedActors
-from raytorchrpc.group.roster import GroupState, Phase
-from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.base import Message, Reply
 from raytorchrpc.lanes.common import connections as lane_connections
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership.restarted import Process
+from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from tests.polling import wait_until
-
-# --- what Ray says of them ------------------------------------------------------------------------------------------
-
-
-class Ray:
-    """What Ray says of the actor of member ``a``, whose lost process has pid 1."""
-
-    def __init__(self) -> None:
-        self.state, self.pid, self.listens = "ALIVE", 1, False
-        record = SimpleNamespace(handle="a", probe=SimpleNamespace(pid=1, node_id="node"))
-        roster: Any = SimpleNamespace(records={"a": record})
-        self.group = GroupState(roster, None, {})  # type: ignore[arg-type]
-        self.group.lose("a", "connection broke")
-        actors: Any = SimpleNamespace(is_listening=lambda *_: self.listens)
-        nothing: Any = None
-        self._detector = FailureDetector(self.group, nothing, actors, nothing, nothing)
-        self._detector._dial = lambda *_: None  # type: ignore[method-assign]
-
-    def poll(self, state: str, pid: int = 1, listens: bool = False) -> Findings:
-        self.state, self.pid, self.listens = state, pid, listens
-        self.group.lost["a"].next_poll = time.monotonic()
-        return self._detector.poll()
-
-
-@pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
-    made = Ray()
-    states = SimpleNamespace(
-        actor_state=lambda _: SimpleNamespace(state=made.state, pid=made.pid, node_id="node", cause=""),
-        actor_id_of=lambda handle: handle,
-    )
-    monkeypatch.setattr(failure_detector, "ray_internals", states)
-    return made
-
-
-@pytest.mark.parametrize("before", [Phase.SUSPECTED, Phase.AWAY])
-@pytest.mark.parametrize("there", [("RESTARTING", 1, False), ("ALIVE", 2, False), ("ALIVE", 2, True)])
-def test_the_end_of_a_process_is_reported_before_the_next_is_admitted(
-    ray: Ray, before: Phase, there: tuple[str, int, bool]
-) -> None:
-    lost = ray.group.lost["a"]
-    lost.phase = before
-    assert ray.poll("ALIVE") == Findings([], [], []) and lost.phase is before, "it may come back as it was"
-    assert ray.poll(*there) == Findings(ended=["a"], dead=[], restarted=[])
-    lost.phase = Phase.ENDED  # announced
-    assert ray.poll("RESTARTING") == Findings([], [], [])
-    assert ray.poll("ALIVE", 2, listens=True) == Findings([], [], restarted=["a"])
-    assert ray.poll("ALIVE", 3) == Findings([], [], []) and lost.phase is Phase.ENDED
-    assert ray.poll("DEAD") == Findings([], dead=["a"], restarted=[])
-
-
-@pytest.mark.parametrize(("phase", "longest"), [(Phase.SUSPECTED, 10.0), (Phase.AWAY, 2.0)])
-def test_a_process_that_is_slow_to_answer_is_given_more_time(ray: Ray, phase: Phase, longest: float) -> None:
-    """Each attempt connects anew, so that none would succeed if all were as short."""
-    patience, reports = list[float](), queue.SimpleQueue[Any]()
-
-    def watch(name: str, ended: Any, patience_s: float) -> None:
-        patience.append(patience_s)
-        raise RpcTimeout("'a' does not answer")
-
-    ray.group.roster.records["a"].member = SimpleNamespace(rank=0, incarnation=0)
-    ray.group.prepared["a"] = SimpleNamespace(addresses={"socket": None})  # type: ignore[assignment]
-    ray.group.roster.generation = "1"  # type: ignore[misc]
-    connections: Any = SimpleNamespace(watch=watch, set_address=lambda *_: None)
-    detector = FailureDetector(ray.group, connections, None, reports.put, lambda *_: None)  # type: ignore[arg-type]
-    lost = ray.group.lost["a"]
-    lost.phase = phase
-    for _ in range(7):
-        lost.next_poll = lost.next_dial = 0.0
-        detector.poll()
-        reports.get(timeout=30)()
-    assert patience[:2] == [0.4, 0.8] and patience[-2:] == [longest, longest]
-
-
-# --- readmission ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("failed", "still_there"), [(("a",), ["b"]), ((), []), (("a", "driver"), ["b"])])
-def test_members_that_could_return_do_not_wait_for_those_that_could_not(
-    failed: tuple[str, ...], still_there: list[str]
-) -> None:
-    records = {name: SimpleNamespace(handle=name) for name in "ab"}
-    roster: Any = SimpleNamespace(name="g", records=records)
-    state = GroupState(roster, None, {})  # type: ignore[arg-type]
-    for name in "ab":
-        state.lose(name, "its process ended")
-        state.lost[name].phase = Phase.RESTARTED
-
-    def admit(*_: Any) -> None:
-        raise BootstrapError("no answer", members=failed)
-
-    actors = SimpleNamespace(call_all=None)
-    supervisor: Any = SimpleNamespace(_state=state, roster=roster, _restarts=actors, _admit=admit)
-    Supervisor._readmit(supervisor, ["a", "b"])
-    assert [name for name, lost in state.lost.items() if lost.phase is Phase.RESTARTED] == still_there
-
-
-def test_one_that_has_failed_before_holds_up_no_other() -> None:
-    roster: Any = SimpleNamespace(name="g", records={name: SimpleNamespace(handle=name) for name in "abc"})
-    state = GroupState(roster, None, {})  # type: ignore[arg-type]
-    for name in "abc":
-        state.lose(name, "its process ended")
-    state.lost["b"].retry_later()
-    admitted: list[Any] = []
-    actors = SimpleNamespace(call_all=None)
-    supervisor: Any = SimpleNamespace(
-        _state=state, roster=roster, _restarts=actors, _admit=lambda _, its: admitted.append(list(its.participants))
-    )
-    Supervisor._readmit(supervisor, ["a", "b", "c"])
-    Supervisor._readmit(supervisor, ["b"])
-    assert admitted == [["a", "c"], ["b"]]
-
 
 # --- processes of restarted actors ----------------------------------------------------------------------------------
 
@@ -312,28 +199,37 @@ PATIENCE_S = 20.0
 
 
 class Watched:
-    """A failure detector and its members, which all listen at one place."""
+    """A supervisor's connections to members, which all listen at one place."""
 
     def __init__(self, members: int) -> None:
         self.watches: list[Reply] = []
         self.listener = SocketLane("members", Credentials(b"s" * 32), tcp_host=None, by_tcp=frozenset())
         address = self.listener.open(self._serve, lambda work: work())
         self.names = [f"m{number}" for number in range(members)]
-        member = SimpleNamespace(rank=0, incarnation=0)
-        records = {name: SimpleNamespace(handle=name, member=member) for name in self.names}
-        roster: Any = SimpleNamespace(name="g", records=records, generation="1", reached_by_tcp=lambda name: False)
-        prepared: Any = {name: SimpleNamespace(addresses={"socket": address}) for name in self.names}
-        self.state = GroupState(roster, None, prepared)  # type: ignore[arg-type]
-        self.reports: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.connections = ControlConnections(Credentials(b"s" * 32))
-        nothing: Any = None
-        self.detector = FailureDetector(self.state, self.connections, nothing, self.reports.put, nothing)
+        for name in self.names:
+            self.connections.set_address(name, "token", address)
 
     def _serve(self, message: Message, reply: Reply) -> None:
         if message.header[0] == protocol.WATCH:
             self.watches.append(reply)
         else:
             reply(Message((protocol.OK,), NOTHING))
+
+    def watch(self) -> list[str]:
+        """Watch all; returns those that could not be reached."""
+        failed = list[str]()
+
+        def watch(name: str) -> None:
+            try:
+                self.connections.watch(name, PATIENCE_S)(lambda cause: self.ended.put(name))
+            except RayTorchRpcError:
+                failed.append(name)
+
+        for thread in self.connections.dial({name: partial(watch, name) for name in self.names}):
+            thread.join(PATIENCE_S)
+        return failed
 
     def close(self) -> None:
         self.connections.close()
@@ -353,18 +249,15 @@ def test_watching_many_members_takes_no_time_while_nothing_happens(monkeypatch: 
     """Also where connections are swept all the time; each loss is still reported at once."""
     monkeypatch.setattr(lane_connections, "SWEEP_S", 0.25)
     with watched() as group:
-        group.detector.watch(group.names)
+        assert group.watch() == []
         assert wait_until(lambda: len(group.watches) == MEMBERS, PATIENCE_S)
-        assert not group.state.lost
         began, spent = time.monotonic(), time.process_time()
         while time.monotonic() - began < 1.0:
             with pytest.raises(queue.Empty):
-                group.reports.get(timeout=1.0)
+                group.ended.get(timeout=1.0)
         assert time.process_time() - spent < 0.05 * (time.monotonic() - began)
         group.listener.close()
-        for _ in group.names:
-            group.reports.get(timeout=PATIENCE_S)()
-        assert set(group.state.lost) == set(group.names)
+        assert {group.ended.get(timeout=PATIENCE_S) for _ in group.names} == {*group.names}
 
 
 @pytest.fixture
@@ -380,9 +273,8 @@ def few_descriptors() -> Iterator[int]:
 def test_a_group_gets_the_descriptors_that_it_needs(few_descriptors: int) -> None:
     """Those that cannot be watched would count as lost."""
     with watched() as group:
-        group.detector.reserve(2 * MEMBERS)  # both ends are in this process
-        group.detector.watch(group.names)
-        assert not group.state.lost
+        reserve_descriptors(2 * MEMBERS, "both ends")
+        assert group.watch() == []
 
 
 def test_a_group_that_is_too_large_for_the_limit_on_open_files_is_refused() -> None:

@@ -1,18 +1,16 @@
-"""What members are told when others come in, who may be in one group, and the law that ``benchmarks scale`` fits."""
+"""What a roster keeps when members come in, who may be in one group, and the law that ``benchmarks scale`` fits."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import pickle
 
 import pytest
 
 from benchmarks import scale
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.group.roster import GroupState, Roster
-from raytorchrpc.membership.messages import AgentIdentity, Owner, Prepared, Probe, Table
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.messages import AgentIdentity, Owner, Prepared, Probe
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
@@ -43,52 +41,38 @@ def formed(cluster: Cluster) -> tuple[Roster, dict[str, Prepared]]:
     return roster, prepared_of(roster)
 
 
-def same(one: Table, other: Table) -> None:
-    assert one.info.members == other.info.members
-    mine, its = one.info.plan, other.info.plan
-    assert mine.members == its.members
-    assert mine.agents == its.agents
-    for a, b in itertools.combinations(mine.members, 2):
-        assert mine.route(a, b) == its.route(a, b)
-        assert mine.device_map(a, b) == its.device_map(a, b)
-    assert one.peers == other.peers
-
-
-@pytest.mark.parametrize("who", ["back", "new"])
-def test_what_a_member_is_told_of_those_who_come_is_all_it_misses(who: str) -> None:
+def test_members_stay_as_they_are_when_others_come() -> None:
+    """Their agents are those that their processes prepared, so both ends decide a route alike."""
     cluster = clusters.hosts_of(2, 4)
-    coming = ("worker_3", "worker_5")
-    first = cluster if who == "back" else {name: end for name, end in cluster.items() if name not in coming}
-    roster, prepared = formed(first)
-    known = roster.table(roster.info(prepared), prepared)
-    again = roster.admit(dict.fromkeys(coming), {name: probes_of(cluster, life=1)[name] for name in coming})
-    everybody = {**prepared_of(again), **{name: prepared[name] for name in first if name not in coming}}
-    info = again.info(everybody)
-    for name in again.records:
-        if name not in coming:
-            told = again.arrival(name, info, everybody, coming)
-            assert {member.name for member in told.table.info.members} == set(coming)
-            same(known.merged(told.table), again.table(info, everybody))
+    here = {name: end for name, end in cluster.items() if end.boot_id == next(iter(cluster.values())).boot_id}
+    before, _ = formed(here)
+    new = {name: probe for name, probe in probes_of(cluster).items() if name not in here}
+    after = before.admit(dict.fromkeys(new), new)
+    assert after.plan.members == tuple(after.records) and len(after.records) == 8
+    assert {name: after.plan.kind(name) for name in here} == {name: before.plan.kind(name) for name in here}
+    left = after.without(here)
+    assert left.plan.members == tuple(new) and left.plan.kind("worker_5") == after.plan.kind("worker_5")
+
+
+def test_a_member_whose_admission_failed_is_as_before() -> None:
+    cluster = clusters.hosts_of(1, 4)
+    before, _ = formed(cluster)
+    back = {name: probes_of(cluster, life=1)[name] for name in ("worker_1", "worker_2")}
+    attempt = before.admit(dict.fromkeys(back), back).with_former(before, ["worker_2"])
+    assert [record.member.incarnation for record in attempt.records.values()] == [0, 1, 0, 0]
+    assert attempt.records["worker_2"] == before.records["worker_2"]
+    again = attempt.admit({"worker_2": None}, {"worker_2": back["worker_2"]})
+    assert again.records["worker_2"].member.incarnation == 2, "its process may have heard that it is 1"
 
 
 def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
     cluster = clusters.hosts_of(2, 4)
     roster, prepared = formed(cluster)
-    state = GroupState(roster, roster.info(prepared), prepared)
     for name, endpoint in cluster.items():
-        contacts = state.directory(endpoint).contacts
+        contacts = roster.directory(prepared, endpoint).contacts
         near = {other for other, its in cluster.items() if its.boot_id == endpoint.boot_id}
         assert {other for other, contact in contacts.items() if not contact.by_tcp} == near
         assert contacts[name].address == prepared[name].addresses["socket"]
-
-
-def test_what_a_member_is_told_does_not_grow_with_those_who_are_there() -> None:
-    told = {}
-    for hosts in (1, 8):
-        roster, prepared = formed(clusters.hosts_of(hosts, 8))
-        arrival = roster.arrival("worker_1", roster.info(prepared), prepared, ("worker_0",))
-        told[hosts] = len(pickle.dumps(arrival))
-    assert told[8] < 1.2 * told[1]
 
 
 @pytest.mark.parametrize("gpus", [0, 1], ids=["without GPUs", "a GPU each"])

@@ -1,0 +1,463 @@
+"""What a supervisor decides: from events to instructions, without threads, clocks or actors."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from raytorchrpc.group import core
+from raytorchrpc.group.core import BEHIND, Core, Fate
+from raytorchrpc.membership.view import Answer
+from tests.unit.group.followers import Follower, Group, elsewhere
+
+A, B, C = "worker_0", "worker_1", "worker_2"
+
+
+class Supervised:
+    """A group of eight whose events a test makes. Members that are not told otherwise follow at once."""
+
+    def __init__(self) -> None:
+        self.group, self.now = Group(1), 100.0
+        self.core = Core(self.group.roster.peers(self.group.prepared))
+        self.names = list(self.group.roster.records)
+        self.silent: set[str] = set()
+        self.asked: list[core.Announce] = []
+        for name in self.names:
+            assert self.tell(core.Dialled(name, 0, None)) == []
+
+    def tell(self, event: core.Event, after_s: float = 0.0) -> list[core.Instruction]:
+        """What is to be done, but for announcements to members that answer, and what follows from their answers."""
+        self.now += after_s
+        done = []
+        todo = self.core.handle(event, self.now)
+        while todo:
+            its = todo.pop(0)
+            if isinstance(its, core.Announce):
+                self.asked.append(its)
+                answers = {
+                    key: Answer(its.delta.version, None) for key in its.members.items() if key[0] not in self.silent
+                }
+                todo += self.core.handle(core.Answered(answers), self.now)
+            else:
+                done.append(its)
+        return done
+
+    def said(self, fate: Fate, *names: str, cause: str = "") -> list[core.Instruction]:
+        return self.tell(core.RaySaid({name: (fate, cause) for name in names}))
+
+    def lose(self, *names: str) -> None:
+        """These have ended, which has been reported."""
+        for name in names:
+            self.tell(core.Broke(name, self.group.roster.records[name].member.incarnation, "connection closed"))
+        self.said(Fate.ENDED, *names)
+
+    def admit(self, *names: str) -> None:
+        peers = self.group.restarted(*names)
+        self.tell(core.Coming(peers))
+        self.tell(core.Arrived("back", names))
+        for peer in peers:
+            self.tell(core.Dialled(peer.member.name, peer.member.incarnation, None))
+
+
+@pytest.fixture
+def its() -> Supervised:
+    return Supervised()
+
+
+def reported(instructions: Sequence[core.Instruction]) -> list[tuple[str, tuple[str, ...], str]]:
+    return [tuple(each.change) for each in instructions if isinstance(each, core.Report)]  # type: ignore[misc]
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_is_announced_and_then_reported(its: Supervised) -> None:
+    assert its.tell(core.Broke(A, 0, "connection closed")) == []
+    assert its.core.due() == its.now and its.core.causes() == {A: "connection closed"}
+    assert its.tell(core.Tick()) == [core.AskRay([A], [])]
+    done = its.said(Fate.ENDED, A)
+    assert done == [core.Forget([A]), core.Report(core.Change("lost", (A,), "connection closed"))]
+    (told,) = its.asked
+    assert set(told.members) == {*its.names} - {A}, "all get one delta"
+    assert [state.absence.cause for state in told.delta.states if state.absence] == ["connection closed"]
+    assert its.tell(core.Tick(), 0.05) == [core.AskRay([A], [A])], "its next process may listen"
+
+
+def test_losses_that_come_together_are_announced_together(its: Supervised) -> None:
+    for name in (A, B):
+        its.tell(core.Broke(name, 0, "connection closed"))
+    assert its.tell(core.Tick()) == [core.AskRay([A, B], [])]
+    assert [change[1] for change in reported(its.said(Fate.ENDED, A, B))] == [(A,), (B,)]
+    assert len(its.asked) == 1
+
+
+def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised) -> None:
+    its.lose(A)
+    for after_s, took_s, pause_s in ((1.0, 0.0, 0.02), (1.0, 0.5, 1.02), (70.0, 0.0, 0.5)):
+        its.tell(core.Tick(), after_s)
+        its.tell(core.RaySaid({A: (Fate.ENDED, "")}, took_s))
+        assert its.core.due() == pytest.approx(its.now + pause_s)
+
+
+def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
+    its.lose(A)
+    done = its.said(Fate.DEAD, A, cause="killed")
+    assert done == [core.Forget([A]), core.Strike(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
+    assert its.core.unready() == {} and 0 not in its.core.view.entries
+    assert its.tell(core.Broke(A, 0, "late")) == its.said(Fate.ENDED, A) == []
+    assert its.core.due() is None
+
+
+def test_a_connection_that_broke_is_made_again(its: Supervised) -> None:
+    its.tell(core.Broke(A, 0, "reset"))
+    assert its.said(Fate.SAME, A) == [core.Dial([A], 0.4)]
+    assert its.said(Fate.SAME, A) == [], "a thread is at it"
+    assert its.tell(core.Dialled(A, 0, None)) == []
+    assert its.core.unready() == {} and its.asked == []
+
+
+@pytest.mark.parametrize(("announced", "longest"), [(False, 10.0), (True, 2.0)])
+def test_a_process_that_is_slow_to_answer_is_given_more_time(its: Supervised, announced: bool, longest: float) -> None:
+    """Each attempt connects anew, so that none would succeed if all were as short."""
+    its.tell(core.Broke(A, 0, "reset"))
+    patience = []
+    for attempt in range(8):
+        (dial,) = its.said(Fate.SAME, A)
+        assert isinstance(dial, core.Dial)
+        patience.append(dial.patience_s)
+        done = its.tell(core.Dialled(A, 0, "no answer", refused=announced and not attempt))
+        assert bool(done) == (announced and not attempt), "one that is refused is away"
+        its.now += 1
+    assert patience[:2] == [0.4, 0.8] and patience[-2:] == [longest, longest]
+
+
+def test_a_member_that_could_not_be_reached_replaces_its_connections_and_so_do_the_others(its: Supervised) -> None:
+    its.tell(core.Broke(A, 0, "reset"))
+    its.said(Fate.SAME, A)
+    assert reported(its.tell(core.Dialled(A, 0, "refused", refused=True))) == [("lost", (A,), "reset")]
+    its.said(Fate.SAME, A)
+    its.silent.add(A)
+    its.now += 1
+    its.said(Fate.SAME, A)
+    assert its.tell(core.Dialled(A, 0, None)) == []
+    alone = its.asked[-1]
+    assert set(alone.members) == {A} and alone.delta.reconnects
+    new = elsewhere(its.group.prepared[A])
+    its.silent.clear()
+    done = its.tell(core.Answered({(A, 0): Answer(alone.delta.version, new)}))
+    assert done == [core.Report(core.Change("back", (A,)))]
+    others = its.asked[-1]
+    (entry,) = others.delta.entries
+    assert set(others.members) == {*its.names}
+    assert (entry.peer.prepared, entry.entered, entry.state.absence) == (new, others.delta.version, None)
+
+
+def test_a_process_that_ended_while_it_could_not_be_reached_is_not_back(its: Supervised) -> None:
+    its.silent.add(A)
+    its.tell(core.Broke(A, 0, "reset"))
+    its.said(Fate.SAME, A)
+    its.tell(core.Dialled(A, 0, "refused", refused=True))
+    its.now += 1
+    its.said(Fate.SAME, A)
+    its.tell(core.Dialled(A, 0, None))
+    version = its.asked[-1].delta.version
+    assert reported(its.said(Fate.ENDED, A)) == [], "it is lost already"
+    (state,) = its.asked[-1].delta.states
+    assert state.absence is not None and state.absence.ended
+    assert its.tell(core.Answered({(A, 0): Answer(version, None)})) == [] and A in its.core.unready()
+
+
+# --- members that follow late ----------------------------------------------------------------------------------------
+
+
+def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervised) -> None:
+    its.silent.add(B)
+    its.tell(core.Broke(A, 0, "closed"))
+    assert reported(its.said(Fate.ENDED, A)) == []
+    due = its.core.due()
+    assert due is not None and due - its.now <= 0.2
+    assert reported(its.tell(core.Tick(), 0.2)) == [("lost", (A,), "closed")]
+    assert its.core.unready() == {A: "closed", B: BEHIND}
+    its.lose(C)  # which is reported at once: nobody waits for B any more
+    assert not its.core.waits_for()
+    first = its.asked[0].delta
+    its.silent.clear()
+    its.tell(core.Answered({(B, 0): Answer(first.version, None)}))
+    assert its.asked[-1].delta.base == first.version and set(its.asked[-1].members) == {B}
+    assert B not in its.core.unready()
+
+
+def test_a_member_is_asked_again_after_it_failed_or_was_silent_for_long(its: Supervised) -> None:
+    its.silent |= {B, C}
+    its.lose(A)
+    its.tell(core.Answered({(B, 0): None}))
+    assert its.core.unready()[B] == BEHIND
+    for after_s, name in ((0.5, B), (10.0, C)):
+        number = len(its.asked)
+        its.said(Fate.ENDED, A)
+        assert len(its.asked) == number
+        its.tell(core.Tick(), after_s)
+        its.tell(core.Tick())
+        assert any(name in asked.members for asked in its.asked[number:])
+
+
+def test_a_member_that_is_further_behind_than_thought_gets_what_it_misses(its: Supervised) -> None:
+    its.lose(A)
+    its.silent.add(B)
+    its.lose(C)
+    its.silent.clear()
+    its.tell(core.Answered({(B, 0): Answer(1, None)}))
+    assert its.asked[-1].delta.base == 1 and len(its.asked[-1].delta.states) == 2
+
+
+def test_the_others_learn_where_a_member_listens_now(its: Supervised) -> None:
+    its.silent.add(B)
+    its.lose(A)
+    new = elsewhere(its.group.prepared[B])
+    its.silent.clear()
+    its.tell(core.Answered({(B, 0): Answer(its.asked[-1].delta.version, new)}))
+    assert any(its.core.view.version == asked.delta.version for asked in its.asked)
+    (entry,) = its.asked[-1].delta.entries
+    assert entry.peer.prepared == new and entry.entered == 1
+
+
+def test_members_that_answer_before_others_join_tell_only_those(its: Supervised) -> None:
+    its.silent |= {*its.names}
+    its.tell(core.Coming(its.group.restarted(A)))
+    version = its.core.view.version
+    new = elsewhere(its.group.prepared[B])
+    its.tell(core.Answered({(B, 0): Answer(version, new)}))
+    assert its.core.view.version == version and its.core.view.entries[1].peer.prepared == new
+
+
+# --- arrivals --------------------------------------------------------------------------------------------------------
+
+
+def test_members_that_are_back_together_come_together(its: Supervised) -> None:
+    its.lose(A, B)
+    assert its.said(Fate.RESTARTED, A, B) == [core.Admit([A, B], 2.0)]
+    its.tell(core.Coming(its.group.restarted(A, B)))
+    assert not its.core.waits_for() and len(its.asked[-1].delta.entries) == 2
+    done = its.tell(core.Arrived("back", [A, B]))
+    assert done == [core.Dial([A, B], 2.0), core.Report(core.Change("back", (A, B)))]
+    assert its.core.unready() == {} and set(its.asked[-1].members) == {*its.names} - {A, B}
+    assert its.tell(core.Broke(A, 0, "late")) == [] and its.core.unready() == {}, "of its former process"
+    its.tell(core.Dialled(A, 1, "no answer"))
+    assert its.core.unready() == {A: "no answer"}, "it is watched from the beginning"
+
+
+def test_one_that_failed_comes_later_and_holds_up_nobody(its: Supervised) -> None:
+    its.lose(A, B, C)
+    assert its.said(Fate.RESTARTED, A, B, C) == [core.Admit([A, B, C], 2.0)]
+    its.tell(core.Coming(its.group.restarted(B, C)))
+    its.tell(core.Arrived("back", [B, C]))
+    assert its.tell(core.Failed([A])) == []
+    assert its.core.due() == pytest.approx(its.now + 0.1)
+    its.lose(B)
+    assert its.said(Fate.RESTARTED, A, B) == [core.Admit([B], 2.0)]
+    its.admit(B)
+    assert its.said(Fate.RESTARTED, A) == [core.Admit([A], 4.0)]
+
+
+@pytest.mark.parametrize("kind", ["back", "added"])
+def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
+    name = A if kind == "back" else "worker_8"
+    if kind == "back":
+        its.lose(A)
+        its.said(Fate.RESTARTED, A)
+    else:
+        its.group.cluster[name] = its.group.cluster[A].changed({"name": name})
+    member = its.group.follower(1)
+    (peer,) = its.group.restarted(name)
+    its.tell(core.Coming([peer]))
+    its.tell(core.Failed([A] if kind == "back" else []))
+    for told in its.asked:
+        member.follow(told.delta)
+    if kind == "back":
+        absence = member.absent[0]
+        assert absence.ended and absence.cause == "connection closed" and member.seen[0] == 1
+    else:
+        assert member.absent == {} and name not in member.table.peers
+    assert reported(its.tell(core.Removed([B]))) == [("removed", (B,), "")]
+
+
+def test_a_member_that_a_user_removes_is_heard_of_no_more(its: Supervised) -> None:
+    assert its.tell(core.Removed([A, B])) == [
+        core.Forget([A, B]),
+        core.Strike(),
+        core.Report(core.Change("removed", (A, B))),
+    ]
+    assert its.tell(core.Broke(A, 0, "closed")) == [] and its.core.unready() == {}
+    assert set(its.asked[-1].members) == {*its.names} - {A, B}
+
+
+# --- whatever happens, in any order ----------------------------------------------------------------------------------
+
+
+class World:
+    """Members and their actors, in simulated time. Answers are lost or late, processes end, hang and cannot be reached,
+    members are removed and added, and attempts to admit them fail.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.chance, self.group = random.Random(seed), Group(1)
+        self.core = Core(self.group.roster.peers(self.group.prepared))
+        self.now, self._later, self._numbers = 0.0, list[Any](), itertools.count()
+        self.troubled = True
+        self.processes = {name: self.group.follower(rank) for rank, name in enumerate(self.group.roster.records)}
+        """Of members, if they live."""
+        self.unreachable, self.restarted = set[str](), set[str]()
+        self.changes: list[core.Change] = []
+        for name in self.processes:
+            self.tell(core.Dialled(name, 0, None))
+
+    def later(self, seconds: float, work: Callable[[], object]) -> None:
+        heapq.heappush(self._later, (self.now + seconds, next(self._numbers), work))
+
+    def run(self, seconds: float) -> None:
+        """Let so much time pass."""
+        until = self.now + seconds
+        while True:
+            due = self.core.due()
+            times = [when for when in (due, self._later[0][0] if self._later else None) if when is not None]
+            if not times or min(times) > until:
+                self.now = until
+                return
+            self.now = max(self.now, min(times))
+            if self._later and self._later[0][0] <= self.now:
+                heapq.heappop(self._later)[2]()
+            else:
+                self.tell(core.Tick())
+
+    def often(self, probability: float) -> bool:
+        return self.troubled and self.chance.random() < probability
+
+    def incarnation(self, name: str) -> int:
+        return self.group.roster.records[name].member.incarnation
+
+    def tell(self, event: core.Event) -> None:
+        for its in self.core.handle(event, self.now):
+            match its:
+                case core.Announce():
+                    for name, incarnation in its.members.items():
+                        self.later(self.chance.random() / 10, partial(self.deliver, its, name, incarnation))
+                case core.AskRay():
+                    self.tell(core.RaySaid({name: (self.fate(name), "") for name in its.names}))
+                case core.Dial():
+                    for name in its.names:
+                        self.later(self.chance.random() / 10, partial(self.dial, name, self.incarnation(name)))
+                case core.Strike():
+                    left = self.core.view.entries
+                    gone = [name for name, its in self.group.roster.records.items() if its.member.rank not in left]
+                    self.group.roster = self.group.roster.without(gone)
+                case core.Admit():
+                    self.admit("back", its.names)
+                case core.Report():
+                    self.changes.append(its.change)
+
+    def reaches(self, name: str, incarnation: int) -> bool:
+        return name in self.processes and name not in self.unreachable and self.incarnation(name) == incarnation
+
+    def deliver(self, its: core.Announce, name: str, incarnation: int) -> None:
+        answer = None
+        if self.often(0.1):  # it hangs, or its network is slow
+            self.later(self.chance.random() * 20, partial(self.deliver, its, name, incarnation))
+            return
+        if self.reaches(name, incarnation) and not self.often(0.1):
+            answer = self.processes[name].follow(its.delta)
+        if not self.often(0.1):  # it is never heard of
+            answer = None if self.often(0.1) else answer
+            self.tell(core.Answered({(name, incarnation): answer}))
+
+    def dial(self, name: str, incarnation: int) -> None:
+        known = name in self.group.roster.records and self.reaches(name, incarnation)
+        refused = name in self.unreachable and self.chance.random() < 0.5
+        self.tell(core.Dialled(name, incarnation, None if known and not self.often(0.1) else "no answer", refused))
+
+    def fate(self, name: str) -> Fate:
+        if name in self.processes:
+            return Fate.SAME
+        if name not in self.restarted and len(self.processes) > 3 and self.often(0.05):
+            return Fate.DEAD
+        if self.often(0.5):
+            return Fate.ENDED
+        self.restarted.add(name)
+        return Fate.RESTARTED
+
+    def admit(self, kind: Any, names: Sequence[str]) -> None:
+        before = self.group.roster
+        peers = self.group.restarted(*names)
+        arriving = [peer for peer in peers if not self.often(0.1)]
+        if arriving:
+            self.tell(core.Coming(arriving))
+            while self.core.waits_for() and self._later:
+                self.now, _, work = heapq.heappop(self._later)
+                work()
+            self.tell(core.Overdue())
+        if not arriving or self.often(0.2):
+            self.group.roster = before.after_failure(self.group.roster, names)
+            self.tell(core.Failed(names))
+            return
+        came = [peer.member.name for peer in arriving]
+        self.group.roster = self.group.roster.with_former(before, {*names}.difference(came))
+        version = self.core.view.version + 1
+        self.tell(core.Arrived(kind, came))
+        for peer in arriving:
+            self.unreachable.discard(peer.member.name)
+            self.restarted.discard(peer.member.name)
+            follower = self.processes[peer.member.name] = Follower(
+                peer.member.rank, self.group.roster, self.core.view, version
+            )
+            follower.seen = {}
+        self.tell(core.Failed([name for name in names if name not in came]))
+
+    def trouble(self) -> None:
+        """Something goes wrong with a member, or a user changes the group."""
+        name = self.chance.choice([*self.group.roster.records])
+        if name not in self.processes:
+            return
+        match self.chance.randrange(6):
+            case 0 | 1:
+                del self.processes[name]
+                self.unreachable.discard(name)
+                self.tell(core.Broke(name, self.incarnation(name), "closed"))
+            case 2:
+                self.unreachable.add(name)
+                self.tell(core.Broke(name, self.incarnation(name), "reset"))
+            case 3:
+                self.unreachable.clear()
+            case 4 if len(self.processes) > 3:
+                del self.processes[name]
+                self.tell(core.Removed([name]))
+            case 5:
+                missing = [name for name in self.group.cluster if name not in self.group.roster.records]
+                if missing:
+                    self.admit("added", missing[:1])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_members_end_up_with_the_view_whatever_happens(seed: int) -> None:
+    world = World(seed)
+    for _ in range(60):
+        world.trouble()
+        world.run(world.chance.choice([0.01, 0.3, 3.0]))
+    world.troubled = False
+    world.unreachable.clear()
+    world.run(120)
+    assert world.core.unready() == {}
+    assert {*world.processes} == {*world.group.roster.records}
+    for process in world.processes.values():
+        process.check(world.core.view)
+        assert process.absent == {}
+    assert len(world.core.view.departed) <= 1
+    lost = [change.members[0] for change in world.changes if change.kind == "lost"]
+    assert lost, "nothing happened"
+    for name in world.group.cluster:
+        kinds = [change.kind for change in world.changes if name in change.members]
+        assert all(a != b for a, b in itertools.pairwise(kinds)), "each change is reported once"

@@ -1,0 +1,203 @@
+"""A group's view, and members that follow it by deltas: in any state they end up with the group as it is."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from dataclasses import replace
+from statistics import median
+
+import pytest
+
+from benchmarks.scale import slope
+from raytorchrpc.membership.view import JOINING, Absence, Delta, Table
+from tests.unit.group.followers import Group, elsewhere
+
+
+def moved(group: Group) -> Delta:
+    """The last change."""
+    return group.view.since(group.view.version - 1)
+
+
+def test_a_member_follows_each_change_and_all_of_them_at_once() -> None:
+    group = Group(1)
+    each, rare = group.follower(), group.follower()
+    was = group.view.version
+    for change in (
+        lambda: group.view.mark(group.away("worker_3", "worker_4")),
+        lambda: group.view.admit(group.restarted("worker_3"), JOINING),
+        lambda: group.view.mark({3: None}),
+        lambda: group.view.describe({5: elsewhere(group.prepared["worker_5"])}),
+        lambda: group.view.remove({6: None, 4: Absence("its actor died", True, True)}),
+    ):
+        change()
+        each.follow(moved(group))
+        each.check(group.view)
+    rare.follow(group.view.since(was))
+    rare.check(group.view)
+    assert each.reconnected == rare.reconnected == ["worker_3"], "the others keep their connections"
+
+
+def test_a_delta_that_comes_twice_or_late_changes_nothing() -> None:
+    group, was = Group(1), 1
+    member = group.follower()
+    group.back("worker_3")
+    first = group.view.since(was)
+    group.view.mark(group.away("worker_3", cause="killed again"))
+    member.follow(group.view.since(was))
+    assert member.follow(first).version == group.view.version
+    member.follow(group.view.since(was))
+    member.check(group.view)
+    assert member.reconnected == ["worker_3"]
+
+
+def test_a_member_that_misses_the_base_of_a_delta_says_which_version_it_has() -> None:
+    group = Group(1)
+    member = group.follower()
+    group.back("worker_3")
+    later = group.view.version
+    group.view.mark(group.away("worker_4"))
+    assert member.follow(group.view.since(later)).version == 1
+    assert member.reconnected == [] and member.absent == {}
+
+
+def test_a_member_that_was_unreachable_replaces_all_connections() -> None:
+    group = Group(1)
+    member = group.follower()
+    group.view.mark(group.away("worker_0", "worker_3"))
+    group.view.remove({4: None})
+    group.view.admit(group.restarted("worker_5"))
+    member.follow(group.view.since(1, reconnects=True))
+    member.check(group.view)
+    assert member.reconnected == [f"worker_{rank}" for rank in (1, 2, 3, 5, 6, 7)]
+    group.view.mark({3: None})
+    member.follow(moved(group))
+    assert len(member.reconnected) == 6
+
+
+def test_departures_are_kept_for_those_that_have_not_followed_them() -> None:
+    group = Group(1)
+    behind, current = group.follower(), group.follower(1)
+    group.view.remove({6: None})
+    group.view.forget(behind.table.version)
+    assert group.view.since(1).departed, "a member has not followed yet"
+    current.follow(group.view.since(1))
+    group.view.forget(group.view.version)
+    assert not group.view.departed
+    everything = group.view.since(1)
+    assert everything.base == 0
+    behind.follow(everything)
+    behind.check(group.view)
+    assert behind.reconnected == []
+    group.view.mark(group.away("worker_3"))
+    assert group.view.since(2).base == 2, "who has followed gets no more than the change"
+
+
+def test_a_name_that_a_dead_member_had_may_come_again() -> None:
+    group = Group(1)
+    member = group.follower()
+    group.view.remove({6: Absence("its actor died", True, True)})
+    group.roster = group.roster.without(["worker_6"])
+    (peer,) = group.restarted("worker_6")
+    assert peer.member.rank == 8
+    group.view.admit([peer])
+    member.follow(group.view.since(1))
+    member.check(group.view)
+
+
+def test_a_rank_whose_admission_failed_may_be_tried_again() -> None:
+    group = Group(1)
+    member = group.follower()
+    group.roster = group.roster.without(["worker_6", "worker_7"])
+    before = group.roster
+    group.view.remove({6: None, 7: None})
+    for _ in range(2):
+        group.roster = before.after_failure(group.roster, ["worker_6"])
+        (peer,) = group.restarted("worker_6")
+        group.view.admit([peer], JOINING)
+        member.follow(group.view.since(member.table.version))
+        group.view.remove({peer.member.rank: None})
+        member.follow(group.view.since(member.table.version))
+        member.check(group.view)
+    assert peer.member.incarnation == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_members_that_follow_now_and_then_end_up_alike(seed: int) -> None:
+    chance, group = random.Random(seed), Group(1)
+    members = [group.follower(rank) for rank in (0, 1)]
+    versions = [1]
+    for _ in range(60):
+        name = f"worker_{chance.randrange(2, 8)}"
+        if name not in group.roster.records:
+            group.view.admit(group.restarted(name), chance.choice([JOINING, None]))
+        else:
+            rank = group.rank(name)
+            match chance.randrange(6):
+                case 0:
+                    group.view.mark(group.away(name, cause=str(chance.random())))
+                case 1:
+                    group.view.admit(group.restarted(name), JOINING)
+                case 2:
+                    group.view.mark({rank: None})
+                case 3:
+                    group.view.describe({rank: elsewhere(group.prepared[name])})
+                case 4:
+                    group.view.remove({rank: chance.choice([None, Absence("died", True, True)])})
+                    group.roster = group.roster.without([name])
+                case 5:
+                    group.view.admit([group.view.entries[rank].peer])  # it was unreachable
+        versions.append(group.view.version)
+        for member in members:
+            if chance.random() < 0.3:
+                base = chance.choice([member.table.version, chance.choice(versions)])
+                member.follow(group.view.since(base, reconnects=chance.random() < 0.1))
+        if chance.random() < 0.2:
+            group.view.forget(min(member.table.version for member in members))
+    for member in members:
+        member.follow(group.view.since(member.table.version))
+        member.check(group.view)
+
+
+# --- what a change costs ---------------------------------------------------------------------------------------------
+
+
+def following(table: Table, rank: int, delta: Delta) -> float:
+    """Seconds of this thread's to follow one delta."""
+    began = time.thread_time()
+    difference = table.difference(delta, rank)
+    assert difference is not None
+    table.update(difference)
+    table.version = delta.version
+    return time.thread_time() - began
+
+
+def test_a_return_costs_each_member_the_same_in_a_group_of_any_size() -> None:
+    times, sizes = {}, {}
+    for hosts in (4, 16, 64):
+        group = Group(hosts)
+        member = group.follower()
+        taken = []
+        for rank in range(1, 31):
+            group.view.mark(group.away(f"worker_{rank}"))
+            peer = group.view.entries[rank].peer
+            group.view.admit([peer._replace(member=replace(peer.member, incarnation=1))])
+            sent = pickle.dumps(group.view.since(member.table.version))
+            taken.append(following(member.table, 0, pickle.loads(sent)))
+        times[8 * hosts], sizes[8 * hosts] = median(taken), len(sent)
+        assert [its.incarnation for its in member.table.info.members[:32]] == [0, *[1] * 30, 0]
+    assert slope(times) < 0.3, times
+    assert slope(sizes) < 0.05, sizes
+
+
+def test_what_has_changed_is_found_without_a_look_at_the_rest() -> None:
+    took = {}
+    for hosts in (4, 16, 64):
+        view = Group(hosts).view
+        began = time.thread_time()
+        for _ in range(200):
+            view.mark({3: Absence("away", False)})
+            view.since(view.version - 1)
+        took[8 * hosts] = time.thread_time() - began
+    assert slope(took) < 0.3, took
