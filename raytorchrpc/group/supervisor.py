@@ -50,7 +50,7 @@ _CHANGE_S = 10.0
 _CONNECT_S = 2.0
 #: How long a change waits for the first member to follow, and from then on for each further one (seconds). They may all
 #: be slow to begin with, on a busy machine; the change goes on without one that is suspended.
-_FIRST_S, _GAP_S = 2.0, 0.3
+_FIRST_S, GAP_S = 2.0, 0.3
 #: How much longer an attempt to readmit members may take for each member of the group, and how long it waits to undo
 #: one that failed (seconds).
 _ADMIT_EACH_S, _UNDO_S = 0.01, 0.5
@@ -533,7 +533,7 @@ class Supervisor:
             coming = formation.prepare()
             roster = formation.roster
             self._handle(core.Coming(roster.peers({**self.prepared(), **coming}, coming)))
-            self._await_members(_FIRST_S, _GAP_S)
+            self._await_members(_FIRST_S, GAP_S)
             prepared = {**self.prepared(), **coming}
             info = roster.info(prepared)
             away = {name: cause for name, cause in self._core.away().items() if name not in coming}
@@ -551,7 +551,7 @@ class Supervisor:
         self._restarts.post(roster)
         self._handle(core.Arrived(kind, list(formation.participants)))
         if kind == "added":
-            self._await_members(_GAP_S, _GAP_S)
+            self._await_members(GAP_S, GAP_S)
 
     def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
         """Returns the handles of those that were asked to leave."""
@@ -560,6 +560,6 @@ class Supervisor:
         roster = self.roster
         leaving = {name: roster.records[name].handle for name in names if name not in roster.by_themselves}
         self._handle(core.Removed(names))
-        self._await_members(_GAP_S, _GAP_S)
+        self._await_members(GAP_S, GAP_S)
         ray_calls.ask_to_leave(roster, leaving)
         return leaving

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytorchrpc.calls import guests
-from raytorchrpc.group import changes
+from raytorchrpc.group import supervisor
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
 from raytorchrpc.patterns.weights import model_pull, published, source_pull
@@ -73,7 +73,7 @@ def test_every_test_of_a_limit_is_in_the_table() -> None:
         ("weights.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
         ("weights.md", f"a publisher has not answered within {model_pull.PATIENCE_S} s"),
-        ("failure-model.md", f"it waits {changes.RETURN_S} s for the hanging one"),
+        ("failure-model.md", f"it waits {supervisor.GAP_S} s for the hanging one"),
         ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
         ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
         ("internals.md", f"a request every {guests.LEASE_S / 3:g} s"),
