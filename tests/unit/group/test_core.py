@@ -461,3 +461,25 @@ def test_all_members_end_up_with_the_view_whatever_happens(seed: int) -> None:
     for name in world.group.cluster:
         kinds = [change.kind for change in world.changes if name in change.members]
         assert all(a != b for a, b in itertools.pairwise(kinds)), "each change is reported once"
+
+
+def test_members_that_all_miss_a_change_follow_while_more_changes_go_on() -> None:
+    """On a busy machine each is late for each: what it has acknowledged stays so, and it gets the rest at once."""
+    group = Group(32)
+    supervised, now, rounds = Core(group.roster.peers(group.prepared)), 0.0, 0
+    members = {name: group.follower(rank) for rank, name in enumerate(group.roster.records)}
+    for name in members:
+        supervised.handle(core.Dialled(name, 0, None), now)
+    lost = [f"worker_{rank}" for rank in range(26)]
+    asked = list[core.Instruction]()
+    for name in lost:  # one after another, each before anybody has answered the one before
+        supervised.handle(core.Broke(name, 0, "closed"), now)
+        asked += supervised.handle(core.RaySaid({name: (Fate.ENDED, "")}), now)
+        now += 5.0
+        asked += supervised.handle(core.Tick(), now)
+    while announced := [its for its in asked if isinstance(its, core.Announce)]:
+        rounds += 1
+        answers = {key: members[key[0]].follow(its.delta) for its in announced for key in its.members.items()}
+        asked = supervised.handle(core.Answered(answers), now)
+    assert rounds <= 2 and {*supervised.unready()} == {*lost}
+    assert all(len(members[name].absent) == 26 for name in members if name not in lost)
