@@ -67,6 +67,12 @@ class End(Peer):
         values = self.model.state_dict().items()
         return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in values}
 
+    def gather(self, store: rtr.WeightStore) -> int:
+        """All members of a process group call this together; the store's home publishes one whole tensor at a time."""
+        values = self.model.state_dict().items()
+        whole = ((name, value.full_tensor() if hasattr(value, "full_tensor") else value) for name, value in values)
+        return store.publish(whole) if rtr.current_member().name == store.home else len(list(whole))
+
     def pull(self, store: rtr.WeightStore) -> int:
         return store.pull(self.model)
 
@@ -128,6 +134,16 @@ def test_fsdp_to_tensor_parallel(ends: dict[str, Any], store: rtr.WeightStore) -
         check(ends, right)
     whole = ray.get(ends["g1"].run.remote(pull_whole, store), timeout=60)
     assert all(torch.equal(whole[name], right[name]) for name in right)
+
+
+def test_whole_tensors_one_at_a_time(ends: dict[str, Any]) -> None:
+    """From FSDP's shards by way of one trainer, which never has the model whole, to tensor parallel shards."""
+    store = rtr.WeightStore("gathered", home="t0")
+    for version in (1, 2):
+        there = published(ends, rtr.WeightStore("shards", publishers=TRAINERS), version)
+        assert ray.get([ends[name].gather.remote(store) for name in TRAINERS], timeout=60) == [version, len(there)]
+        assert ray.get([ends[name].pull.remote(store) for name in GENERATORS], timeout=60) == [version] * 2
+        check(ends, there)
 
 
 def test_prefetch_and_swap_of_dtensors(ends: dict[str, Any], store: rtr.WeightStore) -> None:
