@@ -44,8 +44,13 @@ class Draft:
     def take(self, model: Any) -> None:
         """Take the tensors of a model, not copies of them. Raises ConfigurationError."""
         shards = shards_of(model, self.store)
-        for name in self._selected(shards) if self.globs else shards:
-            self._add(name, shards[name], resolved(shards[name].tensor))
+        if self.globs:
+            shards = {name: shards[name] for name in self._selected(shards)}
+        self.tensors = {name: resolved(shard.tensor) for name, shard in shards.items()}
+        self.nbytes = sum([tensor.nbytes for tensor in self.tensors.values()])
+        for name, shard in shards.items():
+            if not shard.is_whole:
+                self._note_place(name, shard)
 
     def copy(self, pairs: Pairs, pool: SnapshotPool, layout: Layout | None) -> None:
         """Copy tensors one at a time, and keep none of those that are given.
@@ -62,7 +67,10 @@ class Draft:
                 del pair
                 names[name] = None
                 if shard is not None and selects(self.globs, name):
-                    self._add(name, shard, copy(self._memory_for(name, shard, pool, layout, known), shard.tensor))
+                    if not shard.is_whole:
+                        self._note_place(name, shard)
+                    self.tensors[name] = copy(self._memory_for(name, shard, pool, layout, known), shard.tensor)
+                    self.nbytes += shard.tensor.nbytes
                 del shard  # before the next one is made
             self._check_names(names)
         except BaseException:
@@ -88,11 +96,7 @@ class Draft:
         self.memory.changed[place] = None
         return self.memory.tensors[place]
 
-    def _add(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
-        self.tensors[name] = tensor
-        self.nbytes += tensor.nbytes
-        if shard.is_whole:
-            return
+    def _note_place(self, name: str, shard: Shard) -> None:
         if not self._is_sharded:
             raise ConfigurationError(
                 f"{name!r} of the weights for {self.store!r} is a shard: name all members that have shards, as in "
