@@ -16,7 +16,7 @@ _TRANSFERS = ("calls", "huge_pages", "observability", "tensors")
 #: Benchmarks that run by default. The others are modules of this package, with a function ``main``.
 ALL = (
     *("atari", *_TRANSFERS, "formation", "objectrefs", "protection", "queues"),
-    *("sharded_weights", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
+    *("sharded_weights", "switch_interval", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
 )
 #: Those that run only when they are named.
 NAMED = ("detection", "scale", "soak")
