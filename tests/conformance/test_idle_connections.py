@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -82,6 +83,37 @@ def test_a_member_that_called_many_keeps_few_connections(kind: str, limits: Call
             ask_all(caller)
             assert wait_until(lambda: both_ends(caller, callee) == (most, most), PATIENCE_S)
         assert {*made} == {*NAMES} and len(made) > len(NAMES)
+
+
+def test_a_full_backlog_keeps_no_member_out() -> None:
+    """As that of a member that hundreds call for the first time at once: they wait until it accepts them."""
+    with Node("socket over unix", "b", 1) as callee, Node("socket over unix", "a", 0) as caller:
+        caller.lane.connect([PeerAddress("b", callee.address)])
+        (listener,) = callee.lane._acceptor.listeners.values()  # type: ignore[attr-defined]
+        listener.listen(0)
+        selector = callee.lane._selector  # type: ignore[attr-defined]
+        selector.enable(listener.fileno(), 0)  # it accepts none
+        with socket.socket(socket.AF_UNIX) as first:
+            first.connect("\0" + callee.address.unix)
+            asked = in_thread(lambda: caller.call("echo"))
+            with pytest.raises(AssertionError):
+                asked(0.2)
+            selector.enable(listener.fileno())
+            assert asked(PATIENCE_S).header == ("echo",)
+
+
+def in_thread(function: Callable[[], Any]) -> Callable[[float], Any]:
+    """Run it in a thread of its own; returns what waits for its result."""
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
+    thread.start()
+
+    def result(patience_s: float) -> Any:
+        thread.join(patience_s)
+        assert outcome, "it did not return"
+        return outcome[0]
+
+    return result
 
 
 def test_those_used_last_stay(kind: str, limits: Callable[..., None]) -> None:

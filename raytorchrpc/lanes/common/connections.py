@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -34,6 +35,7 @@ SWEEP_S, IDLE_S = 10.0, 60.0
 #: Connections to peers that may be idle from one sweep to the next.
 MOST_IDLE = 64
 _IDLE = "it was idle"
+_TIMEVAL = struct.Struct("@ll")
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -102,7 +104,7 @@ class Acceptor:
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.bind(address)
-            listener.listen(256)
+            listener.listen(socket.SOMAXCONN)
         except OSError as error:
             listener.close()
             raise OSError(error.errno, f"cannot listen on {address!r}: {error.strerror or error}") from error
@@ -424,8 +426,11 @@ class ConnectedLane(MessageLane, Generic[C]):
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 left = max(0.001, deadline - time.monotonic())
-                sock.settimeout(left)
+                # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+                sock.settimeout(left if by_tcp else None)
                 sock.connect(where)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
                 if by_tcp:
                     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 protection = secure(sock, self._credentials, me, its, left)
