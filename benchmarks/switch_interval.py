@@ -125,7 +125,7 @@ def main(pick: Pick) -> None:
                 ours, python = pairs(measure, interval_s, count)
                 target = TARGET if interval_s == INTERVALS[0] else None
                 lines.append(Line(f"{name}, {interval_s * 1e3:g} ms", ours, python, "us", "5 ms", target))
-    show("CPU time of a step of a program that nobody calls", lines)
+    show("CPU time of a step of a program that nobody calls, medians", lines)
 
 
 def _set(end: End, interval_s: float) -> None:

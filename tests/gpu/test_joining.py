@@ -54,10 +54,10 @@ def test_weights_and_calls_on_the_gpu(trainers: dict[str, Any], in_child: Callab
     with rtr.init_group(trainers, name="trained") as group:
         in_child(lambda: torch.zeros(1, device="cuda").item())  # it joins as one that uses CUDA
         in_child(children.join, "engine")
-        assert in_child(doubled, "trainer") == ("cuda", True)
+        assert in_child(doubled, "other") == ("cuda", True)  # the trainer is busy with its child
         assert in_actor(trainers["other"], doubled, "engine") == ("cuda", True)
         lanes = {row.lane for row in group.stats() if "engine" in (row.caller, row.peer)}
-        assert "cuda_ipc" in lanes, group.explain("trainer", "engine")
+        assert "cuda_ipc" in lanes, group.explain("other", "engine")
 
         store = rtr.WeightStore("policy", home="trainer")
         in_actor(

@@ -124,7 +124,9 @@ def actors() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
-    with rtr.init_group(actors, config=rtr.GroupConfig(device_maps=MAPS, shm_bytes=1 << 30)) as group:
+    elsewhere = {"c": {0: 0}} if "c" in actors else {}
+    maps = {**MAPS, "a": {**MAPS["a"], **elsewhere}}
+    with rtr.init_group(actors, config=rtr.GroupConfig(device_maps=maps, shm_bytes=1 << 30)) as group:
         yield group
 
 
