@@ -28,7 +28,6 @@ from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.membership.here import endpoint, listening_address
-from raytorchrpc.process.workers import process_deadlines
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -188,7 +187,7 @@ class Requests:
         """
         self._first, self._run = first, run
         self._codec = Codec(ray_internals.cloudpickler())
-        self._replies = Replies(name, self._codec, process_deadlines())
+        self._replies = Replies(name, self._codec, None)
 
     def serve(self, message: Message, reply: Reply) -> Any:
         """See ``lanes.base.Serve``."""

@@ -58,8 +58,8 @@ class _Kept(NamedTuple):
 class Replies:
     """Answers requests, with results or exceptions. Thread-safe."""
 
-    def __init__(self, name: str, codec: Codec, deadlines: Deadlines) -> None:
-        """``name``: of this member."""
+    def __init__(self, name: str, codec: Codec, deadlines: Deadlines | None) -> None:
+        """``name``: of this member. ``deadlines``: None where no result is ever kept."""
         self._name, self._codec, self._deadlines = name, codec, deadlines
         self._kept: dict[int, _Kept] = {}
         self._numbers = itertools.count()
@@ -105,6 +105,7 @@ class Replies:
     def keep(self, body: Encoded, seconds: float) -> Message:
         """Keep a result until the caller fetches it, or for ``seconds``; returns the reply that announces it."""
         number = next(self._numbers)
+        assert self._deadlines is not None
         fetched = self._deadlines.at(time.monotonic() + seconds, partial(self._drop, number))
         self._kept[number] = _Kept(Message((OK,), body, handoff_streams(body.tensors)), fetched)
         return Message((KEPT, number), NOTHING)

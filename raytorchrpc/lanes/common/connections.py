@@ -172,7 +172,7 @@ class Acceptor:
             _hang_up(sock)
 
 
-class _ClosedWhileIdle(Exception):
+class ClosedWhileIdle(Exception):
     """Nothing was sent: the connection has just been closed, and another one can be made."""
 
 
@@ -201,7 +201,7 @@ class Connection(ABC):
     def _begin(self, pending: Pending) -> int:
         """Under ``_state``: give a call its number; its reply can arrive from now on."""
         if self._ended is _IDLE:
-            raise _ClosedWhileIdle
+            raise ClosedWhileIdle
         if self._ended is not None:
             raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
         self._number += 1
@@ -350,7 +350,7 @@ class ConnectedLane(MessageLane, Generic[C]):
     ) -> Pending:
         deadline = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(_ClosedWhileIdle):
+            with contextlib.suppress(ClosedWhileIdle):
                 return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
 
     def _sweep(self) -> None:

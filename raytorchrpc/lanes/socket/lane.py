@@ -8,13 +8,14 @@ caller that waits reads its own connection meanwhile, so that a reply costs one 
 from __future__ import annotations
 
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
-from raytorchrpc.lanes.base import Capabilities, Serve, Spawn
-from raytorchrpc.lanes.common.connections import ConnectedLane, SocketAddress
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.common.connections import ClosedWhileIdle, ConnectedLane, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
@@ -49,6 +50,16 @@ class SocketLane(ConnectedLane[Connection]):
         fork.register(self)
         self._selector.start(lambda work: self._spawn(work))
         return address
+
+    def call(  # as the other lanes' own, but fewer functions long: every small call passes here
+        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
+    ) -> Pending:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
+            except ClosedWhileIdle:
+                continue
 
     def close(self) -> None:
         if not self._selector.close():
