@@ -132,7 +132,7 @@ class Measurement:
                 self._leave_out(f"{size} members: {reason}")
             except Exception as error:  # the next size may work, and what was measured counts
                 self._leave_out(
-                    f"{size} members, after {' and '.join([*group['seconds']][-1:]) or 'nothing'}: {error!r}"
+                    f"{size} members, after {' and '.join([*group['seconds']][-1:]) or 'nothing'}: {error!r:.200}"
                 )
             if not group["seconds"]:
                 self.found["groups"].remove(group)
