@@ -123,13 +123,13 @@ def test_connections_from_a_host_without_power_end(doomed_three: Hosts) -> None:
 
     with driver(a) as asked:
         asked.ask("form", {"a": a.name, "b": b.name})
-        ports = [str(port) for port in asked.ask("ask", "b", "a", "torchrpc_ports")]
+        assert asked.ask("send", "b", "a", 1_000_000) is True
+        ports = [str(port) for port in asked.ask("ask", "b", "a", "torchrpc_ports")]  # the agent runs now
 
         def incoming() -> int:
             lines = a.run(["ss", "-tnH", "state", "established"]).splitlines()
             return sum(line.split()[2].rpartition(":")[2] in ports for line in lines)
 
-        assert asked.ask("send", "b", "a", 1_000_000) is True
         assert incoming() > 0
         b.pull_cable()  # first, so that nobody hears of it
         b.power_off()
