@@ -76,7 +76,7 @@ def send(caller: Node, name: str, what: str, payload: bytes = b"", **options: An
 
 
 def test_a_member_that_called_many_keeps_few_connections(kind: str, limits: Callable[..., None]) -> None:
-    limits(sweep_s=0.1)
+    limits(sweep_s=0.1, most=64)
     with caller_of_many(kind) as (caller, callee):
         made, most = spied_connects(caller), connections.MOST_IDLE
         for _ in range(2):
