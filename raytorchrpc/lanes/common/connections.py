@@ -18,8 +18,8 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcT
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused
+from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
-from raytorchrpc.lanes.common.timer import Timer
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any
 from raytorchrpc.errors import PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Message, Pending, Released
 from raytorchrpc.lanes.common import connections, frames
+from raytorchrpc.lanes.common.polling import AnyReadable, PromptSocket
 from raytorchrpc.lanes.common.protection import Protection
-from raytorchrpc.lanes.socket.polling import AnyReadable, PromptSocket, Spinner
-from raytorchrpc.lanes.socket.selector import Selector
+from raytorchrpc.lanes.socket.selector import Selector, Spinner
 from raytorchrpc.process import tcp, threads
 
 #: A caller that reads checks its deadline this often (seconds).

@@ -16,9 +16,8 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.lanes.base import Message, PeerAddress
-from raytorchrpc.lanes.common.timer import Timer
-from raytorchrpc.lanes.socket.polling import SPIN_S, Spinner
-from raytorchrpc.lanes.socket.selector import BRIEF_S, Selector
+from raytorchrpc.lanes.common.polling import Timer
+from raytorchrpc.lanes.socket.selector import BRIEF_S, SPIN_S, Selector, Spinner
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
 from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.process import threads
