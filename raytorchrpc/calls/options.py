@@ -16,6 +16,8 @@ R = TypeVar("R")
 
 #: The longest deadline of a call, as for ``GroupConfig.rpc_timeout_s``.
 MAX_TIMEOUT_S = 86400
+#: ``CallOptions.retry`` of a request that is sent again until its deadline, or as long as its member may come back.
+OFTEN = 1 << 30
 
 
 class CallOptions(NamedTuple):

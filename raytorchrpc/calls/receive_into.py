@@ -49,8 +49,7 @@ class Spread(Receiver):
     ) -> tuple[int, Any]:
         """See Receiver."""
         try:
-            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
-            value = codec.decode(*body._replace(tensors=places), as_given=True)
+            value = _without_tensors(codec, body, pending)
             parts = self._plan(value)
             if parts is None:
                 for tensors in pending:
@@ -86,8 +85,7 @@ class Views(Receiver):
     ) -> tuple[int, Any]:
         """See Receiver. The result that the caller gets has empty tensors in their places."""
         try:
-            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
-            value = codec.decode(*body._replace(tensors=places), as_given=True)
+            value = _without_tensors(codec, body, pending)
             if not pending:
                 self.tensors, self.are_copies = owned(body).tensors, True
             elif len(pending) == 1 and not body.tensors:
@@ -215,3 +213,9 @@ def obstacle_of(buffer: Any) -> str | None:
 
 def _shown(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
+
+
+def _without_tensors(codec: Codec, body: Encoded, pending: list[PendingTensors]) -> Any:
+    """The result, with empty tensors in the places of its own."""
+    places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
+    return codec.decode(*body._replace(tensors=places), as_given=True)

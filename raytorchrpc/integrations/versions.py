@@ -16,12 +16,13 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, release[0].split("."))) if release else ()
 
 
-def outside(package: str, oldest: str, before: str) -> str | None:
+def outside(package: str, oldest: str, before: str, installed: str | None = None) -> str | None:
     """Say how the installed version of a package lies outside of ``oldest <= version < before``; None: it does not.
 
-    Pre-releases count as their release. Raises ``importlib.metadata.PackageNotFoundError`` if there is none.
+    ``installed``: None: as the package's metadata says, which may raise ``importlib.metadata.PackageNotFoundError``.
+    Pre-releases count as their release.
     """
-    installed = metadata.version(package)
+    installed = metadata.version(package) if installed is None else installed
     if _numbers(oldest) <= _numbers(installed) < _numbers(before):
         return None
     return f"{package} {installed} is installed, and this adapter was tested with {package}>={oldest},<{before}"

@@ -10,8 +10,10 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from raytorchrpc.integrations.versions import outside
+
 #: The tests ran with these releases of vLLM: from the first up to before the second.
-TESTED = (0, 32), (0, 33)
+TESTED = "0.32", "0.33"
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,6 @@ def update_status(worker: Any) -> UpdateStatus | None:
 
 
 def check_version(version: str, logger: logging.Logger) -> None:
-    """Log a warning if this release of vLLM is not one that the tests ran with."""
-    first, end = TESTED
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    if not first <= numbers < end:
-        logger.warning(
-            "raytorchrpc was tested with vLLM %d.%d up to before %d.%d, and this is %s: check that updated models "
-            "generate what they should",
-            *first,
-            *end,
-            version,
-        )
+    """Log a warning if this release of vLLM is not one that the tests ran with. vLLM's CPU build has other metadata."""
+    if (difference := outside("vllm", *TESTED, installed=version)) is not None:
+        logger.warning("%s: check that updated models generate what they should", difference)

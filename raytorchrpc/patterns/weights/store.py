@@ -12,7 +12,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.counters import PullCounter, StoreKey, WeightStats
 from raytorchrpc.calls.member import LocalMember, process_member
-from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.options import OFTEN, CallOptions
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.gates import keep_admission
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
@@ -72,9 +72,6 @@ def pulling(local: LocalMember, store: StoreKey) -> Iterator[PullCounter]:
             local.weights.end_pull(pull, has_failed)
             about.update(version=pull.version, bytes=pull.total)
 
-
-#: How often a request is sent again that waits for a member to come back: until its deadline.
-_OFTEN = 1 << 30
 
 _pulled = PulledVersions()
 
@@ -362,7 +359,7 @@ class WeightStore(Handle):
         """Send a request that waits for the member to come back. Raises RpcTimeout at ``until``."""
         if member == local.me.name:
             return local.incoming.services[service].function(local, local.me.rank, *args)
-        options = CallOptions(max(0.001, until - time.monotonic()), retry=_OFTEN)
+        options = CallOptions(max(0.001, until - time.monotonic()), retry=OFTEN)
         return Future(local.outgoing.call(member, service, args, {}, options)).wait()
 
     def _pull(

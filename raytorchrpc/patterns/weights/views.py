@@ -14,7 +14,7 @@ import torch
 
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.options import OFTEN, CallOptions
 from raytorchrpc.calls.receive_into import Views
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane, windows
@@ -23,9 +23,6 @@ from raytorchrpc.patterns.weights.plan import KnownLayout, selected
 from raytorchrpc.patterns.weights.published import HOLD, LEASE, RELEASE, VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.publishers import publishers_of
 from raytorchrpc.tensors.dtypes import DTYPES, view_at
-
-#: How often the end of a lease is sent again, if the connection is lost and comes back.
-_OFTEN = 1 << 30
 
 
 class WeightView(Mapping[str, torch.Tensor]):
@@ -178,7 +175,7 @@ def _lease_there(store: Handle, local: LocalMember, version: int | None, until: 
 
 def _release(local: LocalMember, home: str, request: Sequence[Any]) -> None:
     with suppress(RayTorchRpcError):
-        Future(local.outgoing.call(home, RELEASE, tuple(request), {}, CallOptions(retry=_OFTEN)))
+        Future(local.outgoing.call(home, RELEASE, tuple(request), {}, CallOptions(retry=OFTEN)))
 
 
 def _tracked(flat: torch.Tensor, on_dropped: Callable[[], object]) -> torch.Tensor:
