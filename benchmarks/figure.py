@@ -1,12 +1,16 @@
-"""Draw the README's figure from a result of ``raytorchrpc bench``.
+"""Draw the figure of docs/performance.md from a result of ``raytorchrpc bench``.
 
 raytorchrpc bench --device cuda --rows auto,ray,ray-zero-copy,ray-rdt-nccl,bare-torchrpc,gpu-copy --json FILE.json
 python -m benchmarks.figure FILE.json docs/assets/transfer-times.svg
+
+It is narrow enough for a telephone, and takes the colour of the text around it.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import re
 from pathlib import Path
 
 import matplotlib
@@ -28,28 +32,54 @@ LINES = {
 }
 
 
-def draw(run: Run, path: Path) -> None:
-    """Writes one panel as SVG: time against size, for CUDA tensors if the run has them."""
+#: The size whose times are the picture's description.
+DESCRIBED = 40_000_000
+
+
+def draw(run: Run) -> str:
+    """One panel as SVG: time against size, for CUDA tensors if the run has them."""
     device, _ = run.tables()[-1]
     measured = {row.row: run.points(row) for row in run.measured(device)}
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    figure = Figure(figsize=(4.6, 5.4), layout="constrained")
     axes = figure.subplots()
+    described = []
     for name, (label, color, marker, dashes) in LINES.items():
         if name in measured:
-            look = {"marker": marker, "markersize": 6, "linestyle": dashes, "linewidth": 3 if name == "auto" else 1.6}
+            look = {"marker": marker, "markersize": 5, "linestyle": dashes, "linewidth": 3 if name == "auto" else 1.6}
             sizes, milliseconds = zip(*((size, 1e3 * seconds) for size, seconds in measured[name]), strict=True)
             axes.plot(sizes, milliseconds, color=color, label=label, **look)
-    axes.set(xscale="log", yscale="log", xlabel="size of the tensor", ylabel="milliseconds, median")
-    axes.set_title(f"One {device.upper()} tensor to another actor, with acknowledgement: less is better")
+            described += [
+                f"{label} {ms:.3g} ms" for size, ms in zip(sizes, milliseconds, strict=True) if size == DESCRIBED
+            ]
+    axes.set(xscale="log", yscale="log", xlabel="size of the tensor", ylabel="milliseconds, median: less is better")
     label_logarithmic(axes.xaxis, lambda size, _: show_size(size), (1,))
     label_logarithmic(axes.yaxis, subs=(1,))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", frameon=False)
-    hardware, software = "; ".join(run.machine[:-1]), run.machine[-1]
-    caption = f"{hardware}\n{software}; raytorchrpc {run.version}, {run.started[:10]}"
-    figure.supxlabel(caption, fontsize="small", color="#555555")
-    with matplotlib.rc_context({"svg.hashsalt": "raytorchrpc"}):  # the same run gives the same file
-        figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    figure.legend(fontsize="small", frameon=False, loc="outside upper left")
+    drawn = io.StringIO()
+    look = {"svg.hashsalt": "raytorchrpc", "svg.fonttype": "none", "font.family": "sans-serif"}
+    with matplotlib.rc_context(look):  # the same run gives the same file
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    title = f"Time to deliver one {device.upper()} tensor to another actor, with acknowledgement"
+    machine = f"{'; '.join(run.machine)}; raytorchrpc {run.version}, {run.started[:10]}"
+    text = f"At {show_size(DESCRIBED)}: {', '.join(described)}. {machine}."
+    return in_the_colour_of_the_page(drawn.getvalue(), title, text)
+
+
+def in_the_colour_of_the_page(svg: str, title: str, text: str) -> str:
+    """matplotlib's black as the colour of the text around the picture, and a description for who cannot see it."""
+    head = re.search(r'viewBox="[^"]*"', svg)
+    assert head
+    _, _, body = svg.partition("</metadata>")
+    root = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {head[0]}'
+    return (
+        f'{root} role="img" aria-labelledby="figure-title figure-desc" fill="currentColor">\n'
+        f'<title id="figure-title">{title}</title>\n<desc id="figure-desc">{text}</desc>\n'
+        "<style>svg:root { color: #24292f }"
+        " @media (prefers-color-scheme: dark) { svg:root { color: #e6edf3 } }</style>\n"
+        + body.strip().replace("#000000", "currentColor")
+        + "\n"
+    )
 
 
 def main() -> None:
@@ -57,4 +87,8 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="what `raytorchrpc bench --json` wrote")
     parser.add_argument("figure", type=Path, help="the SVG to write")
     options = parser.parse_args()
-    draw(read_run(options.result), options.figure)
+    options.figure.write_text(draw(read_run(options.result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

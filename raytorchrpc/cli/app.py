@@ -65,7 +65,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Direct calls between Ray actors; tensors take the fastest available transport."""
+    """Ray actors that call each other directly; tensors cross by shared memory, NVLink, RDMA or TCP."""
 
 
 @app.command(cls=Command)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -99,3 +100,23 @@ def test_nothing_is_fetched_by_who_reads_it() -> None:
     for page in PAGES:
         # Material draws such diagrams with a script that it loads from elsewhere.
         assert "```mermaid" not in text_of(page), page
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "assets").glob("*.svg")), ids=lambda picture: str(picture.name))
+def test_a_picture_has_words_for_it_and_the_colours_of_the_page(picture: Path) -> None:
+    """On a light page and on a dark one, for who sees it and who does not, without anything from elsewhere."""
+    root = ElementTree.parse(picture).getroot()
+    tags = {each.tag.partition("}")[2]: each for each in root}
+    assert all((tags[name].text or "").strip() for name in ("title", "desc"))
+    text = picture.read_text(encoding="utf-8")
+    assert not re.findall(r"""(?:href|src)=["'](?!#)|url\((?!#)|@import""", text)
+    if picture.name == "logo.svg":  # it stands on the bar above the page, which has one colour
+        return
+    assert root.get("role") == "img" and root.get("fill") == "currentColor"
+    assert set(root.get("aria-labelledby", "").split()) == {tags["title"].get("id"), tags["desc"].get("id")}
+    assert "prefers-color-scheme: dark" in text
+    width, height = (float(number) for number in root.get("viewBox", "").split()[2:])
+    for shape in root.iter("{http://www.w3.org/2000/svg}rect"):
+        covers = float(shape.get("width", 0)) >= width and float(shape.get("height", 0)) >= height
+        assert not covers or shape.get("fill") == "none", "a background that is there on every page"
+    assert not re.search(r"#fff(fff)?\b", text), "white is invisible on a light page"
