@@ -249,6 +249,8 @@ class WeightCounters:
         self._ended: dict[StoreKey, WeightStats] = {}
         """Without memory and the pulls under way."""
         self._pulls: list[PullCounter] = []
+        self._viewed: set[StoreKey] = set()
+        """Whose tensors were read in their home's memory."""
         self._holders: dict[StoreKey, weakref.WeakSet[Holder]] = {}
 
     def _of(self, store: StoreKey) -> WeightStats:
@@ -292,6 +294,12 @@ class WeightCounters:
             row.readers = _added(row.readers, reader, size)
             row.served = _added(row.served, version, size)[-_VERSIONS:]
 
+    def viewed(self, store: StoreKey) -> None:
+        """This member reads a version of another one in its memory, without a copy."""
+        with self._lock:
+            self._of(store)
+            self._viewed.add(store)
+
     def watch(self, store: StoreKey, holder: Holder) -> None:
         """Count the memory of ``holder`` as long as it exists."""
         with self._lock:
@@ -322,7 +330,8 @@ class WeightCounters:
             holders = list(self._holders.get(store, ()))
         found.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
         found.held = sum(holder.held for holder in holders)
-        found.mapped = sum(self._mapped(source) for source, _ in found.sources)
+        sources = {source for source, _ in found.sources} | ({store[1]} if store in self._viewed else set())
+        found.mapped = sum(map(self._mapped, sources))
         return found
 
 

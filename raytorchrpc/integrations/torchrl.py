@@ -10,6 +10,7 @@ import traceback
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import ray
@@ -135,9 +136,12 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
             )
 
     def shutdown(self) -> None:
-        """End the group, unless others need it. Idempotent."""
+        """Free the published weights, and end the group unless others need it. Idempotent."""
         super().shutdown()
         if self._actors:
+            with suppress(rtr.RayTorchRpcError):  # the program has ended the group
+                if self._store is not None:
+                    self._store.clear()
             self._actors, self._names, self._store = [], [], None
             _teams[self._group_name].release(self._token)
 

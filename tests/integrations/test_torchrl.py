@@ -170,8 +170,11 @@ def test_collectors_of_one_process_share_a_group(collect: Callable[..., Any]) ->
         wanted = change(policy)
         collector.update_policy_weights_(policy)
         assert_equal(of_collectors(collector), wanted)
+    held = sum(row.held for row in rtr.get_group("torchrl").stats().weights)
     collectors[0].shutdown()
     assert [member.name for member in rtr.get_group("torchrl").members] == ["driver", "collector_1"]
+    left = sum(row.held for row in rtr.get_group("torchrl").stats().weights)
+    assert 0 < left <= held / 2, "a scheme that was shut down keeps no weights"
     wanted = change(policies[1])
     collectors[1].update_policy_weights_(policies[1])
     assert_equal(of_collectors(collectors[1]), wanted)

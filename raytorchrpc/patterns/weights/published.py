@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -394,6 +394,16 @@ class PublishedWeights(Readable, VersionWaits):
         targets = [memory.tensors[place] for place in unwritten]
         copy_tensors(targets, [sources[place] for place in unwritten], self.pool.copy_bytes)
         memory.changed = list(changed)
+
+    def clear(self) -> None:
+        """Free all memory, as soon as nobody reads it."""
+        self._retire(lambda number: True)
+        self.pool.drop_spare_memory()
+
+    def _retire(self, is_over: Callable[[int], bool]) -> None:
+        with self._lock:
+            for number in filter(is_over, list(self._versions)):
+                self._lock.after(self.pool.retire, self._versions.pop(number))
 
     # --- reading -------------------------------------------------------------------------------------------------
 

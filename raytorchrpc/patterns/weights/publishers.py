@@ -6,11 +6,10 @@ they have staged, and readers ask it which version is the newest that all have.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -370,7 +369,7 @@ class PublishedShards(PublishedWeights):
         except BaseException as error:
             self.is_unsure = True
             if isinstance(error, NotFound):
-                self.end()
+                self.clear()
             raise
 
     def newest(self) -> int:
@@ -382,24 +381,14 @@ class PublishedShards(PublishedWeights):
         """Retire all versions but these."""
         self._retire(lambda number: number not in versions)
 
-    def retire_before(self, version: float) -> None:
+    def retire_before(self, version: int) -> None:
         """Retire the versions before this one."""
         self._retire(lambda number: number < version)
-
-    def _retire(self, is_over: Callable[[int], bool]) -> None:
-        with self._lock:
-            for number in filter(is_over, list(self._versions)):
-                self._lock.after(self.pool.retire, self._versions.pop(number))
-
-    def end(self) -> None:
-        """The store has ended: free all memory, as soon as nobody reads it."""
-        self.retire_before(math.inf)
-        self.pool.drop_spare_memory()
 
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``. A store ends with the process that coordinates it."""
         if rank == self._coordinator and process != self._process:
-            self.end()
+            self.clear()
 
 
 def _open(local: LocalMember, name: str, settings: Any) -> PublishedWeights | Coordinator:

@@ -493,6 +493,18 @@ class WeightStore(Handle):
 
     # --- memory --------------------------------------------------------------------------------------------------
 
+    def clear(self) -> None:
+        """Drop all versions, and the memory for the next; the store stays. Only at the home. Never blocks.
+
+        What a reader still uses is freed after it. Until the next ``publish``, whose version has the next number,
+        ``version`` returns 0, and a pull of an older version raises NotFound.
+
+        Raises ConfigurationError elsewhere, and for a store with ``publishers``.
+        """
+        local = process_member()
+        self._check_unsharded("clear")
+        self._at_home(local).clear()
+
     def stats(self) -> WeightStats:
         """Return what this member has of the store and has moved, in bytes. Never blocks; asks no other member.
 

@@ -101,7 +101,10 @@ def view_in_place(
     try:
         if leased.flat is None or leased.lease.rows is None:
             leased.release()
-            return f"its tensors are not all in CPU memory that {store.home!r} shares"
+            return (
+                f"its tensors are not all in CPU memory that {store.home!r} shares: to read those of a GPU there, pull "
+                f"them into tensors on that GPU"
+            )
         layout = KnownLayout(leased.lease.layout, leased.lease.rows)
         wanted = set(selected(globs, [name for name, *_ in layout.rows], store.name))
         with torch.inference_mode(False):
@@ -114,6 +117,8 @@ def view_in_place(
     except BaseException:
         leased.release()
         raise
+    if not leased.is_copy and not store._is_home(local):
+        local.weights.viewed((store.name, store.home))
     return WeightView(store.name, leased.lease.version, tensors, "they came in a message" if leased.is_copy else None)
 
 

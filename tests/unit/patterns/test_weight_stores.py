@@ -39,6 +39,29 @@ def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
     assert memory() is None
 
 
+def test_clear_frees_all_memory_and_the_store_goes_on(members: Members) -> None:
+    for value in (1.0, 2.0, 3.0):
+        publish(members, value, keep=2)
+    weights = members.served("weight store", "w")
+    assert weights.held >= 3 * 5 * SIZE
+    with members.acting("home"):
+        rtr.WeightStore("w", keep=2).clear()
+        assert rtr.WeightStore("w", keep=2).version() == 0
+    gc.collect()
+    assert weights.held == 0
+    with members.acting("a"):
+        store = rtr.WeightStore.find("w")
+        with pytest.raises(NotFound, match="version 3"):
+            store.pull(model(0.0), 3, timeout=5)
+        assert publish(members, 4.0, keep=2) == 4
+        mine = model(0.0)
+        assert store.pull(mine) == 4 and values(mine) == [4.0] * 5
+        with pytest.raises(rtr.ConfigurationError, match="lives in member 'home'"):
+            store.clear()
+        with pytest.raises(rtr.ConfigurationError, match="several publishers"):
+            rtr.WeightStore("s", publishers=["a", "b"]).clear()
+
+
 @pytest.mark.parametrize("reader", ["home", "a"])
 def test_a_module_is_filled_in_place(members: Members, reader: str) -> None:
     modules = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2)]

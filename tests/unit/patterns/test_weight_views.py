@@ -148,6 +148,20 @@ def test_some_tensors_of_a_version(sharing: Members, reader: str) -> None:
     assert wait_until(lambda: readers_of(sharing) == 1, LONG), "what was refused keeps no version"
 
 
+def test_memory_that_is_viewed_counts_as_mapped(sharing: Members) -> None:
+    publish(sharing, 1.0)
+    with sharing.acting("a") as a:
+        store = rtr.WeightStore.find("w")
+        assert store.stats().mapped == 0
+        view = store.view()
+        size = sum(tensor.nbytes for tensor in view.values())
+        assert size <= store.stats().mapped <= 2 * size
+        assert [row.store for row in a.weights.rows("a")] == ["w"], "a member that only views has a row in the metrics"
+    with sharing.acting("home"):
+        rtr.WeightStore("w").view()
+        assert rtr.WeightStore("w").stats().mapped == 0, "its own memory"
+
+
 @READERS
 def test_after_its_release_a_view_has_nothing(sharing: Members, reader: str) -> None:
     publish(sharing, 1.0)
@@ -170,6 +184,20 @@ def test_a_view_waits_for_the_first_version(sharing: Members, reader: str) -> No
         rtr.WeightStore("w")
     with sharing.acting(reader), pytest.raises(rtr.Empty):
         rtr.WeightStore.find("w").view(timeout=0.05)
+
+
+@READERS
+def test_a_view_outlives_a_clear_of_its_store(sharing: Members, reader: str) -> None:
+    publish(sharing, 1.0)
+    with sharing.acting(reader):
+        view = rtr.WeightStore.find("w").view()
+    with sharing.acting("home"):
+        rtr.WeightStore("w").clear()
+    assert is_all(view["layers.0"], 1) and sharing.served("weight store", "w").held > view["layers.0"].nbytes
+    view.release()
+    del view
+    gc.collect()
+    assert wait_until(lambda: sharing.served("weight store", "w").held == 0, LONG)
 
 
 @READERS
@@ -247,6 +275,8 @@ def test_small_versions_come_in_the_message(sharing: Members) -> None:
     with sharing.acting("a"):
         view = rtr.WeightStore.find("w").view()
     assert view.copied_because == "they came in a message" and is_all(view["weight"], 1)
+    with sharing.acting("a"):
+        assert rtr.WeightStore.find("w").stats().mapped == 0
     for value in (2.0, 3.0, 4.0):
         publish(sharing, value, {"weight": torch.full((10,), value)})
     assert is_all(view["weight"], 1)
