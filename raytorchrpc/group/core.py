@@ -235,7 +235,7 @@ class _Pending(NamedTuple):
 
 
 class Core:
-    """Used by one thread, but for ``unready`` and ``causes``."""
+    """Used by one thread, but for ``unready``, ``causes`` and ``away``."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         """``peers``: the members of a group that has formed."""
@@ -310,7 +310,7 @@ class Core:
 
     def away(self) -> dict[str, str]:
         """The same of those whose loss was announced."""
-        return {name: loss.cause for name, loss in self.lost.items() if loss.is_announced}
+        return {name: loss.cause for name, loss in self.lost.copy().items() if loss.is_announced}
 
     def unready(self) -> dict[str, str]:
         """The members that cannot be called by all, and why. Any thread may ask."""

@@ -156,6 +156,9 @@ class Supervisor:
             # One that is suspended is not to hold up the supervisor's thread.
             self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
             self._request(admit, request.timeout_s)
+            # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
+            with contextlib.suppress(RayTorchRpcError):  # it is found lost like others
+                self._connections.ping(request.name, patience_s)
             self._check_running()  # if the group ends, the end may have come too early to tell this one
         except (PeerLost, RpcTimeout) as error:
             message = (
@@ -269,7 +272,7 @@ class Supervisor:
 
     def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
         """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
-        sent = self.roster.by_themselves.intersection(names) - self._core.lost.keys()
+        sent = self.roster.by_themselves.intersection(names) - self._core.away().keys()
         asked = dict.fromkeys(sent, (self.roster.generation, for_good))
         # One that leaves closes the connection instead of an answer.
         self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
