@@ -8,11 +8,14 @@
 #                                     one of the packages that raytorchrpc plugs into; its newest release
 #   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,llm,tls PACKAGE=dist/NAME.whl
 #                                     try another torch, more extras, or a wheel in an empty environment
+#   make release-check RAYTORCHRPC_URL=https://... [TAG=v0.1.0]
+#                                     what a release of that tag would publish, with the project's address in it
 
 PYTHON ?= python3
 VENV   ?= .venv
 # The documentation is built from sources alone, so its tools live without torch and Ray.
 VENV_DOCS ?= .venv-docs
+VENV_RELEASE ?= .venv-release
 ARGS   ?=
 TESTS  ?= not slow and not multihost
 # Test files at a time, each with a Ray of its own: most of a test is waiting for processes to start.
@@ -22,6 +25,9 @@ BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV_DOCS)/.installed
+RELEASE_STAMP := $(VENV_RELEASE)/.installed
+# Which reads the dependency groups of pyproject.toml.
+PIP_NEEDED := pip>=25.1
 TORCH := $(shell grep '^torch==' constraints.txt)
 RAY   := $(shell grep '^ray==' constraints.txt)
 
@@ -40,7 +46,7 @@ NEWEST ?=
 EXTRAS ?= cli,doctor
 PACKAGE ?= .
 
-.PHONY: help env demo test test-integrations lint docs bench install-check clean
+.PHONY: help env demo test test-integrations lint docs bench install-check release-check clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -80,6 +86,18 @@ bench: $(STAMP) ## run the benchmarks, ours and plain Ray side by side
 install-check: ## install the library in an empty environment, and try it and its extras there
 	@$(PYTHON) tests/install.py --torch "$(TORCH)" --package "$(PACKAGE)" --extras "$(EXTRAS)"
 
+release-check: export RAYTORCHRPC_URL := $(RAYTORCHRPC_URL)
+release-check: $(RELEASE_STAMP) ## build what a release publishes, check it, and try the wheel in an empty environment
+	@test -n "$(RAYTORCHRPC_URL)" || \
+	  { echo "a release names the project's address: make release-check RAYTORCHRPC_URL=https://..." >&2; exit 1; }
+	@version=v$$(sed -n 's/^__version__ = "\(.*\)"$$/\1/p' raytorchrpc/__init__.py); \
+	  test "$(or $(TAG),$$version)" = "$$version" || { echo "the tag $(TAG) is not the version: $$version" >&2; exit 1; }
+	@rm -rf dist
+	@$(VENV_RELEASE)/bin/python -m build
+	@$(VENV_RELEASE)/bin/python -m twine check --strict dist/*
+	@$(VENV_RELEASE)/bin/check-wheel-contents dist/*.whl
+	@$(MAKE) --no-print-directory install-check PACKAGE="$$(echo dist/*.whl)"
+
 clean: ## remove build output and caches (delete .venv by hand to start over)
 	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find raytorchrpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
@@ -90,6 +108,10 @@ define install
 @printf '%s ' "$(1)"; ( while sleep $(DOT_S) && kill -0 $$$$ 2>/dev/null; do printf .; done ) & dots=$$!; \
 $(2); status=$$?; kill $$dots 2>/dev/null; echo; exit $$status
 endef
+
+# The tools of a dependency group, into an environment of their own.
+tools = $(1)/bin/python -m pip --disable-pip-version-check install -qq '$(PIP_NEEDED)' && \
+  $(1)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt --group $(2)
 
 # torch comes first and alone, so that the pinned build is the one every other package finds installed.
 # The stamp is written last: an interrupted installation is simply carried on by the next make.
@@ -104,7 +126,8 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	$(call install,[env 2/3] installing $(TORCH) (the big one: one to five minutes),$(PIP) install -qq "$(TORCH)")
 	$(call install,[env 3/3] installing Ray and everything else (about a minute),\
-	  $(PIP) install -qq -e '.[dev]' -c constraints.txt)
+	  $(PIP) install -qq '$(PIP_NEEDED)' && $(PIP) install -qq -e '.[atari,bench,data,demo,llm,tls]' \
+	    --group test --group lint -c constraints.txt)
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt
@@ -115,9 +138,14 @@ $(DOCS_STAMP): pyproject.toml constraints.txt
 	  $(PYTHON) -m venv --clear $(VENV_DOCS); \
 	fi
 	@echo "[docs] installing mkdocs-material and mkdocstrings (under a minute)"
-	@$(VENV_DOCS)/bin/python -m pip --disable-pip-version-check install -qq -c constraints.txt \
-	  $$($(VENV_DOCS)/bin/python -c 'import tomllib; \
-	     print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@$(call tools,$(VENV_DOCS),docs)
+	@touch $@
+
+$(RELEASE_STAMP): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PYTHON) -m venv --clear $(VENV_RELEASE)
+	@echo "[release] installing build, twine and check-wheel-contents (under a minute)"
+	@$(call tools,$(VENV_RELEASE),release)
 	@touch $@
 
 # torch comes along with all others: a package that needs another torch fails to install, instead of replacing it.
@@ -130,6 +158,7 @@ $(VENV_INTEGRATIONS)/%/.installed: pyproject.toml constraints.txt Makefile
 	@rm -f $@
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	$(call install,[$(ENGINE)] installing $(LISTED) (gigabytes: minutes),$(@D)/bin/python -m pip install -qq \
-	  $(if $(filter %-newest,$(ENGINE)),$(call UNPINNED,$(PACKAGES)),$(PACKAGES)) -e '.[test]')
+	  '$(PIP_NEEDED)' && $(@D)/bin/python -m pip install -qq \
+	  $(if $(filter %-newest,$(ENGINE)),$(call UNPINNED,$(PACKAGES)),$(PACKAGES)) -e . --group test)
 	$(if $(filter -%,$(LISTED)),@$(@D)/bin/python -m pip uninstall -qq -y $(patsubst -%,%,$(filter -%,$(LISTED))))
 	@touch $@

@@ -47,7 +47,7 @@ from raytorchrpc.runtime_env import runtime_env
 from raytorchrpc.tensors.distributed_tensors import register_device_mesh
 from raytorchrpc.topology.device_map import DeviceMap
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BlockFp8",
