@@ -2,23 +2,42 @@
 
 - Pages below "Maintainers" stay out of the search, so that users find what is written for them.
 - Pictures go into the page itself: their colours then follow the reader's choice of a dark or a light page.
+- ``promises.md`` lists what ``promises.yml`` says.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 DOCS = Path(__file__).parent
 _PICTURE = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*assets/(?P<name>[\w-]+\.svg)" ?/?>')
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if any(section.title == "Maintainers" for section in page.ancestors):
         page.meta["search"] = {"exclude": True}
-    return markdown
+    return markdown.replace("<!-- promises -->", "\n".join(promises(config["repo_url"])))
 
 
 def on_page_content(html: str, **_: Any) -> str:
     return _PICTURE.sub(lambda match: (DOCS / "assets" / match["name"]).read_text(encoding="utf-8").strip(), html)
+
+
+def promises(repository: str | None) -> Iterator[str]:
+    """Every promise as an item of a list, with its tests below it; they are links if the repository is known."""
+    for page, parts in yaml.safe_load((DOCS / "promises.yml").read_text(encoding="utf-8")).items():
+        title = (DOCS / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        yield f"## [{title}]({page})\n"
+        for part, entries in parts.items():
+            yield f"**{part}**\n" if part else ""
+            for entry in entries:
+                yield f"- {entry['promise']}" + (" (no test)" if entry["tests"] == "none" else "")
+                for test in () if entry["tests"] == "none" else entry["tests"]:
+                    file, shown = test.partition("::")[0], f"`{test}`"
+                    yield f"    - [{shown}]({repository}/blob/main/{file})" if repository else f"    - {shown}"
+            yield ""
