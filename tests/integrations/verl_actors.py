@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ with warnings.catch_warnings():  # of verl and what it imports there are many
 
 ENGINE = "raytorchrpc"
 MODULE = "raytorchrpc.integrations.verl"
+#: Workers of Ray run with a low priority, and verl takes ten seconds of a processor to import.
+START_S = 240
 
 
 def config_of(backend: str = ENGINE, module: str | None = MODULE, megabytes: int = 1, **options: Any) -> Any:
@@ -74,10 +77,12 @@ class Trainer:
         )
         self.fails_after: int | None = None
         self.left_out: str | None = None
+        self._gathering = threading.Lock()
+        """A step may be asked for while this trainer still takes part in an update that has failed elsewhere."""
 
     def step(self) -> dict[str, torch.Tensor]:
         """Change the model; returns all of it."""
-        with torch.no_grad():
+        with self._gathering, torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.to_local().add_(0.5)
             return {name: parameter.full_tensor().detach() for name, parameter in self.model.named_parameters()}
@@ -86,12 +91,13 @@ class Trainer:
         self.fails_after, self.left_out = fails_after, left_out
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for count, (name, parameter) in enumerate(self.model.named_parameters()):
-            if count == self.fails_after:
-                raise RuntimeError("out of memory, for instance")
-            whole = parameter.full_tensor()
-            if name != self.left_out:
-                yield name, whole
+        with self._gathering:
+            for count, (name, parameter) in enumerate(self.model.named_parameters()):
+                if count == self.fails_after:
+                    raise RuntimeError("out of memory, for instance")
+                whole = parameter.full_tensor()
+                if name != self.left_out:
+                    yield name, whole
 
     def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.checkpoint_engine, method)(*args, **kwargs)
@@ -167,21 +173,22 @@ class Replica:
 
 def start_trainers(config: Any, meeting: str, count: int = 2, layers: int = 3, width: int = 256) -> Trainers:
     remote = ray.remote(num_cpus=0)(Trainer)
-    return Trainers(
-        [
-            remote.options(runtime_env=_environment(rank, count, meeting)).remote(config, layers, width)
-            for rank in range(count)
-        ]
-    )
+    actors = [
+        remote.options(runtime_env=_environment(rank, count, meeting)).remote(config, layers, width)
+        for rank in range(count)
+    ]
+    ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=START_S)
+    return Trainers(actors)
 
 
 def start_replicas(config: Any, meeting: str, count: int = 2) -> list[Replica]:
     """Replicas of one worker each."""
     remote = ray.remote(num_cpus=0)(Rollout)
-    return [
-        Replica([remote.options(runtime_env=_environment(0, 1, f"{meeting}-{rank}")).remote(config)])
-        for rank in range(count)
+    actors = [
+        remote.options(runtime_env=_environment(0, 1, f"{meeting}-{rank}")).remote(config) for rank in range(count)
     ]
+    ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=START_S)
+    return [Replica([actor]) for actor in actors]
 
 
 def manager_of(config: Any, trainers: Trainers, replicas: list[Replica]) -> Any:
