@@ -7,22 +7,26 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 import raytorchrpc as rtr
 from tests.integrations.vllm_actors import (
+    INT8,
     AsyncEngine,
     Engine,
+    Int8Trainer,
     Server,
     ShardedTrainer,
     Trainer,
     dtype_and_sum,
     fail_midway,
+    fail_to_wait,
     pid_of,
     save_config,
 )
@@ -164,6 +168,34 @@ def test_parameters_that_kernels_read_are_written_in_place(llama: Callable[..., 
         assert (status.into, status.why, status.nbytes.keys()) == ("parameters", "", {"parameters"})
 
 
+def test_a_quantised_model_takes_the_tensors_of_its_checkpoint(llama: Callable[..., str], cluster: None) -> None:
+    """As vLLM loads them from a file; those of the model before it was quantised are refused."""
+    path = llama(quantization_config=INT8)
+    trainer = ray.remote(Int8Trainer).options(num_cpus=0).remote(path)
+    ray.get(trainer.save.remote(path))
+    engine = ray.remote(Engine).options(num_cpus=0).remote(path, load_format="auto")
+    try:
+        loaded = ray.get(engine.greedy.remote(), timeout=200)
+        with rtr.init_group({"trainer": trainer, "engine": engine}, name="int8"):
+            ray.get(trainer.open.remote("int8", keep=4))
+            saved = ray.get(trainer.publish_int8.remote())
+            ray.get(trainer.change.remote())
+            changed = ray.get(trainer.publish_int8.remote())
+            ray.get(engine.connect.remote("int8"))
+            for version, is_saved in ((changed, False), (saved, True), (changed, False)):
+                ray.get(engine.update.remote(version))
+                assert (ray.get(engine.greedy.remote()) == loaded) is is_saved
+            (status,) = ray.get(engine.status.remote())
+            assert status.into == "layers" and "process" in status.why
+            ray.get(trainer.open.remote("whole"))
+            ray.get(trainer.publish.remote())
+            with pytest.raises(rtr.ConfigurationError, match=r"is quantised: publish the tensors of its quantised"):
+                ray.get(engine.connect.remote("whole"))
+    finally:
+        ray.kill(engine)
+        ray.kill(trainer)
+
+
 def test_embeddings_that_are_tied_are_packed_again(llama: Callable[..., str], cluster: None) -> None:
     """vLLM packs the tied matrix for the output layer, which has no tensor of its own in the checkpoint."""
     with group_of(llama(tie_word_embeddings=True)) as (trainer, engine):
@@ -258,6 +290,88 @@ def test_each_rank_of_a_tensor_parallel_engine_pulls_its_half(llama: Callable[..
         whole = ray.get(trainer.nbytes.remote())
         for rank in ranks:
             assert whole / 2 <= sum(rank.nbytes.values()) < whole / 2 * 1.02, "norms are on both ranks"
+        ray.get(engine.run.remote(fail_to_wait, 0))
+        with pytest.raises(ray.exceptions.RayTaskError, match="the test says so"):
+            ray.get(engine.update.remote(), timeout=60)  # no rank waits for the other
+        with suppress(ray.exceptions.RayTaskError):  # vLLM reads the second rank's answer to the failed call only now
+            ray.get(engine.run.remote(fail_to_wait, 1), timeout=60)
+        ray.get(trainer.step.remote())
+        ray.get(engine.update.remote(), timeout=60)  # only the first one asks the store
+        assert agree(trainer, engine)
+
+
+def test_workers_of_the_ray_executor_join_by_name(llama: Callable[..., str], cluster: None) -> None:
+    """They are actors that vLLM creates, busy in an endless method, and of no member's process."""
+    path = llama()
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    engine = ray.remote(Engine).options(num_cpus=0).remote(path, **parallel)
+    try:
+        ray.get(engine.start_s.remote(), timeout=300)
+        config = rtr.GroupConfig(joinable_by="cluster")
+        with rtr.init_group({"trainer": trainer, "engine": engine}, config=config, name="executor") as group:
+            ray.get(trainer.open.remote())
+            ray.get(trainer.step.remote())
+            ray.get(engine.connect.remote(group="executor"))
+            assert len(group.members) == 4
+            version = ray.get(trainer.step.remote())
+            ray.get(engine.update.remote(version), timeout=100)
+            assert agree(trainer, engine)
+            assert [rank.version for rank in ray.get(engine.status.remote())] == [version, version]
+    finally:
+        ray.kill(engine)
+        ray.kill(trainer)
+
+
+def test_engines_of_an_external_launcher_are_the_ranks(llama: Callable[..., str], cluster: None) -> None:
+    """Two actors, each with its engine, are the ranks of one model, as torchrun starts them."""
+    path = llama()
+    for left in Path("/dev/shm").glob("-tp:0-[[]0-1[]]-cpushm_*"):
+        left.unlink()  # of a process that was killed; vLLM gives them the same name each time
+    meeting = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": meeting.port}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = True
+    parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    engines = []
+    for rank in range(2):
+        variables = {name: str(its) for name, its in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        engines.append(ray.remote(Engine).options(num_cpus=0).remote(path, variables=variables, **parallel))
+    try:
+        ray.get([engine.start_s.remote() for engine in engines], timeout=300)
+        with rtr.init_group({"trainer": trainer, "engine_0": engines[0], "engine_1": engines[1]}, name="launcher"):
+            ray.get(trainer.open.remote())
+            ray.get(trainer.step.remote())
+            ray.get([engine.connect.remote() for engine in engines])
+            version = ray.get(trainer.step.remote())
+            ray.get([engine.update.remote() for engine in engines], timeout=100)  # both ranks choose the same
+            tokens = ray.get([each.greedy.remote() for each in (trainer, *engines)])
+            assert tokens[1:] == tokens[:1] * 2
+            assert [ray.get(engine.status.remote())[0].version for engine in engines] == [version, version]
+    finally:
+        for actor in (*engines, trainer):
+            ray.kill(actor)
+
+
+def test_every_data_parallel_engine_has_the_version(llama: Callable[..., str], cluster: None) -> None:
+    path = llama()
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    engine = ray.remote(AsyncEngine).options(num_cpus=0).remote(path, data_parallel_size=2)
+    try:
+        ray.get(engine.start.remote(), timeout=300)
+        with rtr.init_group({"trainer": trainer, "engine": engine}) as group:
+            ray.get(trainer.open.remote())
+            ray.get(trainer.step.remote())
+            ray.get(engine.connect.remote("policy"))
+            version = ray.get(trainer.step.remote())
+            ray.get(engine.update.remote(version), timeout=100)
+            for rank in range(2):
+                assert ray.get(engine.greedy.remote(data_parallel_rank=rank)) == ray.get(trainer.greedy.remote())
+            pulled = [row.pulled for row in group.stats().weights if row.member.startswith("engine.")]
+            assert pulled == [version, version]
+    finally:
+        ray.kill(engine)
+        ray.kill(trainer)
 
 
 def test_an_update_while_requests_run(llama: Callable[..., str], cluster: None) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import raytorchrpc as rtr
@@ -114,6 +115,46 @@ class Trainer:
         return list(ids[0, len(PROMPT) :].tolist())
 
 
+#: Of compressed-tensors: int8 weights with a scale for each row, activations quantised as they come.
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+INT8: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "all": {
+            "targets": ["Linear"],
+            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+class Int8Trainer(Trainer):
+    """Publishes its model as an int8 checkpoint has it (see ``INT8``)."""
+
+    def checkpoint(self) -> dict[str, Any]:
+        import torch
+
+        found = {}
+        for name, its in self.model.state_dict().items():
+            found[name] = its
+            if name.endswith("_proj.weight"):
+                found[f"{name}_scale"] = scale = its.abs().amax(1, keepdim=True) / 127
+                found[name] = (its / scale).round().to(torch.int8)
+        return found
+
+    def save(self, path: str) -> None:
+        """Write the checkpoint beside its configuration."""
+        from safetensors.torch import save_file
+
+        save_file(self.checkpoint(), f"{path}/model.safetensors")
+
+    def publish_int8(self) -> int:
+        return int(self.store.publish(self.checkpoint()))
+
+
 class ShardedTrainer:
     """One of two processes that train the same model with FSDP2, and drive vLLM as vLLM's documentation says."""
 
@@ -175,6 +216,8 @@ class Engine:
         os.environ.update(variables or {})
         if keep_layout:
             leave_layout_alone()
+        if options.get("distributed_executor_backend") == "ray":
+            count_cpus_as_gpus()
         from vllm import LLM
 
         began = time.monotonic()
@@ -236,6 +279,20 @@ class Engine:
         return list(answer.outputs[0].token_ids)
 
 
+def count_cpus_as_gpus() -> None:
+    """Have vLLM's Ray executor place its workers by Ray's GPUs. On CPUs it has no resource for them, and refuses."""
+    import ray
+    from vllm.platforms import current_platform
+    from vllm.v1.executor import ray_executor_v2 as executor
+
+    class Worker(executor.RayWorkerProc):
+        def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
+            return ray.get_runtime_context().get_node_id(), [self._init_kwargs["rank"]]
+
+    type(current_platform).ray_device_key = "GPU"
+    executor.ray = SimpleNamespace(**{**vars(ray), "remote": lambda _: ray.remote(Worker)})
+
+
 def leave_layout_alone() -> None:
     """Have vLLM compute linear layers from their weights, as it does on GPUs; on CPUs it packs them."""
     import torch
@@ -258,6 +315,21 @@ def fail_midway(engine: Engine) -> None:
         raise rtr.PeerLost("trainer", "the test says so", True)
 
     group.pull = fail
+
+
+def fail_to_wait(engine: Engine, rank: int) -> None:
+    """Have this rank alone not find a version in time."""
+
+    def spoil(worker: Any) -> None:
+        engine = worker.weight_transfer_engine
+
+        class Silent(rtr.WeightStore):
+            def wait(self, version: int = 1, timeout: float | None = None) -> int:
+                raise rtr.Empty("the test says so")
+
+        engine._store.__class__ = Silent if worker.rank == rank else rtr.WeightStore
+
+    engine.llm.collective_rpc(spoil)
 
 
 def dtype_and_sum(engine: Engine, name: str) -> tuple[str, float]:
@@ -312,12 +384,12 @@ class AsyncEngine:
                 await self.update(version)
         return then, count
 
-    async def greedy(self, count: int = 12) -> list[int]:
+    async def greedy(self, count: int = 12, **options: Any) -> list[int]:
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=count, detokenize=False, ignore_eos=True)
-        tokens: list[int] = []
-        async for answer in self.llm.generate({"prompt_token_ids": PROMPT}, sampling, request_id=os.urandom(8).hex()):
+        prompt, tokens = {"prompt_token_ids": PROMPT}, list[int]()
+        async for answer in self.llm.generate(prompt, sampling, request_id=os.urandom(8).hex(), **options):
             tokens = list(answer.outputs[0].token_ids)
         return tokens
 

@@ -7,6 +7,7 @@ A Llama of 231 MB in float32, on CPUs. Each round publishes new weights, and the
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -76,8 +77,8 @@ def measure(path: str, options: dict[str, Any], rounds: int) -> tuple[list[list[
             times = []
             for _ in range(rounds):
                 version, publish_s = ray.get(trainer.timed_step.remote())
-                row = [publish_s, ray.get(engine.update.remote(version))]
-                if ray.get(trainer.greedy.remote()) != ray.get(engine.greedy.remote()):
+                row = [publish_s, ray.get(engine.update.remote(version), timeout=60)]
+                if ray.get(trainer.greedy.remote()) != ray.get(engine.greedy.remote(), timeout=120):
                     raise RuntimeError("vLLM does not generate what the published model does")
                 if options.get("in_process", True):
                     held, put_s = ray.get(trainer.timed_put.remote())
@@ -94,6 +95,7 @@ def main() -> None:
     asked.add_argument("--rounds", type=int, default=15)
     asked.add_argument("--only", default="", help="part of a case's name")
     given = asked.parse_args()
+    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15, ranks that wait for one another take minutes
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
     print(f"{'':24}{'publish':>9}{'update':>9}{'fastest':>9}{'ray.put':>9}{'load':>9}")
     with tempfile.TemporaryDirectory() as folder:

@@ -101,9 +101,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         store, version = self._initialised(), update_info.version
         timeout = self._info.timeout if update_info.timeout is None else update_info.timeout
         if version is None:
-            version = store.wait(timeout=timeout)
-            if self.parallel_config.world_size > 1:  # all ranks of a model need the same
-                version = get_world_group().broadcast_object(version)
+            version = _newest(store, timeout)
         update = self._update or self._prepare(version, timeout)
         try:
             update.bring(version, timeout)
@@ -136,6 +134,21 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a WeightStore"
             )
         return self._store
+
+
+def _newest(store: rtr.WeightStore, timeout: float) -> int:
+    """The newest version that the first rank finds: all ranks of a model need the same, or the same error."""
+    ranks = get_world_group()
+    found: Any = None
+    if ranks.is_first_rank:
+        try:
+            found = store.wait(timeout=timeout)
+        except rtr.RayTorchRpcError as error:
+            found = error
+    found = ranks.broadcast_object(found)
+    if isinstance(found, Exception):
+        raise found
+    return int(found)
 
 
 def _become_member(info: InitInfo) -> None:
