@@ -1,4 +1,4 @@
-"""What a short switch interval costs a process that nobody calls: CPU time of each step of its program against 5 ms."""
+"""What members pay for their switch interval, in CPU time of a step of their program, and what calls to them gain."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import ray
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._harness import End, Line, Pick, actors, on, show
+import raytorchrpc as rtr
+from benchmarks._harness import End, Line, Pick, group_of, on, show
+from raytorchrpc.calls.member import process_member
 
-#: Seconds: the default of members, others to compare with, and Python's own.
-INTERVALS, PYTHONS = (0.0005, 0.001, 0.0001), 0.005
-#: As a ratio of CPU time.
-TARGET = 1.02
+#: Python's own interval (seconds).
+PYTHONS_S = 0.005
+#: Most CPU time, as a ratio, of a program that nobody calls.
+PRICE = 1.02
+#: Bytes of the argument, by its name, and most milliseconds of a call to a busy member.
+SIZES = {"empty": (0, 0.8), "1.25 KB": (1250, 0.9), "10 MB": (10_000_000, 2.0)}
+#: Pauses between calls (seconds).
+PAUSES = {"closed loop": 0.0, "every 20 ms": 0.02}
+#: An interval so long that the time of a call tells how often its callee waited for the lock (seconds), and how often
+#: that may be.
+LONG_S, MOST_HANDOVERS = 0.02, 2.0
 
 #: Runs for so many seconds; returns how many steps it made.
 Program = Callable[[float], int]
@@ -86,51 +95,127 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def cpu_per_step(program: Program, interval_s: float, *, seconds: float) -> float:
-    """Microseconds of this process."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(interval_s)
-    try:
+def cpu_per_step(end: End, program: str, seconds: float) -> float:
+    """Microseconds of the actor's process. Its methods may be called meanwhile."""
+    with rtr.allow_calls():
         began = time.process_time()
-        made = program(seconds)
+        made = PROGRAMS[program](seconds)
         return (time.process_time() - began) / max(1, made) * 1e6
-    finally:
-        sys.setswitchinterval(before)
 
 
-def pairs(measure: Callable[[float], float], interval_s: float, count: int) -> tuple[float, float]:
-    """The medians of ``measure(interval)`` at ``interval_s`` and at Python's own; each pair in an order of its own."""
-    found: dict[float, list[float]] = {interval_s: [], PYTHONS: []}
+def calls(end: End, peer: str, size: int, pause_s: float, count: int) -> list[float]:
+    """Milliseconds of each call of ``peer``."""
+    value, took = torch.ones(size // 4) if size else None, []
     for _ in range(count):
-        for each in random.sample([interval_s, PYTHONS], 2):
-            found[each].append(measure(each))
-    return statistics.median(found[interval_s]), statistics.median(found[PYTHONS])
+        began = time.perf_counter()
+        rtr.rpc_sync(peer).take(value) if size else rtr.rpc_sync(peer).take()
+        took.append((time.perf_counter() - began) * 1e3)
+        if pause_s:
+            time.sleep(pause_s)
+    return took
+
+
+def run_python(end: Any) -> None:
+    """Keep the actor's process busy from now on."""
+
+    def work() -> None:
+        while not idle.is_set():
+            sum(range(50))
+
+    end.idle = idle = threading.Event()
+    threading.Thread(target=work, daemon=True).start()
+
+
+def run_nothing(end: Any) -> None:
+    end.idle.set()
+
+
+def set_interval(end: Any, seconds: float, shortened: bool) -> None:
+    """Set the interval of the actor's process, and whether calls shorten it."""
+    local = process_member()
+    end.shortens = shortens = vars(end).get("shortens", local.incoming.interval)
+    local.incoming.interval = local.outgoing.interval = shortens if shortened else None
+    sys.setswitchinterval(seconds)
+
+
+def nothing(end: End) -> None:
+    """Runs in the actor."""
+
+
+def calls_of_ray(end: Any) -> float:
+    """Microseconds of a call through Ray."""
+    count, began = 200, time.perf_counter()
+    ray.get([end.run.remote(nothing) for _ in range(count)])
+    return (time.perf_counter() - began) / count * 1e6
+
+
+def prices(ends: Sequence[Any], pick: Pick, called: bool) -> list[Line]:
+    """Each measurement is with and without the setting, in an order of its own."""
+    count, seconds = pick(20, 6, 2), pick(0.25, 0.2, 0.05)
+    callee, caller = ends
+    lines = []
+    for program in [*PROGRAMS, *([] if called else ["Ray's own calls"])]:
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(count):
+            for shortened in random.sample([True, False], 2):
+                on(callee, set_interval, PYTHONS_S, shortened)
+                if program not in PROGRAMS:
+                    found[shortened].append(calls_of_ray(callee))
+                    continue
+                step = callee.run.remote(cpu_per_step, program, seconds)
+                if called:
+                    on(caller, calls, "callee", 0, 0.02, int(seconds / 0.025))
+                found[shortened].append(ray.get(step))
+        ours, own = statistics.median(found[True]), statistics.median(found[False])
+        lines.append(Line(program, ours, own, "us", "5 ms", None if called else PRICE))
+    return lines
+
+
+def gains(ends: Sequence[Any], pick: Pick) -> list[Line]:
+    """Calls of a member that runs Python, from one that does not and then from one that does."""
+    turns, count = pick(6, 3, 1), pick(20, 13, 5)
+    callee, caller = ends
+    lines = []
+    for busy in ("callee", "both ends"):
+        on(callee if busy == "callee" else caller, run_python)
+        for pause, pause_s in PAUSES.items():
+            for size, (size_bytes, most_ms) in SIZES.items():
+                found: dict[bool, list[float]] = {True: [], False: []}
+                for _ in range(turns):
+                    for shortened in random.sample([True, False], 2):
+                        for end in ends:
+                            on(end, set_interval, PYTHONS_S, shortened)
+                        found[shortened] += on(caller, calls, "callee", size_bytes, pause_s, count)[3:]
+                most = most_ms if busy == "callee" else 2 * most_ms
+                for name, share in (("median", 0.5), ("95 %", 0.95)):
+                    ours, own = (sorted(found[each])[int(share * len(found[each]))] for each in (True, False))
+                    target = most / own if name == "median" else None
+                    lines.append(Line(f"{busy}: {size}, {pause}, {name}", ours, own, "ms", "5 ms", target))
+    for end in ends:
+        on(end, run_nothing)
+    return lines
+
+
+def handovers(ends: Sequence[Any], pick: Pick) -> list[Line]:
+    """How often a callee that runs Python waits for the interpreter lock, in each call."""
+    count = pick(43, 23, 5)
+    callee, caller = ends
+    lines = []
+    on(callee, set_interval, LONG_S, False)
+    on(callee, run_python)
+    for pause, pause_s in PAUSES.items():
+        for size, (size_bytes, _) in SIZES.items():
+            took = on(caller, calls, "callee", size_bytes, pause_s, count)[3:]
+            waits = statistics.mean(took) / (LONG_S * 1e3)
+            lines.append(Line(f"{size}, {pause}", waits, MOST_HANDOVERS, "per call", "at most", 1.0))
+    on(callee, run_nothing)
+    return lines
 
 
 def main(pick: Pick) -> None:
-    count, seconds = pick(20, 8, 2), pick(0.4, 0.2, 0.05)
-    with actors(1) as (end,):
-
-        def of_ray(interval_s: float) -> float:
-            """Microseconds of a call through Ray to an actor with that interval."""
-            on(end, _set, interval_s)
-            calls, began = 200, time.perf_counter()
-            ray.get([end.run.remote(_nothing) for _ in range(calls)])
-            return (time.perf_counter() - began) / calls * 1e6
-
-        measures = {name: partial(cpu_per_step, program, seconds=seconds) for name, program in PROGRAMS.items()}
-        lines = []
-        for interval_s in pick(INTERVALS, INTERVALS[:1], INTERVALS[:1]):
-            for name, measure in {**measures, "Ray's own calls (time)": of_ray}.items():
-                ours, python = pairs(measure, interval_s, count)
-                target = TARGET if interval_s == INTERVALS[0] else None
-                lines.append(Line(f"{name}, {interval_s * 1e3:g} ms", ours, python, "us", "5 ms", target))
-    show("CPU time of a step of a program that nobody calls, medians", lines)
-
-
-def _set(end: End, interval_s: float) -> None:
-    sys.setswitchinterval(interval_s)
-
-
-def _nothing(end: End) -> None:
-    """Runs in the actor."""
+    with group_of("callee", "caller") as (_, members):
+        ends = list(members.values())
+        show("CPU time of a step of a program that nobody calls, medians", prices(ends, pick, called=False))
+        show("The same with 40 calls a second", prices(ends, pick, called=True))
+        show("Calls of members that run Python", gains(ends, pick))
+        show("Hand-overs of the interpreter lock in a callee that runs Python", handovers(ends, pick))

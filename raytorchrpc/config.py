@@ -105,10 +105,11 @@ class GroupConfig:
     """Size of torchrpc's thread pool; the default is torch's. Methods do not run there, but functions that members send
     each other by torch's own RPC API do: with fewer threads, those that wait for each other can block them all."""
 
-    switch_interval_s: Annotated[float, Field(ge=1e-5, le=0.1)] | None = None
-    """Python's switch interval in members, in seconds (``sys.setswitchinterval``), while they are in the group. None
-    leaves it as it is, at 5 ms unless the program has set it. A call to a member that runs Python code waits for one
-    interval, or for several if its tensors are on a GPU. Shorter ones cost programs with several threads some time."""
+    switch_interval_s: Annotated[float, Field(ge=1e-5, le=0.1)] | None = 0.0005
+    """Python's switch interval (``sys.setswitchinterval``), in seconds, in members that call or are called, until they
+    have not done so for 0.1 to 0.2 s. A call to a member that runs Python code waits for one interval, or for several
+    if its tensors are on a GPU. At other times, and wherever the program has set an interval of its own, it stays as it
+    is. None never changes it."""
 
     metrics_period_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     """Period, in seconds, at which members export their counters to Ray's metrics, and so to the node's Prometheus

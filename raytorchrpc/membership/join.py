@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -42,6 +41,7 @@ from raytorchrpc.membership.view import JOINING, Answer, Delta, Difference, Tabl
 from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
+from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.pairs import forbidden
@@ -155,8 +155,8 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
     process_guard().vouch = partial(vouched, local, {})
     _preparing = Membership(spec, local, Table(info, {}, 0))  # from here on ``leave`` undoes it
     if config.switch_interval_s is not None:
-        local.at_end.append(partial(sys.setswitchinterval, sys.getswitchinterval()))
-        sys.setswitchinterval(config.switch_interval_s)
+        local.outgoing.interval = local.incoming.interval = SwitchInterval(config.switch_interval_s, local.deadlines)
+        local.at_end.append(local.incoming.interval.end)
     return local
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from typing import Any
@@ -127,6 +128,10 @@ class Busy(Peer):
     def _exit(self) -> None:
         with self._lock:
             self.now -= 1
+
+    @rtr.method
+    def interval(self) -> float:
+        return sys.getswitchinterval()
 
     @rtr.method
     def work(self) -> int:

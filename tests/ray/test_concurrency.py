@@ -14,9 +14,13 @@ import ray
 
 import raytorchrpc as rtr
 from tests import insides
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.call_actors import AsyncCaller, Busy, GroupedBusy
 from tests.ray.conftest import Spawn
+
+#: Python's own switch interval.
+DEFAULT_INTERVAL_S = 0.005
 
 MakeLatch = Callable[[], Latch]
 
@@ -205,16 +209,28 @@ def test_a_chain_by_torchrpc_alone_needs_no_more_than_two_of_its_threads(spawn: 
         assert ray.get(actors["a"].bounce.remote("b", 30), timeout=60) == ["a", "b"] * 15 + ["a"]
 
 
-def test_the_switch_interval_of_members_lasts_as_long_as_the_group(spawn: Spawn) -> None:
-    actor = spawn(Busy)
+@pytest.mark.parametrize("config", [{}, {"switch_interval_s": 0.001}, {"switch_interval_s": None}])
+def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
+    spawn: Spawn, config: dict[str, Any]
+) -> None:
+    actors = {"a": spawn(Busy), "b": spawn(Busy)}
+    during = config.get("switch_interval_s", 0.0005) or DEFAULT_INTERVAL_S
 
-    def interval(instance: Any) -> float:
-        return sys.getswitchinterval()
+    def of(member: str) -> float:
+        interval: float = ray.get(actors[member].run.remote(sys.getswitchinterval), timeout=60)
+        return interval
 
-    before = ray.get(actor.__ray_call__.remote(interval), timeout=60)
-    with rtr.init_group({"a": actor}, name="short", config=rtr.GroupConfig(switch_interval_s=0.0005)):
-        assert ray.get(actor.__ray_call__.remote(interval), timeout=60) == pytest.approx(0.0005)
-    assert ray.get(actor.__ray_call__.remote(interval), timeout=60) == before
+    def call() -> tuple[float, float]:
+        future = rtr.rpc_async("b").interval()
+        own = sys.getswitchinterval()
+        return future.wait(), own
+
+    with rtr.init_group(actors, name="short", config=rtr.GroupConfig(**config)):
+        assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
+        assert ray.get(actors["a"].run.remote(call), timeout=60) == pytest.approx((during, during))
+        assert wait_until(lambda: of("a") == of("b") == DEFAULT_INTERVAL_S, 30)
+        ray.get(actors["a"].run.remote(call), timeout=60)
+    assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
 
 
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:

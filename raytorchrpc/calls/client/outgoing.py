@@ -40,7 +40,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.completion import Completion
-from raytorchrpc.process.threads import ThreadShortage
+from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
@@ -78,15 +78,14 @@ class OutgoingCall(Call):
     """The name under which it is counted."""
     _sent_by = ""
     """The lane of its payload."""
-    _phase = Phase.UNSENT
+    _phase, _payload = Phase.UNSENT, _NO_PAYLOAD
     _pending: Any
     """Complete when the call can move on."""
     _header = ReplyHeader(protocol.OK)
     """Of the reply, once it has arrived."""
     _error: Exception | None = None
     """Why it was lost or has failed."""
-    _started = 0.0
-    _number = 0
+    _started, _number = 0.0, 0
     _is_reported = False
     """A failure is logged if this is dropped."""
     _is_fetched = _may_have_run = _is_cancelled = False
@@ -94,7 +93,6 @@ class OutgoingCall(Call):
 
     def __init__(self, calls: OutgoingCalls, route: PeerRoute, method: str, options: CallOptions) -> None:
         self._calls, self._route, self._method, self._options = calls, route, method, options
-        self._payload = _NO_PAYLOAD
         self._lock = threading.Lock()
 
     def send(self, args: tuple[Any, ...], kwargs: Any, retries: int = 0, target: Any = None) -> None:
@@ -122,6 +120,8 @@ class OutgoingCall(Call):
     def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
         """Send its request."""
         calls, route, method, options = self._calls, self._route, self._method, self._options
+        if calls.interval is not None and not calls.interval.used:
+            calls.interval.shorten()
         calls.peers.check_present(route)
         peer, tracer, counted = route.member.name, calls.tracer, counted_name(method, args)
         span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
@@ -154,8 +154,7 @@ class OutgoingCall(Call):
         self._lane, self._payload, self._number, self._counted = lane, payload, number, counted
         self._started, self._deadline = started, started + header.seconds
         self._sent_by = payload.lane or lane.name
-        if number:
-            self.cancellable = self._is_reported = True
+        self.cancellable = self._is_reported = options.cancellable
         calls.counters.sent(peer, self._sent_by, counted, size)
         if span is not None:
             span.about.update(lane=lane.name, bytes_out=size)
@@ -415,8 +414,8 @@ class OutgoingCall(Call):
         if not self._started:  # no attempt was sent, or the last one has been counted
             return
         elapsed, self._started = time.monotonic() - self._started, 0.0
-        peer, lane = self._route.member.name, self._sent_by
-        self._calls.counters.finished(peer, lane, self._counted, came_by, size, elapsed, error)
+        peer = self._route.member.name
+        self._calls.counters.finished(peer, self._sent_by, self._counted, came_by, size, elapsed, error)
         if self._span is not None:
             failed = {} if error is None else {"error": type(error).__name__}
             self._span.end(bytes_in=size, **failed)
@@ -427,6 +426,8 @@ class OutgoingCalls:
 
     tracer: Tracer | None = None
     """While the group is traced."""
+    interval: SwitchInterval | None = None
+    """To be short while calls are made."""
 
     def __init__(
         self,
@@ -477,7 +478,7 @@ class OutgoingCalls:
         """Run what waits for the return of a peer on a thread."""
         try:
             self._repeats.submit(function, *args)
-        except ThreadShortage:
+        except threads.ThreadShortage:
             self.workers.submit(function, *args)
 
     def close(self) -> None:
@@ -541,16 +542,15 @@ class OutgoingCalls:
         try:
             body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
         except SerializationError as error:
-            label = f"{route.member.name}.{method}"
-            raise SerializationError(self.codec.explain_argument(label, args, kwargs or {}, error)) from error
+            why = self.codec.explain_argument(f"{route.member.name}.{method}", args, kwargs or {}, error)
+            raise SerializationError(why) from error
         path = current_scope.get().path
         return RequestHeader(kind, self._rank, route.token, method, path, budget, until, None, number), body
 
     def budget(self, peer: str, method: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""
         budget = self._timeout_s if timeout is None else checked_timeout(timeout)
-        deadline = current_scope.get().deadline
-        if deadline is not None:
+        if (deadline := current_scope.get().deadline) is not None:
             budget = min(budget, deadline - time.monotonic())
         if budget <= 0:
             raise RpcTimeout(f"no time left to call {peer}.{method}: the deadline has passed")

@@ -16,6 +16,7 @@ from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.tensors.codec import NOTHING
 
 Work = Callable[[], None]
@@ -28,6 +29,8 @@ class IncomingCalls:
 
     tracer: Tracer | None = None
     """While the group is traced."""
+    interval: SwitchInterval | None = None
+    """To be short while calls come."""
 
     def __init__(
         self,
@@ -61,6 +64,8 @@ class IncomingCalls:
             if caller in self._peers.removed:
                 raise NotAMember(f"the caller was removed from the group of {name!r}")
             if kind in (protocol.CALL, protocol.REMOTE):
+                if self.interval is not None and not self.interval.used:
+                    self.interval.shorten()
                 header = RequestHeader._make(message.header)
                 exposed = self._exposed(header.method)
                 route = self._peers.route_back(caller)

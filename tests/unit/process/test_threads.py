@@ -1,18 +1,21 @@
-"""Threads that serve others, in a process that is short of memory or threads for a moment."""
+"""Threads that serve others, in a process that is short of memory or threads for a moment, or runs Python."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import queue
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from raytorchrpc.process import threads
+from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from tests.shortage import NO_MEMORY, Failing, Shortage, shortage
@@ -199,3 +202,97 @@ def test_what_finalizers_leave_is_done_once_there_is_memory(request: pytest.Fixt
     cleanup.leave(Failing([MemoryError(), RuntimeError(NO_MEMORY)], done.put), "given back")
     assert done.get(timeout=PATIENCE_S) == "given back"
     cleanup.stop()
+
+
+# --- the switch interval, short while calls come ---------------------------------------------------------------
+
+OWN, SHORT = 0.005, 0.0005
+
+
+class Clock(Deadlines):
+    """Calls back when the test says that it is time."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        self.due.append(callback)
+        return lambda: None
+
+    def pass_lease(self) -> None:
+        due, self.due = self.due, []
+        for callback in due:
+            callback()
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(OWN)
+    yield Clock()
+    sys.setswitchinterval(before)
+
+
+def interval() -> float:
+    return round(sys.getswitchinterval(), 6)
+
+
+def call(switch_interval: SwitchInterval) -> None:
+    if not switch_interval.used:
+        switch_interval.shorten()
+
+
+def test_it_is_short_from_the_first_call_until_none_has_come_for_a_lease(clock: Clock) -> None:
+    switch_interval = SwitchInterval(SHORT, clock)
+    assert interval() == OWN
+    for _ in range(3):
+        call(switch_interval)
+        assert interval() == SHORT
+        assert len(clock.due) == 1  # however many calls come
+        clock.pass_lease()
+    assert interval() == SHORT
+    clock.pass_lease()
+    assert interval() == OWN
+    assert not clock.due  # an idle member wakes no thread
+    call(switch_interval)
+    assert interval() == SHORT
+
+
+@pytest.mark.parametrize("own", [0.001, 0.0001, 0.02])
+def test_an_interval_that_the_program_has_set_is_left_alone(clock: Clock, own: float) -> None:
+    sys.setswitchinterval(own)
+    switch_interval = SwitchInterval(SHORT, clock)
+    call(switch_interval)
+    assert interval() == own
+    assert not clock.due
+    switch_interval.end()
+    assert interval() == own
+
+
+def test_an_interval_that_the_program_sets_while_it_is_short_stays(clock: Clock) -> None:
+    switch_interval = SwitchInterval(SHORT, clock)
+    call(switch_interval)
+    sys.setswitchinterval(0.002)
+    clock.pass_lease()
+    clock.pass_lease()
+    assert interval() == 0.002
+
+
+def test_its_end_restores_the_interval_for_good(clock: Clock) -> None:
+    switch_interval = SwitchInterval(SHORT, clock)
+    call(switch_interval)
+    switch_interval.end()
+    assert interval() == OWN
+    clock.pass_lease()
+    clock.pass_lease()
+    call(switch_interval)
+    assert interval() == OWN
+
+
+def test_a_forked_child_has_the_interval_of_the_program(clock: Clock) -> None:
+    switch_interval = SwitchInterval(SHORT, clock)
+    call(switch_interval)
+    if (child := os.fork()) == 0:
+        os._exit(interval() != OWN)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert interval() == SHORT
