@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -137,15 +137,19 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _newest(store: rtr.WeightStore, timeout: float) -> int:
-    """The newest version that the first rank finds: all ranks of a model need the same, or the same error."""
-    ranks = get_world_group()
+    """The newest version that the first rank finds: all ranks of a model need the same, or the same error.
+
+    Data parallel engines are not asked: a program may update one after the other.
+    """
+    groups = [get_tp_group(), get_pp_group(), get_pcp_group()]
     found: Any = None
-    if ranks.is_first_rank:
+    if all(group.is_first_rank for group in groups):
         try:
             found = store.wait(timeout=timeout)
         except rtr.RayTorchRpcError as error:
             found = error
-    found = ranks.broadcast_object(found)
+    for group in groups:
+        found = group.broadcast_object(found)
     if isinstance(found, Exception):
         raise found
     return int(found)
