@@ -28,6 +28,11 @@ class GroupConfig:
 
     Every field can be set in the environment as ``RAYTORCHRPC_<FIELD>`` (see ``from_env``), so a submitted job can be
     tuned without a change to its code.
+
+    Examples:
+        >>> config = rtr.GroupConfig(rpc_timeout_s=30, shm_bytes="4GiB")
+        >>> config.shm_bytes
+        4294967296
     """
 
     rpc_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
@@ -121,7 +126,7 @@ class GroupConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ, **overrides: Any) -> GroupConfig:
-        """Read ``RAYTORCHRPC_*``: plain text, comma-separated lists, JSON for ``device_maps``.
+        """Read ``RAYTORCHRPC_*`` of ``environ``: plain text, comma-separated lists, JSON for ``device_maps``.
 
         ``overrides`` take precedence over the environment. A variable that names no field is an error: a misspelt
         setting must not be ignored.

@@ -82,6 +82,14 @@ def method(
             not repeated once its stream is open.
         ahead: for a generator, how many items it may produce before the caller takes them, 4 by default. They wait at
             the caller, or in shared memory.
+
+    Examples:
+        >>> class Learner:
+        ...     @rtr.method
+        ...     def update(self, gradient): ...
+        ...
+        ...     @rtr.method(concurrent=True)
+        ...     def ping(self): ...
     """
     if function is None:
         options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}

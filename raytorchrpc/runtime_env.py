@@ -71,6 +71,10 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
     Returns a new dict, which can be pickled and converted to JSON if ``extra`` can. Does not block.
 
     Raises ConfigurationError, naming the field, for a field that Ray does not know or a value that Ray rejects.
+
+    Examples:
+        >>> sorted(rtr.runtime_env()["env_vars"])[:2]
+        ['IBV_FORK_SAFE', 'MALLOC_MMAP_THRESHOLD_']
     """
     unknown = sorted(extra.keys() - _FIELDS)
     if unknown:

@@ -170,12 +170,21 @@ def current_member(timeout: float | None = None) -> Member:
     In an actor that Ray has restarted, blocks until its group has taken it back, at most ``timeout`` seconds (None:
     the group's ``rpc_timeout_s``); then raises RpcTimeout. Raises NotAMember if the group has ended meanwhile, or if
     the actor's ``__init__`` is still running. On an event loop use ``await_membership``.
+
+    Examples:
+        >>> rtr.current_member().name
+        'driver'
     """
     return process_member(None if timeout is None else checked_timeout(timeout)).me
 
 
 async def await_membership(timeout: float | None = None) -> Member:
-    """Like ``current_member``, for coroutines: ``me = await rtr.await_membership(timeout=30)``."""
+    """Like ``current_member``, for coroutines: ``me = await rtr.await_membership(timeout=30)``.
+
+    Examples:
+        >>> asyncio.run(rtr.await_membership(timeout=30)).name
+        'driver'
+    """
     checked = None if timeout is None else checked_timeout(timeout)
     local = _current.local
     if local is not None:

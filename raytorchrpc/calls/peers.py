@@ -19,13 +19,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Member:
-    """One member of a group, as every other sees it. Small and picklable."""
+    """One member of a group, as every other sees it. Small and picklable.
+
+    Examples:
+        >>> member = rtr.get_group().members[1]
+        >>> member.rank, member.name
+        (1, 'collector')
+    """
 
     rank: int
     name: str
     actor_id: str | None
     """Hex id of the Ray actor; None for a driver that joined."""
     node_id: str
+    """Ray's id of the node, and ``pid``: the process."""
     pid: int
     rpc_name: str
     """Its name in torch's own API: ``torch.distributed.rpc.rpc_sync(member.rpc_name, ...)``."""

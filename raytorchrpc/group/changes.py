@@ -20,7 +20,12 @@ _LOGGED = 1000
 
 
 class Change(NamedTuple):
-    """A change of a group's membership, as ``Group.on_change`` reports it. Picklable."""
+    """A change of a group's membership, as ``Group.on_change`` reports it. Picklable.
+
+    Examples:
+        >>> rtr.Change("lost", ("collector",), cause="its process ended").members
+        ('collector',)
+    """
 
     kind: Literal["lost", "back", "dead", "added", "removed"]
     """``lost``: its process ended, or cannot be reached. ``back``: it can be called again, restarted or not. ``dead``:

@@ -51,6 +51,13 @@ class Group:
 
     Picklable: a copy in another process shows the same members and routes. Only the original, in the process that
     formed the group, can change or end it. For a detached group, every ``get_group`` in a driver returns an original.
+
+    Examples:
+        >>> group = rtr.get_group()
+        >>> len(group), group.name
+        (3, 'default')
+        >>> print(group.explain("driver", "learner"))
+        driver...learner...
     """
 
     def __init__(self, info: GroupInfo, host: Host | None = None, *, joined: bool = False) -> None:
@@ -95,7 +102,7 @@ class Group:
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
-        """Everything that decided the route between two members (names, ranks, handles or Members), as text."""
+        """Everything that decided the route between ``a`` and ``b`` (names, ranks, handles or Members), as text."""
         return self._info.plan.explain(self._member(a).name, self._member(b).name)
 
     def device_map(self, a: Any, b: Any) -> dict[devices.Device, devices.Device]:
@@ -198,9 +205,10 @@ class Group:
     def add(self, actors: Sequence[Any] | Mapping[str, Any], *, timeout: float = 60) -> tuple[Member, ...]:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
-        Blocks until every member can call them. ``actors`` and errors are as for ``init_group``; if it fails, nothing
-        has changed. An actor that Ray restarts meanwhile is waited for. CUDA tensors to and from added members do not
-        use torchrpc, whose device maps are fixed when its agents start; all other lanes work.
+        Blocks until every member can call them, at most ``timeout`` seconds. ``actors`` and errors are as for
+        ``init_group``; if it fails, nothing has changed. An actor that Ray restarts meanwhile is waited for. CUDA
+        tensors to and from added members do not use torchrpc, whose device maps are fixed when its agents start; all
+        other lanes work.
         """
         host = self._own("add")
         check_timeout(timeout)
@@ -212,9 +220,9 @@ class Group:
         """Remove members (handles, names, ranks or Members) while calls among the others continue. The actors keep
         running.
 
-        Blocks until the other members have been told. Calls in flight to and from the removed members fail with
-        PeerLost. Their ranks are not used again. A member that is busy in a method called through Ray leaves when the
-        method returns.
+        Blocks until the other members have been told, at most ``timeout`` seconds. Calls in flight to and from the
+        removed members fail with PeerLost. Their ranks are not used again. A member that is busy in a method called
+        through Ray leaves when the method returns.
 
         Raises ConfigurationError for a duplicate, the driver, an empty list, or all members; NotAMember for a target
         outside the group. Then nothing has changed.
@@ -323,6 +331,10 @@ _groups: dict[str, Group] = {}  # formed by this process and not shut down
 def get_group(name: str = "default") -> Group:
     """The group that this process is a member of, or has formed, or a detached group of the cluster. Raises NotAMember,
     naming the groups that exist.
+
+    Examples:
+        >>> rtr.get_group().members[0].name
+        'learner'
     """
     fork.check_process()
     _forget_ended_sessions()
@@ -372,6 +384,11 @@ def init_group(
 
     Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
     BootstrapError for members that are dead, busy, unreachable, or in another group.
+
+    Examples:
+        >>> with rtr.init_group({"learner": first, "actor": second}, name="pair") as pair:
+        ...     [member.name for member in pair.members]
+        ['learner', 'actor']
     """
     fork.check_process()
     config = GroupConfig.from_env() if config is None else config
@@ -420,6 +437,11 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
     Raises NotAMember if no group can be joined, ConfigurationError for a name that is taken, and BootstrapError. A
     child made by ``fork`` alone cannot join, as it has parts of its parent's membership: use ``spawn``, ``forkserver``
     or ``subprocess``.
+
+    Examples:
+        >>> def simulate():  # in a process that the actor "collector" has started
+        ...     with rtr.join(name="simulator"):
+        ...         rtr.rpc_sync("learner").double(1)
     """
     fork.check_process()
     check_timeout(timeout)

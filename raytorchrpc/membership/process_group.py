@@ -53,7 +53,13 @@ _AGAIN = "call Group.process_group() again in the process that formed the group"
 
 @dataclass(frozen=True)
 class ProcessGroupInfo:
-    """The members of a process group and their ranks. Picklable."""
+    """The members of a process group and their ranks. Picklable.
+
+    Examples:
+        >>> info = rtr.get_group().process_group("gloo", members=["learner", "collector"])
+        >>> info.backend, dict(info.ranks)
+        ('gloo', {'learner': 0, 'collector': 1})
+    """
 
     backend: str
     """``gloo`` or ``nccl``."""
@@ -400,13 +406,22 @@ def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
     themselves. Waits ``timeout`` seconds for one, as after the loss of a member; 0 does not wait.
 
     Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
+
+    Examples:
+        >>> def train(self):  # in each member, after Group.process_group("gloo")
+        ...     torch.distributed.all_reduce(self.gradient, group=rtr.process_group())
     """
     return collectives_of(process_member()).get(timeout)[0]
 
 
 @takes_timeout
 def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
-    """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``."""
+    """Who is in this member's process group, and as which rank. Waits and raises as ``process_group``.
+
+    Examples:
+        >>> def rank(self):
+        ...     return rtr.process_group_info().ranks[rtr.current_member().name]
+    """
     return collectives_of(process_member()).get(timeout)[1]
 
 

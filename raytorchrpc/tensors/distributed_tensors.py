@@ -85,6 +85,10 @@ def register_device_mesh(mesh: DeviceMesh) -> DeviceMesh:
     default process group has ended. Thread-safe. Does not communicate.
 
     Raises ConfigurationError if ``mesh`` is no device mesh, or torch.distributed is not initialised.
+
+    Examples:
+        >>> def prepare(self):  # in each member of a process group, before DTensors arrive
+        ...     self.mesh = rtr.register_device_mesh(init_device_mesh("cpu", (2,)))
     """
     from torch.distributed.device_mesh import DeviceMesh
 

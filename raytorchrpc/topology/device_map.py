@@ -37,7 +37,12 @@ _SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu in p
 class DeviceMap:
     """The maps of one member: peer -> {local GPU: peer GPU}, with "cpu" in place of a GPU to cross.
 
-    Peers are names, ranks, actor handles or Members; a group replaces them by names. Immutable, hashable, picklable.
+    In ``entries``, peers are names, ranks, actor handles or Members; a group replaces them by names. Immutable,
+    hashable, picklable.
+
+    Examples:
+        >>> rtr.DeviceMap({"learner": {0: 1}})  # this member's GPU 0 sends to the learner's GPU 1
+        DeviceMap({'learner': {0: 1}})
     """
 
     _entries: tuple[tuple[Peer, Pairs], ...]
@@ -51,7 +56,7 @@ class DeviceMap:
 
     @classmethod
     def parse(cls, text: str) -> DeviceMap:
-        """Read ``<peer rank>_<local gpu>_<peer gpu>,...``; spaces around commas are allowed, "" is the empty map.
+        """Read the text ``<peer rank>_<local gpu>_<peer gpu>,...``; spaces around commas are fine, "" is the empty map.
 
         ``cpu`` in place of a GPU crosses: with ``1_cpu_0``, CPU tensors arrive on rank 1's GPU 0; with ``1_0_cpu``,
         CUDA tensors of GPU 0 arrive at rank 1 as CPU tensors.
@@ -78,7 +83,7 @@ class DeviceMap:
 
     @classmethod
     def from_dict(cls, value: Mapping[Any, Any]) -> DeviceMap:
-        """Read ``{peer: {local gpu: peer gpu}}``; a GPU is 0, "0", "cuda:0" or torch.device.
+        """Read a value ``{peer: {local gpu: peer gpu}}``; a GPU is 0, "0", "cuda:0" or torch.device.
 
         In place of a GPU, "cpu" crosses: ``{"learner": {"cpu": 0}}``, ``{"learner": {0: "cpu"}}``.
 
@@ -100,7 +105,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, value: Any) -> DeviceMap:
-        """Make a DeviceMap from any form that ``GroupConfig.device_maps`` accepts. Raises ConfigurationError."""
+        """Make one from a value in any form that ``GroupConfig.device_maps`` takes. Raises ConfigurationError."""
         if isinstance(value, cls):
             return value
         if isinstance(value, str):

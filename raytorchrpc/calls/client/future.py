@@ -101,6 +101,11 @@ class Future(Generic[T]):
 
     The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe. On an event loop,
     ``wait``, ``result`` and ``exception`` raise RayTorchRpcError while the call is not done: use ``await`` there.
+
+    Examples:
+        >>> future = rtr.rpc_async("learner").double(21)
+        >>> future.wait(), future.done(), future.result()
+        (42, True, 42)
     """
 
     _cancelled = False
@@ -337,6 +342,11 @@ def wait(
         futures: from ``rpc_async``, each of them once.
         num_returns: from 1 to the number of futures.
         timeout: seconds; 0 only looks. None waits until the calls' deadlines.
+
+    Examples:
+        >>> done, late = rtr.wait([rtr.rpc_async(name).double(1) for name in ("learner", "collector")], num_returns=2)
+        >>> [future.result() for future in done], late
+        ([2, 2], [])
     """
     everything = _checked(futures)
     if len(set(everything)) < len(everything):
@@ -373,6 +383,10 @@ def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
     meanwhile.
 
     Raises RayTorchRpcError on an event loop; use ``await asyncio.gather(*futures)`` there.
+
+    Examples:
+        >>> rtr.gather(rtr.rpc_async("learner").double(1), rtr.rpc_async("collector").double(2))
+        [2, 4]
     """
     refuse_on_loop("raytorchrpc.gather", "`await asyncio.gather(*futures)`")
     failed = _settle(_checked(futures), return_exceptions)

@@ -31,6 +31,10 @@ class Stream(Generic[T]):
 
     ``close`` ends the generator; so do dropping the stream and the end of this process. Not for several threads or
     tasks at a time.
+
+    Examples:
+        >>> list(rtr.rpc_sync("learner").count(3))
+        [0, 1, 2]
     """
 
     _ended = True

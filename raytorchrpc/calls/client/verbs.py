@@ -117,6 +117,12 @@ def rpc_sync(
             that are contiguous and on the GPU where the result arrives (not with nixl); others take one more copy.
         retry: how often the call may be sent again if the target is lost. Each time it waits, within its deadline, for
             the restarted actor. None takes the number of ``method(retry=...)``, which is 0 by default.
+
+    Examples:
+        >>> rtr.rpc_sync("learner").double(21)
+        42
+        >>> rtr.rpc_sync(learner, timeout=5).double(torch.ones(2))
+        tensor([2., 2.])
     """
     retries = None if retry is None else checked_retry(retry)
     return _Proxy("rpc_sync", _sync, target, CallOptions(timeout, share, keep, into, retries, True))
@@ -137,6 +143,11 @@ def rpc_async(
     Argument tensors must not change until the future is done; with ``share``, the target sees what changes in them.
     Blocks while tensors are copied to the CPU for the device map, and while the credit window to the target is full
     (on an event loop, PeerBusy is raised instead).
+
+    Examples:
+        >>> future = rtr.rpc_async("learner").double(21)
+        >>> future.result(timeout=5)
+        42
     """
     retries = None if retry is None else checked_retry(retry)
     return _Proxy("rpc_async", _async, target, CallOptions(timeout, share, keep, into, retries, False, True))
@@ -144,5 +155,11 @@ def rpc_async(
 
 @takes_timeout
 def remote(target: Target, *, timeout: float | None = None) -> Any:
-    """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once."""
+    """Like ``rpc_async``, but leave the result on the target and return torch's ``RRef`` to it at once.
+
+    Examples:
+        >>> rref = rtr.remote("learner").double(21)
+        >>> rref.to_here()
+        42
+    """
     return _Proxy("remote", _remote, target, CallOptions(timeout))

@@ -514,6 +514,11 @@ def allow_calls() -> Iterator[None]:
     blocks until no other method of the actor runs.
 
     No effect in threaded and async actors, in methods with ``concurrent=True``, and outside a method.
+
+    Examples:
+        >>> def act(self):  # a method of a sync actor
+        ...     with rtr.allow_calls():  # others may call it meanwhile
+        ...         return ray.get(self.environment.step.remote())
     """
     admission = _own_admission()
     if admission is None or not admission.held:

@@ -191,6 +191,12 @@ class Queue(Consumer, Channel):
     Each operation may raise PeerLost if the home is lost, and RpcTimeout if the home has not answered 0.5 s after the
     timeout (1 s if the timeout is 0). It raises NotFound if this queue has ended: the home was restarted, or the group
     formed again, since this handle was first used.
+
+    Examples:
+        >>> jobs = rtr.Queue("jobs", home="learner", maxsize=100)
+        >>> jobs.put({"seed": 1})
+        >>> jobs.get(timeout=5)
+        {'seed': 1}
     """
 
     kind: ClassVar[str] = "queue"
@@ -296,6 +302,13 @@ class Topic(Channel):
     Each subscriber gets an item at most once. If a subscriber dies, its buffer and the items in flight to it are lost.
     With policy ``block`` a slow subscriber holds up the publishers. With the other policies it holds up nothing, and
     loses items instead.
+
+    Examples:
+        >>> news = rtr.Topic("news", home="learner")
+        >>> subscription = news.subscribe("latest")
+        >>> news.publish("version 2")
+        >>> subscription.get(timeout=5)
+        'version 2'
     """
 
     kind: ClassVar[str] = "topic"
@@ -388,6 +401,12 @@ class Subscription(Consumer):
 
     It belongs to the process that made it, and cannot be pickled. It is a context manager: leaving it cancels it. Its
     operations behave like those of a ``Queue``; ``get`` also raises Closed once the subscription is cancelled.
+
+    Examples:
+        >>> with rtr.Topic("progress", home="learner").subscribe("drop_oldest", maxsize=16) as progress:
+        ...     rtr.Topic("progress", home="learner").publish(0.5)
+        ...     progress.get(timeout=5)
+        0.5
     """
 
     def __init__(self, topic: Topic, key: str) -> None:

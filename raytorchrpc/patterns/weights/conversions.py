@@ -46,6 +46,10 @@ class BlockFp8:
         block: rows and columns of a block. Blocks at the end of a row or column are smaller if need be.
         suffix: the model's scales for ``name`` are the tensor ``name + suffix``: float32, with one element for each
             block, so of shape ``(ceil(rows / block[0]), ceil(columns / block[1]))``.
+
+    Examples:
+        >>> rtr.BlockFp8(block=(64, 64)).suffix
+        '_scale_inv'
     """
 
     block: tuple[int, int] = (128, 128)

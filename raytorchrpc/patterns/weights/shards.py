@@ -66,6 +66,9 @@ class Shard(NamedTuple):
         tensor: the elements; dense, with any strides. A pull writes to its memory.
         global_shape: the shape of the global tensor, which has as many dimensions as ``tensor``.
         offset: the index of the first element in the global tensor.
+
+    Examples:
+        >>> half = rtr.Shard(torch.zeros(2, 4), global_shape=(4, 4), offset=(2, 0))  # the lower two rows
     """
 
     tensor: torch.Tensor

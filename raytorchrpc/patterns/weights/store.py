@@ -98,6 +98,14 @@ class WeightStore(Handle):
     Members serve weights on threads of their own, beside their actor's methods. Operations raise PeerLost if the home
     is lost. They raise NotFound if this store has ended: the home was restarted, or the group formed again, since this
     handle was first used. The handle can be pickled, and is thread-safe.
+
+    Examples:
+        >>> store = rtr.WeightStore("policy", home="driver")
+        >>> store.publish({"w": torch.ones(2)})
+        1
+        >>> model = {"w": torch.zeros(2)}
+        >>> store.pull(model), model["w"]  # in any member
+        (1, tensor([1., 1.]))
     """
 
     kind: ClassVar[str] = KIND
