@@ -335,20 +335,24 @@ class GuardedListeners:
         self._doors: dict[fork.Address, guard.Takeover] = {}
         self._is_over = False
 
-    def look_at(self, published: bytes) -> None:
-        """Guard the listeners whose addresses are published. Raises BootstrapError if one cannot be guarded, or if a
-        stranger was faster.
+    def look_at(self, published: bytes) -> bool:
+        """Guard the listeners whose addresses are published; returns whether there are any. Raises BootstrapError if
+        one cannot be guarded, or if a stranger was faster.
         """
         if self._is_over or len(published) <= _NCCL_ID_BYTES:
-            return
+            return False
+        found = False
         for fd in tcp.listening().values():
             try:
                 with fork.borrowed(fd) as listener:
                     name = guard.address(listener.getsockname())
             except OSError:  # it was closed just now
                 continue
-            if name not in self._doors and _as_sent(name) in published:
-                self._guard(fd, name)
+            if _as_sent(name) in published:
+                found = True
+                if name not in self._doors:
+                    self._guard(fd, name)
+        return found
 
     def _guard(self, fd: int, name: fork.Address) -> None:
         try:

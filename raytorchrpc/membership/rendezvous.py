@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from raytorchrpc.errors import ProcessGroupLost, RayTorchRpcError, RpcTimeout
 
 #: The shortest time given to a request that waits for no key (seconds): a store's timeout may be a poll's.
 _REQUEST_S = 5.0
+#: Most published values in one reply: a member of a large group publishes several KB.
+_AT_ONCE = 64
 
 
 class StoreAddress(NamedTuple):
@@ -41,16 +44,19 @@ class KeyTable:
         self.store_id = secrets.token_hex(16)
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        self._waits: dict[DeferredReply, tuple[tuple[str, ...], bool]] = {}
-        """Keys, and whether the reply is their values."""
+        self._published: dict[str, list[str]] = {}
+        """Keys whose value never changes, in the order in which they came, by what they begin with; see ``_family``."""
+        self._waits: dict[DeferredReply, tuple[tuple[str, ...], Callable[[], Any]]] = {}
+        """Keys, and what makes the reply once they are set."""
         self._cause: str | None = None
         """Why it was closed."""
 
     def operate(self, operation: str, *args: Any) -> Any:
-        """Run one of ``set``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count``, ``give_up`` and
-        ``wait``.
+        """Run one of ``set``, ``publish``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count``,
+        ``give_up``, ``wait`` and ``fetch``.
 
-        ``wait`` may return a DeferredReply. Raises ProcessGroupLost after ``close``, and ValueError.
+        ``publish`` sets keys whose value never changes. ``fetch`` waits for a key, and also returns what was published
+        beside it. It and ``wait`` may return a DeferredReply. Raises ProcessGroupLost after ``close``, and ValueError.
         """
         if operation == "give_up":
             return self.close(*args)
@@ -60,7 +66,7 @@ class KeyTable:
                 raise _ended(self._cause)
             result = self._apply(operation, *args)
             if operation in _WRITES and self._waits:
-                ready = [(later, self._outcome(*wait)) for later, wait in self._waits.items() if self._has(wait[0])]
+                ready = [(later, outcome()) for later, (keys, outcome) in self._waits.items() if self._has(keys)]
                 for later, _ in ready:
                     del self._waits[later]
         for later, values in ready:
@@ -93,6 +99,10 @@ class KeyTable:
         match request:
             case "set", pairs:
                 values.update(pairs)
+            case "publish", pairs:
+                for key in pairs:
+                    self._published.setdefault(_family(key), []).append(key)
+                values.update(pairs)
             case "append", key, value:
                 values[key] = values.get(key, b"") + value
             case "add", key, amount:
@@ -111,11 +121,9 @@ class KeyTable:
             case ("count",):
                 return len(values)
             case "wait", keys, read:
-                if self._has(keys):
-                    return self._outcome(keys, read)
-                later = DeferredReply()
-                self._waits[later] = tuple(keys), read
-                return later
+                return self._once(keys, lambda: [values[key] for key in keys] if read else None)
+            case "fetch", key, received:
+                return self._once([key], lambda: (values[key], self._beside(key, received)))
             case _:
                 raise ValueError(f"a store has no operation {request[0]!r} of {len(request) - 1} arguments")
         return None
@@ -123,15 +131,29 @@ class KeyTable:
     def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
 
-    def _outcome(self, keys: Sequence[str], read: bool) -> list[bytes] | None:
-        return [self._values[key] for key in keys] if read else None
+    def _once(self, keys: Sequence[str], outcome: Callable[[], Any]) -> Any:
+        if self._has(keys):
+            return outcome()
+        later = DeferredReply()
+        self._waits[later] = tuple(keys), outcome
+        return later
+
+    def _beside(self, key: str, received: int) -> list[tuple[str, bytes]]:
+        """What was published in the key's family, without so many that were received before."""
+        more = self._published.get(_family(key), [])[received : received + _AT_ONCE]
+        return [(each, self._values.get(each, b"")) for each in more]
 
 
 def _ended(cause: str) -> ProcessGroupLost:
     return ProcessGroupLost(f"the process group has ended: {cause}")
 
 
-_WRITES = frozenset({"set", "append", "add", "compare_set"})
+def _family(key: str) -> str:
+    """The keys of all ranks for one purpose differ in their last part."""
+    return key.rpartition("/")[0]
+
+
+_WRITES = frozenset({"set", "publish", "append", "add", "compare_set"})
 
 
 class MemberStore(Store):
@@ -142,17 +164,35 @@ class MemberStore(Store):
     """
 
     def __init__(
-        self, send: Callable[[float, str, tuple[Any, ...]], Any], look_at: Callable[[bytes], object] = len
+        self, send: Callable[[float, str, tuple[Any, ...]], Any], look_at: Callable[[bytes], bool] = lambda _: False
     ) -> None:
         """``send(seconds, operation, arguments)``: has the home run ``KeyTable.operate``; blocks for the result.
-        ``look_at``: called with each value before others can read it; what it raises keeps the value back.
+        ``look_at``: called with each value before others can read it, returns whether it will never change; what it
+        raises keeps the value back.
         """
         super().__init__()
         self._send, self._look_at = send, look_at
+        # Of n members, each waits for the n values that gloo publishes, then gets them, one by one. So each reply
+        # brings all that were published by then: else the home would serve 2 n^2 requests.
+        self._published: dict[str, bytes] = {}
+        """Those that were not read yet."""
+        self._received: Counter[str] = Counter()
+        """How many, by family."""
 
     def _awaited(self, keys: Sequence[str], timeout: timedelta | None, read: bool) -> Any:
         seconds = self._timeout_s() if timeout is None else timeout.total_seconds()
-        return self._request("wait", list(keys), read, seconds=seconds)
+        if len(keys) > 1:
+            return self._request("wait", list(keys), read, seconds=seconds)
+        (key,) = keys
+        if key not in self._published:
+            family, received = _family(key), self._received[_family(key)]
+            value, more = self._request("fetch", key, received, seconds=seconds)
+            self._received[family] = max(received + len(more), self._received[family])  # other threads fetch too
+            self._published.update(more)
+            if read:
+                self._published.pop(key, None)
+            return [value]
+        return [self._published.pop(key)] if read else None
 
     def _request(self, operation: str, *args: Any, seconds: float | None = None) -> Any:
         try:
@@ -200,9 +240,8 @@ class MemberStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = dict(zip(keys, map(_bytes, values), strict=True))
-        for value in pairs.values():
-            self._look_at(value)
-        self._request("set", pairs)
+        lasting = [self._look_at(value) for value in pairs.values()]
+        self._request("publish" if all(lasting) else "set", pairs)
 
     def check(self, keys: Sequence[str]) -> bool:
         found: bool = self._request("check", list(keys))

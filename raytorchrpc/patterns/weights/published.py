@@ -483,14 +483,11 @@ class PublishedWeights(Readable, VersionWaits):
 
     def serve_advise(self, caller: int, what: tuple[Any, ...], pieces: int) -> tuple[int | bool | None, ...]:
         """Return from where the caller pulls ``what``; see ``RelayPlan.ask``."""
-        return tuple(self.relays.ask(what, self._node(caller), caller, pieces))
+        return tuple(self.relays.ask(what, self._local.peers.route_back(caller).member.node_id, caller, pieces))
 
     def serve_report(self, _: int, what: tuple[Any, ...], leader: int) -> None:
         """Note that a leader could not pull ``what``. A reader reports a leader that has lost it."""
         self.relays.failed(what, leader)
-
-    def _node(self, rank: int) -> str:
-        return next((member.node_id for member in self._local.peers.members if member.rank == rank), "")
 
     def lose(self, rank: int) -> None:
         super().lose(rank)

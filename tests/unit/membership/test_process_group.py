@@ -23,10 +23,14 @@ from tests.unit import clusters
 from tests.unit.callees import DeferredReply
 
 
-def store_of(table: KeyTable) -> MemberStore:
-    """A store whose home is this process."""
+def store_of(
+    table: KeyTable, look_at: Callable[[bytes], bool] = lambda _: False, requests: list[str] | None = None
+) -> MemberStore:
+    """A store whose home is this process. ``requests``: gets the operations that it asks the home for."""
 
     def send(seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
+        if requests is not None:
+            requests.append(operation)
         result = table.operate(operation, *args)
         if not isinstance(result, DeferredReply):
             return result
@@ -37,7 +41,7 @@ def store_of(table: KeyTable) -> MemberStore:
         finally:
             timer.cancel()
 
-    return MemberStore(send)
+    return MemberStore(send, look_at)
 
 
 @pytest.fixture(params=["torch's own", "a member's", "a member's, as C++ sees it"])
@@ -163,24 +167,56 @@ def test_counters_of_many_threads_lose_nothing() -> None:
     assert table.operate("add", "count", 0) == 1600
 
 
-def test_gloo_makes_its_connections_by_it() -> None:
-    """Three ranks on threads of one process: torch's C++ calls the store without the interpreter lock."""
+def reduced(ranks: int, look_at: Callable[[bytes], bool], requests: list[str]) -> dict[int, float]:
+    """What each rank has of the sum of all ranks, on threads of one process: torch's C++ calls the stores without the
+    interpreter lock.
+    """
     table, sums = KeyTable(), {}
-    stores = [store_of(table) for _ in range(3)]
+    stores = [store_of(table, look_at, requests) for _ in range(ranks)]
 
     def reduce(rank: int) -> None:
-        limit = timedelta(seconds=30)
-        group = dist.ProcessGroupGloo(PrefixStore("gloo", stores[rank]), rank, 3, limit)  # type: ignore[attr-defined]
-        tensor = torch.full((10,), float(rank + 1))
+        limit, store = timedelta(seconds=30), PrefixStore("gloo", stores[rank])
+        group = dist.ProcessGroupGloo(store, rank, ranks, limit)  # type: ignore[attr-defined]
+        tensor = torch.full((10,), float(rank))
         group.allreduce([tensor]).wait()
         sums[rank] = tensor.mean().item()
 
-    threads = [threading.Thread(target=reduce, args=(rank,), daemon=True) for rank in range(3)]
+    threads = [threading.Thread(target=reduce, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sums == {0: 6.0, 1: 6.0, 2: 6.0}
+    return sums
+
+
+def test_gloo_makes_its_connections_by_it() -> None:
+    assert reduced(3, lambda _: False, []) == dict.fromkeys(range(3), 3.0)
+
+
+def test_a_reply_brings_all_addresses_that_gloo_has_published_by_then() -> None:
+    ranks, requests, one_by_one = 24, list[str](), list[str]()
+    assert reduced(ranks, lambda value: len(value) > 128, requests) == dict.fromkeys(range(ranks), 276.0)
+    assert reduced(ranks, lambda _: False, one_by_one) == dict.fromkeys(range(ranks), 276.0)
+    assert requests.count("publish") == ranks and requests.count("fetch") <= ranks * ranks / 2
+    assert one_by_one.count("fetch") >= 2 * ranks * (ranks - 1), "what gloo asks for"
+
+
+def test_what_was_published_beside_a_key_comes_with_it_and_nothing_that_may_change() -> None:
+    table, requests = KeyTable(), list[str]()
+    table.operate("publish", {"p/0": b"a", "p/1": b"b", "q/0": b"other"})
+    table.operate("set", {"p/changes": b"1"})
+    store = store_of(table, requests=requests)
+    store.wait(["p/1"])
+    assert [store.get("p/1"), store.get("p/0")] == [b"b", b"a"] and requests == ["fetch"]
+    assert [store.get("p/changes"), table.operate("set", {"p/changes": b"2"}), store.get("p/changes")] == [
+        b"1",
+        None,
+        b"2",
+    ]
+    table.operate("publish", {f"p/{rank}": b"%d" % rank for rank in range(2, 200)})
+    assert [store.get(f"p/{rank}") for rank in range(2, 200)] == [b"%d" % rank for rank in range(2, 200)]
+    assert requests.count("fetch") == 1 + 2 + 4, "64 values at a time"
+    assert store.get("q/0") == b"other" and store.get("p/0") == b"a", "once more, from the home"
 
 
 # --- backends -------------------------------------------------------------------------------------------------------
