@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ import ray
 
 import raytorchrpc as rtr
 
+#: The longest wait for somebody to come to a latch (seconds).
+ARRIVAL_S = 60.0
+
 
 @dataclass(frozen=True)
 class Latch:
-    """Holds whoever passes, in any process of this machine, until the test opens it. No polling."""
+    """Holds whoever passes, in any process of this machine, until the test opens it."""
 
     path: str
 
@@ -30,8 +35,24 @@ class Latch:
             fifo.read()
 
     def await_arrival(self) -> int:
-        """Block until somebody waits at the latch, which stays closed; returns what ``release`` takes."""
-        return os.open(self.path, os.O_WRONLY)  # the kernel holds a writer until there is a reader
+        """Block until somebody waits at the latch, which stays closed; returns what ``release`` takes.
+
+        Raises TimeoutError if nobody comes within ``ARRIVAL_S``.
+        """
+        until = time.monotonic() + ARRIVAL_S
+        while True:
+            try:
+                held = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:  # ENXIO: there is no reader
+                if error.errno != errno.ENXIO:
+                    raise
+                if time.monotonic() > until:
+                    name = Path(self.path).name
+                    raise TimeoutError(f"nobody came to {name} within {ARRIVAL_S:g} s: the call never ran") from None
+                threading.Event().wait(0.001)
+            else:
+                os.set_blocking(held, True)
+                return held
 
     def release(self, held: int) -> None:
         os.close(held)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import os
 import re
@@ -21,6 +20,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.group import ray_calls
 from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
@@ -586,22 +586,16 @@ def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn
             ray.get(peer.run.remote(insides.leave_group))
 
 
-class _Listed(type):
-    """Lets a test hold ``prepare`` where it lists what the class offers."""
+def before_its_methods_are_listed(todo: Callable[[], None] | None) -> None:
+    """Lets a test hold ``prepare`` there."""
+    from raytorchrpc.membership import join
 
-    def __dir__(cls) -> list[str]:
-        todo = getattr(builtins, "at_class_look_up", None)
+    def listed(instance: Any) -> dict[str, Any]:
         if todo is not None:
             todo()
-        return list(super().__dir__())
+        return methods_of(instance)
 
-
-class SlowToList(Peer, metaclass=_Listed):
-    pass
-
-
-def at_class_look_up(todo: Callable[[], None] | None) -> None:
-    builtins.at_class_look_up = todo  # type: ignore[attr-defined]
+    join.methods_of = listed
 
 
 def threads_of_ours() -> list[str]:
@@ -612,13 +606,12 @@ def threads_of_ours() -> list[str]:
 def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
     spawn: Spawn, peers: list[Any], latch: MakeLatch
 ) -> None:
-    slow = spawn(SlowToList, max_concurrency=4)
-    ray.get(slow.run.remote(__import__, "raytorchrpc.membership.join"))
+    slow = spawn(Peer, max_concurrency=4)
     gate = latch()
-    ray.get(slow.run.remote(at_class_look_up, gate.pass_through))
+    ray.get(slow.run.remote(before_its_methods_are_listed, gate.pass_through))
     with pytest.raises(rtr.BootstrapError, match="'slow': no answer"):
         rtr.init_group({"a": peers[0], "slow": slow}, timeout=1)
-    ray.get(slow.run.remote(at_class_look_up, None))
+    ray.get(slow.run.remote(before_its_methods_are_listed, None))
     gate.open()
     ray.get(slow.run.remote(wait_for_the_last_step))
     left = ray.get(slow.run.remote(threads_of_ours))
