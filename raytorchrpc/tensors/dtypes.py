@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
+import numpy
 import torch
 
 #: dtype and shape of a tensor to receive, which is contiguous.
@@ -95,8 +96,10 @@ def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[i
     return source[offset : offset + size].view(dtype).view(extents)
 
 
-def tensor_in(memory: bytearray, offset: int, shape: Shape) -> torch.Tensor:
-    """As ``view_at``, for the memory of a ``bytearray``."""
+def tensor_in(memory: bytearray | numpy.ndarray, offset: int, shape: Shape) -> torch.Tensor:
+    """As ``view_at``, for bytes that are no tensor. Few operations of torch, each of which gives up the interpreter
+    lock, and takes it back more than once.
+    """
     dtype, extents = shape
     count = math.prod(extents)
     if not count:

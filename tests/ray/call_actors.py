@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from typing import Any
@@ -128,10 +127,6 @@ class Busy(Peer):
     def _exit(self) -> None:
         with self._lock:
             self.now -= 1
-
-    @rtr.method
-    def interval(self) -> float:
-        return sys.getswitchinterval()
 
     @rtr.method
     def work(self) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import ray
+import torch
 
 import raytorchrpc as rtr
 from tests import insides
@@ -221,7 +225,7 @@ def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
         return interval
 
     def call() -> tuple[float, float]:
-        future = rtr.rpc_async("b").interval()
+        future = rtr.rpc_async("b").give(sys.getswitchinterval)
         own = sys.getswitchinterval()
         return future.wait(), own
 
@@ -231,6 +235,36 @@ def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
         assert wait_until(lambda: of("a") == of("b") == DEFAULT_INTERVAL_S, 30)
         ray.get(actors["a"].run.remote(call), timeout=60)
     assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
+
+
+def run_python(_: Any) -> None:
+    """Have a thread of this process compute from now on."""
+
+    def work() -> None:
+        while True:
+            sum(range(50))
+
+    threading.Thread(target=work, daemon=True).start()
+
+
+@pytest.mark.parametrize("size", [0, 10_000_000])
+def test_a_call_to_a_member_that_runs_python_waits_for_the_lock_twice_at_most(spawn: Spawn, size: int) -> None:
+    interval_s = 0.1  # so long that the time of a call tells how often its callee waited
+
+    def call_often() -> list[float]:
+        value, took = torch.ones(size, dtype=torch.uint8), []
+        for _ in range(9):
+            began = time.monotonic()
+            assert rtr.rpc_sync("b").give(partial(torch.numel, value)) == size
+            took.append(time.monotonic() - began)
+        return took
+
+    actors = {"a": spawn(Peer), "b": spawn(Peer)}
+    with rtr.init_group(actors, name="python"):
+        ray.get(actors["b"].run.remote(sys.setswitchinterval, interval_s), timeout=60)
+        ray.get(actors["b"].__ray_call__.remote(run_python), timeout=60)
+        took = ray.get(actors["a"].run.remote(call_often), timeout=60)
+    assert statistics.median(took) < 2.5 * interval_s
 
 
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:

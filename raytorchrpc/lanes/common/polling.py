@@ -6,7 +6,6 @@ back every time, which takes up to a switch interval (5 ms), while the call itse
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -72,6 +71,12 @@ def _or_raise() -> int:
     raise OSError(error, os.strerror(error))
 
 
+def signal(event_fd: int) -> None:
+    """Make an eventfd readable."""
+    if _libc.eventfd_write(event_fd, ctypes.c_uint64(1)) < 0:
+        _or_raise()
+
+
 class _PollFd(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("happened", ctypes.c_short))
 
@@ -95,6 +100,9 @@ class _Timer(ctypes.Structure):
     _fields_ = (("interval", _Timespec), ("first", _Timespec))
 
 
+_expired = ctypes.create_string_buffer(8)
+
+
 class Timer:
     """A descriptor that becomes readable once, ``after_s`` seconds after each ``set``."""
 
@@ -110,8 +118,8 @@ class Timer:
 
     def clear(self) -> None:
         """Make the descriptor unreadable again."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 8)
+        if _libc.read(self.fd, _expired, 8) < 0:
+            _or_raise()
 
     def close(self) -> None:
         """Idempotent."""

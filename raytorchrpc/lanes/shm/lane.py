@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import numpy
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
@@ -42,7 +43,7 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, view_at, within
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, tensor_in, within
 
 #: Most arenas with slots to be returned later.
 _OWED = 64
@@ -240,16 +241,16 @@ class ShmLane(WindowLane):
 
     @checked
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
-        flats, places, crowded = self._opened(peer, descriptor)
+        bases, places, crowded = self._opened(peer, descriptor)
         if into is None and not crowded:
             found = zip(places, shapes, strict=True)
-            return [view_at(flats[number], offset, shape) for (number, offset), shape in found]
+            return [tensor_in(bases[number], offset, shape) for (number, offset), shape in found]
         return [
-            self._copied(flats[number], offset, shape, target, crowded)
+            self._copied(bases[number], offset, shape, target, crowded)
             for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)
         ]
 
-    def _opened(self, peer: str, descriptor: Any) -> tuple[list[torch.Tensor], Sequence[tuple[int, int]], bool]:
+    def _opened(self, peer: str, descriptor: Any) -> tuple[list[numpy.ndarray], Sequence[tuple[int, int]], bool]:
         """The memory that a descriptor names, where in it each tensor lies, and whether to copy them out."""
         if len(descriptor) == 2:  # lent: the memory belongs to its owner
             addresses, places = descriptor
@@ -262,21 +263,21 @@ class ShmLane(WindowLane):
             slots, places, crowded, tag = descriptor
             arena = self._peer(peer, tag, slots)
             bases = [arena.view(*slot) for slot in slots]
-        return [torch.from_numpy(base) for base in bases], places, crowded
+        return bases, places, crowded
 
     @checked
     def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
-        flats, places, _ = self._opened(peer, descriptor)
+        bases, places, _ = self._opened(peer, descriptor)
         left: ToCopy = []
         for (number, start), size, its in zip(places, sizes, parts, strict=True):
-            within(start, size, flats[number].nbytes)
-            begin = flats[number].data_ptr() + start
+            within(start, size, bases[number].nbytes)
+            begin = bases[number].ctypes.data + start
             copies = prepared(its, (self.name, size), partial(_Copies.of, its, size))
             for target, offset, length in copies.straight:
                 self.move(target, begin + offset, length)
             if copies.rest:
                 # A storage of its own, which any dtype can be viewed in. It keeps the slot.
-                flat = torch.from_numpy(flats[number].numpy()[start : start + size])
+                flat = tensor_in(bases[number], start, (torch.uint8, (size,)))
                 rest = [its[index] for index in copies.rest]
                 left += [(part.target, part.view_of(flat)) for part in rest]
         return left
@@ -286,20 +287,21 @@ class ShmLane(WindowLane):
         if len(descriptor) != 2:
             self.discard(peer, descriptor)
             return None
-        flats, places, _ = self._opened(peer, descriptor)
+        bases, places, _ = self._opened(peer, descriptor)
+        flats = [torch.from_numpy(base) for base in bases]
         for (number, start), size in zip(places, sizes, strict=True):
             within(start, size, flats[number].nbytes)
         return [flats[number][start : start + size] for (number, start), size in zip(places, sizes, strict=True)]
 
     def _copied(
-        self, flat: torch.Tensor, offset: int, shape: Shape, target: torch.Tensor | None, crowded: bool
+        self, base: numpy.ndarray, offset: int, shape: Shape, target: torch.Tensor | None, crowded: bool
     ) -> torch.Tensor:
         if target is not None and target.is_cpu and target.is_contiguous():
             if size := target.nbytes:
-                within(offset, size, flat.nbytes)
-                self.move(target.data_ptr(), flat.data_ptr() + offset, size)
+                within(offset, size, base.nbytes)
+                self.move(target.data_ptr(), base.ctypes.data + offset, size)
             return target
-        view = view_at(flat, offset, shape)
+        view = tensor_in(base, offset, shape)
         if target is None:
             return copied(view) if crowded else view
         if target.is_cpu:

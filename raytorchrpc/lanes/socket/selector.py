@@ -19,6 +19,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from raytorchrpc.lanes.base import Spawn
+from raytorchrpc.lanes.common import polling
 from raytorchrpc.lanes.common.polling import AnyReadable, Timer
 from raytorchrpc.process import threads
 
@@ -422,7 +423,7 @@ class Selector(Generic[R]):
         """Under the lock: have a follower lead instead of this thread."""
         self._leader, self._began = None, 0.0
         if not self.closed:
-            os.eventfd_write(self._vacancy, 1)
+            polling.signal(self._vacancy)
 
     def step_down(self) -> None:
         """The calling thread is about to wait for something. If it is the leader, another one leads."""

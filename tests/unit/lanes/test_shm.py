@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Export, Part, PeerAddress
@@ -70,6 +71,27 @@ def full(value: int, size: int = MIB) -> torch.Tensor:
 
 def shapes(tensor: torch.Tensor) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     return [(tensor.dtype, tuple(tensor.shape))]
+
+
+class Operations(TorchDispatchMode):
+    """Lists torch's operations: each gives up the interpreter lock, and has to win it back from other threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_arrives_takes_an_operation_of_torch_only_for_its_shape(lane: Lane) -> None:
+    flat, matrix = torch.rand(MIB), torch.rand(MIB // 4, 4).to(torch.bfloat16)
+    sent = lane.send(flat, matrix)
+    with Operations() as operations:
+        arrived = lane.take(sent)
+    assert operations.names == ["aten.view.default"]
+    assert torch.equal(arrived[0], flat) and torch.equal(arrived[1], matrix)
 
 
 # --- when a slot goes back -----------------------------------------------------------------------------------------
