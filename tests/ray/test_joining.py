@@ -220,6 +220,24 @@ def test_any_process_of_the_cluster_joins_a_group_that_lets_it(
             ray.get(running, timeout=30)
 
 
+def test_a_driver_alone_forms_a_group_that_others_join(spawn: Spawn, latch: Callable[[], Latch]) -> None:
+    busy, held = spawn(Peer), latch()
+    config = rtr.GroupConfig(joinable_by="cluster")
+    with rtr.init_group([], name="alone", config=config, include_driver=True) as group:
+        assert [member.name for member in group.members] == ["driver"]
+
+        def come() -> None:
+            with rtr.join("alone", "late"), rtr.allow_calls():
+                held.pass_through()
+
+        running = busy.run.remote(come)
+        arrived = held.await_arrival()
+        assert rtr.rpc_sync("late").double(2) == 4
+        held.release(arrived)
+        ray.get(running, timeout=30)
+        assert [member.name for member in group.members] == ["driver"]
+
+
 def test_the_end_does_not_wait_for_one_that_is_busy_for_ever(
     actors: dict[str, Any], spawn: Spawn, latch: Callable[[], Latch]
 ) -> None:

@@ -60,7 +60,7 @@ LEVELS = 19
 FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
 PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
-PUBLIC |= {f"integrations.{package}" for package in ("torchrl", "verl", "vllm", "vllm.trainer")}
+PUBLIC |= {f"integrations.{package}" for package in ("sglang", "torchrl", "trl", "verl", "vllm", "vllm.trainer")}
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.
 PURE = {
@@ -68,7 +68,7 @@ PURE = {
     *("bench.cases", "bench.reports", "bench.results", "bench.site", "doctor.examination", "doctor.report"),
     "_compat.requirements",
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
-    *("calls.spans", "integrations.versions", "integrations.vllm.recording"),
+    *("calls.spans", "integrations.versions", "integrations.recording"),
     *("group.core", "group.roster", "group.tracing", "membership.messages", "membership.view"),
     *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
     *("patterns.queues.items", "patterns.queues.store"),

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import become_member
 from raytorchrpc.integrations.vllm import UpdateStatus, check_version
 from raytorchrpc.integrations.vllm.progress import Target, Update
 from raytorchrpc.integrations.vllm.updates import INTO, update_of
@@ -30,6 +31,7 @@ class InitInfo(WeightTransferInitInfo):
     Attributes:
         store: the name of the ``WeightStore``, in whichever member it is.
         group: the group that a worker joins which is in none; None: the one of the process that started the worker.
+            With a name, a worker connects to Ray if no member started it.
         into: ``"parameters"``, ``"layers"`` or ``"load_weights"``; ``"auto"``: the fastest that the model allows.
         timeout: seconds for joining the group, and for each update that does not say otherwise.
         group_bytes: layers that are brought layer by layer are pulled in groups of so many bytes. Two such groups take
@@ -77,7 +79,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
         check_version(vllm.__version__, logger)
         self._info, self._update = init_info, None
-        _become_member(init_info)
+        become_member(init_info.group, init_info.timeout)
         self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)
         if newest := self._store.version():
             self._prepare(newest, init_info.timeout)
@@ -153,11 +155,3 @@ def _newest(store: rtr.WeightStore, timeout: float) -> int:
     if isinstance(found, Exception):
         raise found
     return int(found)
-
-
-def _become_member(info: InitInfo) -> None:
-    """Join the group, unless this process is in one: an actor is, and a process that vLLM has started is not."""
-    try:
-        rtr.current_member()
-    except rtr.NotAMember:
-        rtr.join(info.group, timeout=info.timeout)

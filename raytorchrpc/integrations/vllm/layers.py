@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -12,9 +11,11 @@ from typing import Any
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import Progress
+from raytorchrpc.integrations.recording import distinct
 from raytorchrpc.integrations.vllm import UpdateStatus, internals
 from raytorchrpc.integrations.vllm.placement import Layer, Placement, place
-from raytorchrpc.integrations.vllm.progress import Progress, Target, Update, bringing
+from raytorchrpc.integrations.vllm.progress import Target, Update, bringing
 from raytorchrpc.process import threads
 
 
@@ -110,16 +111,7 @@ class _Group:
     def __init__(self, layers: Sequence[Layer], store: rtr.WeightStore) -> None:
         self.layers = layers
         self._store = copy(store)  # each remembers how its own pulls go
-        self._names: list[str] = []
-        self._mapping: dict[str, str] = {}
-        times: dict[str, int] = defaultdict(int)
-        for part in (part for layer in layers for part in layer.parts):
-            times[part.copied.source] += 1
-            if times[part.copied.source] == 1:
-                self._names.append(part.copied.source)
-            else:  # one tensor goes to several places
-                self._names.append(f"{part.copied.source} ({times[part.copied.source]})")
-                self._mapping[self._names[-1]] = part.copied.source
+        self._names, self._mapping = distinct([part.copied.source for layer in layers for part in layer.parts])
 
     def targets(self) -> dict[str, rtr.Shard]:
         """Where the tensors go now."""

@@ -11,9 +11,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from raytorchrpc import ConfigurationError, Shard
+from raytorchrpc.integrations.engines import NoPlan
+from raytorchrpc.integrations.recording import Copy, Recorder, View, memory_of
 from raytorchrpc.integrations.vllm import internals
-from raytorchrpc.integrations.vllm.progress import NoPlan
-from raytorchrpc.integrations.vllm.recording import Copy, Recorder, View, memory_of
 
 #: A tensor of the checkpoint: its dtype and global shape.
 Spec = tuple[torch.dtype, tuple[int, ...]]

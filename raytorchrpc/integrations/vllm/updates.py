@@ -10,8 +10,9 @@ from vllm.distributed.weight_transfer.base import layerwise_groups
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import NoPlan, Progress
 from raytorchrpc.integrations.vllm import UpdateStatus
-from raytorchrpc.integrations.vllm.progress import NoPlan, Progress, Target, Update, bringing
+from raytorchrpc.integrations.vllm.progress import Target, Update, bringing
 
 #: What ``into`` may be.
 INTO = "auto", "parameters", "layers", "load_weights"

@@ -9,11 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-import raytorchrpc as rtr
 from raytorchrpc.integrations.vllm import UpdateStatus, check_version
-from raytorchrpc.integrations.vllm.recording import Recorder
 
 ROOT = Path(__file__).parents[3]
 
@@ -59,79 +56,6 @@ def test_what_the_plugin_registers_is_there() -> None:
 def test_the_engine_asks_for_no_vllm_to_read_a_status() -> None:
     program = "import sys, raytorchrpc.integrations.vllm; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
-# --- where loaders put tensors ----------------------------------------------------------------------------------------
-
-
-def recorded(load: object, *parameters: torch.Tensor, **checkpoint: tuple[int, ...]) -> list[torch.Tensor]:
-    """What the parameters have after the recorded copies, where the loader would have copied these tensors."""
-    real = {name: torch.randn(shape) for name, shape in checkpoint.items()}
-    meta = {name: tensor.to("meta") for name, tensor in real.items()}
-    with Recorder(meta) as recorder:
-        targets = [parameter.to("meta") for parameter in parameters]
-        load(targets, meta)  # type: ignore[operator]
-    filled = [torch.full_like(parameter, 7.0) for parameter in parameters]
-    for to, copied in recorder.copies:
-        (number,) = (n for n, its in enumerate(targets) if its.untyped_storage() is to.untyped_storage())
-        box = tuple(slice(o, o + n) for o, n in zip(copied.offset, copied.to.shape, strict=True))
-        assert copied.global_shape == real[copied.source].shape
-        copied.to.of(filled[number]).copy_(real[copied.source][box])
-    for to, view in recorder.zeros:
-        (number,) = (n for n, its in enumerate(targets) if its.untyped_storage() is to.untyped_storage())
-        view.of(filled[number]).zero_()
-    expected = [torch.full_like(parameter, 7.0) for parameter in parameters]
-    load(expected, real)  # type: ignore[operator]
-    assert all(torch.equal(one, other) for one, other in zip(filled, expected, strict=True))
-    return filled
-
-
-def test_parts_of_a_fused_parameter_are_found() -> None:
-    def load(to: list[torch.Tensor], checkpoint: dict[str, torch.Tensor]) -> None:
-        to[0].data[:4].copy_(checkpoint["q"])
-        to[0].data.narrow(0, 4, 2).copy_(checkpoint["k"].narrow(0, 2, 2))
-
-    recorded(load, torch.empty(6, 3), q=(4, 3), k=(6, 3))
-
-
-def test_columns_of_a_rank_and_a_padded_vocabulary_are_found() -> None:
-    def load(to: list[torch.Tensor], checkpoint: dict[str, torch.Tensor]) -> None:
-        to[0].data.copy_(checkpoint["w"].narrow(1, 4, 4))
-        to[1][:5].data.copy_(checkpoint["embed"])
-        to[1][5:].data.fill_(0)
-
-    recorded(load, torch.empty(3, 4), torch.empty(8, 2), w=(3, 8), embed=(5, 2))
-
-
-def test_one_expert_of_a_stacked_tensor_is_found() -> None:
-    def load(to: list[torch.Tensor], checkpoint: dict[str, torch.Tensor]) -> None:
-        for expert in range(3):
-            to[0].data[expert].copy_(checkpoint["experts"][expert, 2:])
-        to[1].copy_(checkpoint["scale"])
-
-    recorded(load, torch.empty(3, 2, 5), torch.empty(()), experts=(3, 4, 5), scale=())
-
-
-@pytest.mark.parametrize("change", ["transposes", "computes", "flattens"])
-def test_a_loader_that_does_more_than_copy_has_no_plan(change: str) -> None:
-    meta = {"w": torch.empty(4, 4, device="meta")}
-    changed = {
-        "transposes": lambda its: its.t(),
-        "computes": lambda its: its * 2,
-        "flattens": lambda its: its.view(-1)[2:10].view(4, 2),
-    }[change]
-    with pytest.raises(Exception, match=change[:7].replace("flatten", "reshape")), Recorder(meta):
-        source = changed(meta["w"])
-        torch.empty(source.shape, device="meta").copy_(source)
-
-
-def test_a_quantised_model_is_refused_with_the_remedy() -> None:
-    meta = {"w": torch.empty(4, 4, dtype=torch.bfloat16, device="meta")}
-    with (
-        pytest.raises(rtr.ConfigurationError, match=r"'w' is torch.bfloat16.*quantised.*with their scales"),
-        Recorder(meta),
-    ):
-        torch.empty(4, 4, dtype=torch.float8_e4m3fn, device="meta").copy_(meta["w"])
 
 
 # --- what a user reads ------------------------------------------------------------------------------------------------

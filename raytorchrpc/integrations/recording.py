@@ -1,8 +1,9 @@
-"""Records what a model's loaders do with the tensors of a checkpoint, on the meta device, so that nothing moves."""
+"""Records what the loaders of an engine's model do with the tensors of a checkpoint, so that nothing moves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from raytorchrpc import ConfigurationError
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.integrations.vllm.progress import NoPlan
+from raytorchrpc.integrations.engines import NoPlan
 
 
 class View(NamedTuple):
@@ -57,10 +58,14 @@ def box_of(base: torch.Tensor, view: torch.Tensor) -> tuple[tuple[int, ...], tup
 
 
 class Recorder(torch_internals.DispatchMode):
-    """Notes what is copied from the tensors of a checkpoint, and to where. All of them are meta tensors."""
+    """Notes what is copied from the tensors of a checkpoint, which are meta tensors, and to where, instead of it.
 
-    def __init__(self, checkpoint: Mapping[str, torch.Tensor]) -> None:
+    Fills with zeros are noted too. They are left out where the memory is the model's own; None: all of it is.
+    """
+
+    def __init__(self, checkpoint: Mapping[str, torch.Tensor], own: Collection[StorageWeakRef] | None = None) -> None:
         super().__init__()
+        self._own = own
         self._sources = {memory_of(tensor): (name, tensor) for name, tensor in checkpoint.items()}
         self.copies: list[tuple[torch.Tensor, Copy]] = []
         """To where, and what."""
@@ -71,21 +76,23 @@ class Recorder(torch_internals.DispatchMode):
             self._copy(*args[:2])
             return args[0]
         if func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
-            self.zeros.append((args[0], View(tuple(args[0].shape), args[0].stride(), args[0].storage_offset())))
-            return args[0]
+            to = args[0]
+            if self._own is None or memory_of(to) in self._own:
+                self.zeros.append((to, View(tuple(to.shape), to.stride(), to.storage_offset())))
+                return to
         return func(*args, **(kwargs or {}))
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         known = self._sources.get(memory_of(source)) if source.is_meta else None
-        if known is None or not to.is_meta:
+        if known is None:
             raise NoPlan("a loader computes with the checkpoint's tensors")
         name, base = known
         if to.shape != source.shape:
             raise NoPlan(f"a loader reshapes {name!r}")
         if to.dtype != source.dtype and not (_is_plain(to.dtype) and _is_plain(source.dtype)):
             raise ConfigurationError(
-                f"{name!r} is {source.dtype} as published, and vLLM's model loads it as {to.dtype}, so the model is "
-                f"quantised: publish the tensors of its quantised checkpoint, with their scales"
+                f"{name!r} is {source.dtype} as published, and the engine's model loads it as {to.dtype}, so the model "
+                f"is quantised: publish the tensors of its quantised checkpoint, with their scales"
             )
         try:
             offset, shape, dimensions = box_of(base, source)
@@ -103,3 +110,14 @@ def _is_plain(dtype: torch.dtype) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def distinct(sources: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """A name for each of several copies, and the ``mapping`` of a pull where one tensor goes to several places."""
+    names, mapping, times = list[str](), dict[str, str](), Counter[str]()
+    for source in sources:
+        times[source] += 1
+        names.append(source if times[source] == 1 else f"{source} ({times[source]})")
+        if times[source] > 1:
+            mapping[names[-1]] = source
+    return names, mapping

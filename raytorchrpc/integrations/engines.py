@@ -1,0 +1,79 @@
+"""What the workers of inference engines share: their group, the deadline of an update, and what its failure says."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+import raytorchrpc as rtr
+
+
+class NoPlan(Exception):
+    """The model's loaders do more with a tensor than to copy parts of it. Never leaves the integrations."""
+
+
+def become_member(group: str | None, timeout: float) -> None:
+    """Join the group, unless this process is in one: an actor is, and a process that an engine has started is not.
+
+    With a name, a process that no member has started connects to Ray first, at ``RAY_ADDRESS`` or on this host.
+    """
+    try:
+        rtr.current_member()
+        return
+    except rtr.NotAMember:
+        pass
+    try:
+        rtr.join(group, timeout=timeout)
+    except rtr.NotAMember as error:
+        if group is None or ray.is_initialized():
+            raise
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as unreachable:
+            raise rtr.NotAMember(
+                f"{error}. No Ray runs on this host: start the engine in the cluster of group {group!r}, with "
+                f"RAY_ADDRESS, or as a child of a member"
+            ) from unreachable
+        rtr.join(group, timeout=timeout)
+
+
+class Progress:
+    """One update: its deadline, the seconds of its phases, and whether it has written to the model."""
+
+    def __init__(self, timeout: float) -> None:
+        self._until = time.monotonic() + timeout
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.has_written = False
+
+    def left(self) -> float:
+        """Seconds to the deadline."""
+        return max(0.0, self._until - time.monotonic())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what runs within as part of a phase."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+
+
+@contextmanager
+def updating(engine: str, version: int, timeout: float) -> Iterator[Progress]:
+    """Have an error say whether the model has tensors of two versions: a pull that it names has written nothing."""
+    progress = Progress(timeout)
+    try:
+        yield progress
+    except Exception as error:
+        if not progress.has_written and isinstance(error, (rtr.ConfigurationError, rtr.NotFound, rtr.Empty)):
+            raise
+        raise rtr.RayTorchRpcError(
+            f"the update of {engine}'s model to version {version} failed midway, so it may have tensors of two "
+            f"versions: update it again before it generates ({type(error).__name__}: {error})"
+        ) from error

@@ -1,0 +1,151 @@
+"""TRL's own AsyncGRPOTrainer trains a small model on a CPU, and a real vLLM server generates with its weights."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import raytorchrpc as rtr
+
+with warnings.catch_warnings():  # of trl and what it imports there are many
+    warnings.simplefilter("ignore")
+    pytest.importorskip("trl")
+    pytest.importorskip("vllm")
+    from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer
+    from tests.integrations.trl_actors import greedy, make_trainer, save_model
+from tests.integrations.vllm_actors import Server, Trainer
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cluster")]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(path: str, cluster: None) -> Iterator[Server]:
+    """A server that this process has started."""
+    server = Server(path, options=())  # TRL's rollouts ask for probabilities, which takes a tokenizer
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Orphan(Server):
+    """A server below no process of the tests."""
+
+    def start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+        variables["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        shell = ["sh", "-c", '"$@" & echo $!', "sh", *command]  # the shell ends, and the server stays
+        started = super().start(shell, variables)
+        assert started.stdout is not None
+        self.pid = int(started.stdout.readline())
+        return started
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+        self._reader.join(60)  # until it has closed its output
+
+
+def other_weights(path: str) -> dict[str, Any]:
+    """The tensors of a model with other random weights."""
+    return Trainer(path, seed=random.randrange(1000)).model.state_dict()
+
+
+def url_of(server: Server) -> str:
+    return "http://{}:{}".format(*server.address())
+
+
+def test_a_trainer_and_its_rollouts_work_as_with_the_transfer_of_trl(path: str, server: Server, tmp_path: Path) -> None:
+    url = url_of(server)
+    trainer = make_trainer(path, url, tmp_path, RayTorchRpcWeightTransfer(url))
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert trainer.model_version == 4
+    assert server.greedy() == greedy(trainer, path)
+
+
+def test_a_server_that_nobody_started_joins_by_ray(path: str, tmp_path: Path) -> None:
+    """As ``vllm serve`` in another terminal: its workers connect to Ray, and join the trainer's group by its name."""
+    server = Orphan(path, options=())
+    try:
+        transfer = RayTorchRpcWeightTransfer(url_of(server), group="apart")
+        trainer = make_trainer(path, url_of(server), tmp_path, transfer, max_steps=1)
+        trainer.train()
+        assert server.greedy() == greedy(trainer, path)
+    finally:
+        server.stop()
+
+
+def test_failures_are_told_and_the_next_update_works(path: str, server: Server) -> None:
+    weights = other_weights(path)
+    url = url_of(server)
+    transfer = RayTorchRpcWeightTransfer(url, group="failures", timeout=60)
+    try:
+        transfer.init_weight_transfer()
+        with pytest.raises(rtr.RayTorchRpcError, match=rf"{url} has not taken version 1 of 'policy'"):
+            transfer.send_weights((f"policy.{name}", its) for name, its in weights.items())
+        transfer.pause()
+        transfer.send_weights(iter(weights.items()))
+        transfer.resume()
+        assert len(server.greedy()) == 12
+
+        def failing() -> Iterator[tuple[str, Any]]:
+            yield next(iter(weights.items()))
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            transfer.send_weights(failing())
+        transfer.send_weights(iter(weights.items()))
+        transfer.resume()
+    finally:
+        transfer.destroy()
+    transfer.destroy()
+    with pytest.raises(rtr.NotAMember):
+        rtr.get_group("failures")
+    transfer.send_weights(iter(weights.items()))  # a second train(): the group is formed again
+    transfer.resume()
+    transfer.destroy()
+
+
+def test_a_server_that_is_stopped_does_not_hold_up_the_trainer_for_ever(path: str) -> None:
+    server = Server(path, options=())
+    try:
+        transfer = RayTorchRpcWeightTransfer(url_of(server), group="stopped", timeout=60)
+        transfer.init_weight_transfer()
+        transfer.send_weights(iter(other_weights(path).items()))
+        transfer.resume()
+        transfer.timeout = 3
+        os.kill(server.process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(rtr.RayTorchRpcError, match=r"has not taken version 2.*timed out"):
+                transfer.send_weights(iter(other_weights(path).items()))
+        finally:
+            os.kill(server.process.pid, signal.SIGCONT)
+        transfer.timeout = 60
+        transfer.send_weights(iter(other_weights(path).items()))
+        transfer.resume()
+        server.stop()
+        with pytest.raises(rtr.RayTorchRpcError, match="has not taken version 4"):
+            transfer.send_weights(iter(other_weights(path).items()))
+        transfer.destroy()
+    finally:
+        server.process.kill()
+
+
+def test_a_member_of_another_group_is_told_the_argument(server: Server) -> None:
+    with rtr.init_group([], name="mine", include_driver=True, config=rtr.GroupConfig(joinable_by="cluster")):
+        transfer = RayTorchRpcWeightTransfer(url_of(server))
+        with pytest.raises(rtr.NotAMember, match=r"no group 'trl' \(known here: mine\)"):
+            transfer.init_weight_transfer()
