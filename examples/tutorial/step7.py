@@ -1,0 +1,120 @@
+"""Learns to balance a pole, and goes on where the last run ended."""
+
+import argparse
+import collections
+import contextlib
+import os
+from statistics import mean
+
+import ray
+import torch
+from pole import improve, make_policy, play
+
+import raytorchrpc as rtr
+
+
+@ray.remote(max_restarts=-1, max_task_retries=-1)  # Ray starts the process and run() again
+class Player:
+    def __init__(self, seed):
+        self.policy = make_policy()
+        torch.manual_seed(seed)  # each player plays other episodes
+
+    def run(self, weights, batches):
+        name, version = rtr.current_member(timeout=60).name, 0  # a new process waits until the group has it back
+        while True:
+            version = weights.pull(self.policy, since=version)  # in place, and only if there is a newer one
+            batch = play(self.policy) | {"player": name, "version": version}
+            try:
+                batches.put(batch)  # blocks while the queue is full
+            except rtr.Closed:
+                return
+
+
+@ray.remote
+class Learner:
+    def __init__(self):
+        self.policy = make_policy()
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.01)
+
+    def save(self, path, update):
+        state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(), "update": update}
+        torch.save(state, f"{path}.new")
+        os.replace(f"{path}.new", path)  # a crash leaves the old file or the new one
+
+    def load(self, path):
+        if not os.path.exists(path):
+            return 0
+        state = torch.load(path)
+        self.policy.load_state_dict(state["policy"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        return state["update"]
+
+    def publish(self, weights):
+        return weights.publish(self.policy)  # copies it, and returns the number of the version
+
+    def update(self, weights, batches):
+        batch = batches.get(timeout=60)  # of whichever player was first
+        reward, newest = improve(self.policy, self.optimizer, batch), self.publish(weights)
+        return reward, batch["player"], newest - 1 - batch["version"]
+
+
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--players", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=60)
+    parser.add_argument("--kill-at", type=int, default=0, help="kill player_0 after this update")
+    parser.add_argument("--trace", help="write a trace for Perfetto to this file")
+    parser.add_argument("--checkpoint", default="pole.pt", help="on several nodes, a file that all of them see")
+    return parser.parse_args()
+
+
+def show(change):
+    print(f"{', '.join(change.members)}: {change.kind} {change.cause}")
+
+
+def report(group):
+    stats = group.stats()  # asks every member
+    for row in stats.queues:
+        print(f"  {row.name}: {row.items} wait, {len(row.putting)} players wait for room, {row.taken} taken")
+    for row in stats.weights:
+        if row.member != row.home:
+            print(f"  {row.member}: {row.pulled} versions pulled, {row.lag} behind")
+
+
+def main():
+    given = options()
+    ray.init(log_to_driver=False)
+    learner = Learner.remote()
+    players = {f"player_{number}": Player.remote(number) for number in range(given.players)}
+    rewards, played = [], collections.Counter()
+    config = rtr.GroupConfig(metrics_period_s=5)  # to Ray's metrics, for Prometheus and Grafana
+    with rtr.init_group({"learner": learner, **players}, config=config) as group, contextlib.ExitStack() as stack:
+        if given.trace:
+            stack.enter_context(group.trace(given.trace))
+        group.on_change(show)  # called on a thread of the group
+        batches = rtr.Queue("batches", home="learner", maxsize=2)
+        weights = rtr.WeightStore("policy", home="learner")
+        checkpoint = os.path.abspath(given.checkpoint)  # an actor may have another working directory
+        done = ray.get(learner.load.remote(checkpoint))
+        print(f"{done} updates are done")
+        ray.get(learner.publish.remote(weights))
+        playing = [player.run.remote(weights, batches) for player in players.values()]
+        for update in range(done + 1, done + given.updates + 1):
+            reward, name, behind = ray.get(learner.update.remote(weights, batches))
+            rewards.append(reward)
+            played[name] += 1
+            if update % 10 == 0:
+                print(f"update {update}: the pole stays up for {mean(rewards[-10:]):.0f} steps, {behind} behind")
+                report(group)
+                ray.get(learner.save.remote(checkpoint, update))
+            if update == given.kill_at:
+                ray.kill(players["player_0"], no_restart=False)
+        group.wait_ready(60)  # until every member is back
+        batches.close(force=True)  # ends the players' loops
+        ray.get(playing)
+        print(*(f"{name}: {count} batches" for name, count in sorted(played.items())), sep="\n")
+        print(group.stats())
+
+
+if __name__ == "__main__":
+    main()
