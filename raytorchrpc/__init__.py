@@ -129,8 +129,13 @@ def __dir__() -> list[str]:
 
 
 if ray_internals.runs_tasks():
+    import gc
+
     from raytorchrpc.membership.join import preload  # a group waits for its slowest member
 
     preload()
+    # The modules leave Python's collector about to look at all of their objects, for 0.1 s, and it would do so while a
+    # group forms. Now nobody waits.
+    gc.collect()
 _loading.finish()
 restarted.begin()
