@@ -28,6 +28,7 @@ DOCS_STAMP := $(VENV_DOCS)/.installed
 RELEASE_STAMP := $(VENV_RELEASE)/.installed
 # Which reads the dependency groups of pyproject.toml.
 PIP_NEEDED := pip>=25.1
+EXTRAS_OF_ENV := atari,bench,data,demo,llm,tls
 TORCH := $(shell grep '^torch==' constraints.txt)
 RAY   := $(shell grep '^ray==' constraints.txt)
 
@@ -129,7 +130,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	$(call install,[env 2/3] installing $(TORCH) (the big one: one to five minutes),$(PIP) install -qq "$(TORCH)")
 	$(call install,[env 3/3] installing Ray and everything else (about a minute),\
-	  $(PIP) install -qq '$(PIP_NEEDED)' && $(PIP) install -qq -e '.[atari,bench,data,demo,llm,tls]' \
+	  $(PIP) install -qq '$(PIP_NEEDED)' && $(PIP) install -qq -e '.[$(EXTRAS_OF_ENV)]' \
 	    --group test --group lint -c constraints.txt)
 	@touch $@
 
