@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import raytorchrpc as rtr
 from benchmarks._harness import End, Line, Pick, group_of, on, show
 from raytorchrpc.calls.member import process_member
+from raytorchrpc.process.switch_interval import SwitchInterval
 
-#: Python's own interval (seconds).
-PYTHONS_S = 0.005
+#: Python's own interval, and that of members while calls come (seconds).
+PYTHONS_S, SHORT_S = 0.005, rtr.GroupConfig().switch_interval_s or 0.0005
 #: Most CPU time, as a ratio, of a program that nobody calls.
 PRICE = 1.02
 #: Bytes of the argument, by its name, and most milliseconds of a call to a busy member.
@@ -130,11 +131,13 @@ def run_nothing(end: Any) -> None:
     end.idle.set()
 
 
-def set_interval(end: Any, seconds: float, shortened: bool) -> None:
-    """Set the interval of the actor's process, and whether calls shorten it."""
+def set_interval(end: End, seconds: float, shortened: bool) -> None:
+    """Set the interval of the actor's process, and whether calls shorten it; none has come yet."""
     local = process_member()
-    end.shortens = shortens = vars(end).get("shortens", local.incoming.interval)
-    local.incoming.interval = local.outgoing.interval = shortens if shortened else None
+    if local.incoming.interval is not None:
+        local.incoming.interval.end()
+    new = SwitchInterval(SHORT_S, local.deadlines) if shortened else None
+    local.incoming.interval = local.outgoing.interval = new
     sys.setswitchinterval(seconds)
 
 
