@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import ipaddress
 import os
 import socket
@@ -71,11 +70,6 @@ def listening() -> dict[int, int]:
 
 def networks(texts: Iterable[str]) -> list[Network]:
     """Parse addresses and networks in CIDR notation, merged. Raises ValueError, which names a bad one."""
-    return _networks(tuple(texts))
-
-
-@functools.lru_cache(maxsize=8)  # the same in every group that a process joins
-def _networks(texts: tuple[str, ...]) -> list[Network]:
     each = {ipaddress.ip_network(text.partition("%")[0], strict=False) for text in texts}
     four = ipaddress.collapse_addresses(net for net in each if isinstance(net, ipaddress.IPv4Network))
     six = ipaddress.collapse_addresses(net for net in each if isinstance(net, ipaddress.IPv6Network))

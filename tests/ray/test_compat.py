@@ -179,7 +179,7 @@ def test_an_owner_can_wait_until_it_knows_where_tensors_are(cluster: None) -> No
     """worker.rdt_manager, its is_managed_object and wait_for_tensor_transport_metadata: without them a ref that was
     made just now cannot go inside a container."""
     rtr.rdt.enable()
-    ref = ray.put(b"no tensors"), ray.put([1], _tensor_transport=rtr.rdt.TRANSPORT)
+    ref = ray.put(b"no tensors"), ray.put([torch.ones(1)], _tensor_transport=rtr.rdt.TRANSPORT)
     assert [ray_internals.wait_for_transport_metadata(one, 30) for one in ref] == [True, True]
 
 
