@@ -58,7 +58,7 @@ help: ## show this list
 env: $(STAMP) ## build the environment in .venv (once; again when its inputs change)
 	@echo "$(VENV) is ready"
 
-demo: $(STAMP) ## train a classifier over direct calls between Ray actors, under a minute
+demo: $(STAMP) ## train a classifier over direct calls between Ray actors
 	@$(BIN)/raytorchrpc demo $(ARGS)
 	@printf '\n%s\n' "Next:"
 	@printf '  %-46s # %s\n' \
