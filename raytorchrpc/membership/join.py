@@ -98,7 +98,8 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
     settings = settings_of(spec, info)
     with _changing:
         local = _start(instance, spec, info, settings.agent)
-        addresses = open_lanes(spec, settings, local)
+        addresses: dict[str, Any] = {}
+        open_lanes(spec, settings, local, addresses)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
         return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries, os.getpid())
 
@@ -355,8 +356,8 @@ def group_info() -> GroupInfo | None:
 # --- what this process brings into a group ----------------------------------------------------------------------------
 
 
-def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember) -> dict[str, Any]:
-    """Open the lanes of ``settings`` that this member has not open yet; returns the new ones' addresses, by name.
+def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses: dict[str, Any]) -> None:
+    """Open the lanes of ``settings`` that this member has not open yet. ``addresses``: gets that of each as it opens.
 
     Raises LaneUnavailable if a message lane cannot open. A tensor lane that cannot is left out with a warning.
     """
@@ -374,12 +375,16 @@ def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember) -> dict[s
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
     names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *settings.lanes])
     missing = [registry.lane(name) for name in names if name not in opened]
-    addresses = {}
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
         lane = setup.make(row)
         if isinstance(lane, MessageLane):
             local.lanes.append(lane)
-            addresses[row.name] = lane.open(partial(local.incoming.serve, lane), local.workers.submit)
+            try:
+                addresses[row.name] = lane.open(partial(local.incoming.serve, lane), local.workers.submit)
+            except BaseException:
+                local.lanes.remove(lane)
+                lane.close()
+                raise
             continue
         try:
             addresses[row.name] = lane.open()
@@ -387,7 +392,6 @@ def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember) -> dict[s
             logger.warning("%s: %s; %s carries its tensors instead", spec.name, error, registry.FABRIC)
             continue
         local.tensor_lanes[row.name] = lane
-    return addresses
 
 
 def preload() -> None:
@@ -460,15 +464,18 @@ def _settle(joined: Membership, version: int) -> None:
     local, table, spec = joined.local, joined.table, joined.spec
     settings = settings_of(spec, table.info)
     process_fabric().admit(settings.agent.admitted)
-    addresses = open_lanes(spec, settings, local)
-    for lane in _lanes_of(local):
-        changed = lane.reach(settings.tcp_host, settings.by_tcp)
-        if changed is not None:
-            addresses[lane.name] = changed
-    if addresses:
-        own = table.peers[spec.name]
-        table.peers[spec.name] = own._replace(addresses={**own.addresses, **addresses})
-        joined.changed = version
+    addresses: dict[str, Any] = {}
+    try:
+        open_lanes(spec, settings, local, addresses)
+        for lane in _lanes_of(local):
+            changed = lane.reach(settings.tcp_host, settings.by_tcp)
+            if changed is not None:
+                addresses[lane.name] = changed
+    finally:  # if one cannot open, the others are not opened again by the next attempt
+        if addresses:
+            own = table.peers[spec.name]
+            table.peers[spec.name] = own._replace(addresses={**own.addresses, **addresses})
+            joined.changed = version
     table.has_settled = True
 
 

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
@@ -89,11 +89,7 @@ class Acceptor:
         unix = fork.ABSTRACT + os.urandom(12).hex()
         self._listen(socket.AF_UNIX, "\0" + unix)
         self.address = self.address._replace(unix=unix)
-        try:
-            return self.address if tcp_host is None else self.open_tcp(tcp_host)
-        except OSError:
-            self.close()
-            raise
+        return self.address if tcp_host is None else self.open_tcp(tcp_host)
 
     def open_tcp(self, host: str) -> SocketAddress:
         """Also listen on that address of this host, on a port that the kernel chooses. Raises OSError."""
@@ -161,6 +157,12 @@ class Acceptor:
             if not isinstance(error, (OSError, RayTorchRpcError)):
                 raise
             logger.debug("%s refused a connection: %s", self._me, error)
+
+    def retract(self, known: Collection[int], address: SocketAddress) -> None:
+        """Stop listening but by these descriptors, at this address."""
+        for fd in self.listeners.keys() - known:
+            self.listeners.pop(fd).close()
+        self.address = address
 
     def close(self) -> None:
         """Stop listening, and drop pending handshakes. Idempotent."""
@@ -320,13 +322,17 @@ class ConnectedLane(MessageLane, Generic[C]):
         """
 
     def _listen(self, begin: Callable[[Any], SocketAddress], tcp_host: str | None) -> SocketAddress:
-        known = set(self._acceptor.listeners)
+        acceptor = self._acceptor
+        known, before = set(acceptor.listeners), acceptor.address
         try:
             address = begin(tcp_host)
-        except OSError as error:
-            raise LaneUnavailable(self.name, str(error)) from error
-        for fd in self._acceptor.listeners.keys() - known:
-            self._poll(fd)
+            for fd in acceptor.listeners.keys() - known:
+                self._poll(fd)
+        except BaseException as error:
+            acceptor.retract(known, before)  # so that a later attempt begins anew
+            if isinstance(error, OSError):
+                raise LaneUnavailable(self.name, str(error)) from error
+            raise
         return address
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
+from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common.connections import ClosedWhileIdle, ConnectedLane, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
@@ -48,7 +49,11 @@ class SocketLane(ConnectedLane[Connection]):
         self._serve, self._spawn = serve, spawn
         address = self._listen(self._acceptor.open, self._tcp_host)
         fork.register(self)
-        self._selector.start(lambda work: self._spawn(work))
+        try:
+            self._selector.start(lambda work: self._spawn(work))
+        except threads.ThreadShortage as error:
+            self.close()
+            raise LaneUnavailable(self.name, str(error)) from error
         return address
 
     def call(  # as the other lanes' own, but fewer functions long: every small call passes here
