@@ -2,16 +2,21 @@
 
 - Pages below "Maintainers" stay out of the search, so that users find what is written for them.
 - Pictures go into the page itself: their colours then follow the reader's choice of a dark or a light page.
-- ``promises.md`` lists what ``promises.yml`` says.
+- ``promises.md`` lists what ``promises.yml`` says, and ``reference/cli.md`` the commands and their options.
 """
 
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
+import typer
 import yaml
 
 DOCS = Path(__file__).parent
@@ -21,6 +26,8 @@ _PICTURE = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*assets/(?P<name>[\w-]+\.
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if any(section.title == "Maintainers" for section in page.ancestors):
         page.meta["search"] = {"exclude": True}
+    if "<!-- commands -->" in markdown:
+        markdown = markdown.replace("<!-- commands -->", "\n".join(commands(application(), "raytorchrpc")))
     return markdown.replace("<!-- promises -->", "\n".join(promises(config["repo_url"])))
 
 
@@ -41,3 +48,29 @@ def promises(repository: str | None) -> Iterator[str]:
                     file, shown = test.partition("::")[0], f"`{test}`"
                     yield f"    - [{shown}]({repository}/blob/main/{file})" if repository else f"    - {shown}"
             yield ""
+
+
+def application() -> Any:
+    """The command line as a tree of commands. Its module takes only the version from the package, which needs torch."""
+    package = ModuleType("raytorchrpc")
+    package.__version__ = ""  # type: ignore[attr-defined]
+    with patch.dict(sys.modules, {"raytorchrpc": package}):
+        return typer.main.get_command(runpy.run_path(str(DOCS.parent / "raytorchrpc" / "cli" / "app.py"))["app"])
+
+
+def commands(command: Any, name: str) -> Iterator[str]:
+    """A heading, what it does and a table of options for each command below this one."""
+    if below := getattr(command, "commands", None):
+        for each in below:
+            yield from commands(below[each], f"{name} {each}")
+        return
+    yield f"## {name}\n\n{command.help}\n"
+    if command.params:
+        yield "| option | meaning | default |\n|---|---|---|"
+    for option in command.params:
+        names = [] if option.param_type_name == "argument" else option.opts
+        value = [] if getattr(option, "is_flag", False) else [option.metavar or option.human_readable_name]
+        has_default = option.default is not None and option.default is not False
+        default = "required" if option.required else f"`{option.default}`" if has_default else ""
+        yield f"| `{' '.join([*names, *value])}` | {option.help} | {default} |"
+    yield ""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import typer
 import yaml
 
 import raytorchrpc as rtr
+from raytorchrpc.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,6 +70,23 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(shown) == sorted(rtr.__all__)
     assert set(dir(rtr)) == {*rtr.__all__, "errors", "__version__"}, "what completion in an editor or a shell offers"
     assert all(hasattr(rtr, name) for name in dir(rtr))
+
+
+def options(command: Any) -> Iterator[str]:
+    """The options of a command and of those below it."""
+    for each in getattr(command, "commands", {}).values():
+        yield from options(each)
+        yield from (option.opts[0] for option in each.params)
+
+
+def test_the_page_on_the_command_line_lists_every_command_and_option() -> None:
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    page = "\n".join(hooks["commands"](hooks["application"](), "raytorchrpc"))
+    assert "<!-- commands -->" in text_of("reference/cli.md")
+    assert all(f"## raytorchrpc {name}\n" in page for name in ("top", "doctor", "manifest rayjob"))
+    assert "| `--strict` | Count warnings as problems. |  |" in page
+    assert "| `--gpus N` | GPUs per worker. | `0` |" in page
+    assert sorted(re.findall(r"^\| `(--[\w-]+)", page, re.MULTILINE)) == sorted(options(typer.main.get_command(app)))
 
 
 @pytest.mark.parametrize("page", PAGES)

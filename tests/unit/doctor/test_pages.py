@@ -1,4 +1,4 @@
-"""``docs/doctor.md`` lists every finding as the code does, and ``docs/rdma.md`` names those that exist."""
+"""``docs/reference/findings.md`` lists every finding as the code does, and ``docs/rdma.md`` names those that exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.doctor.pages import FINDINGS
 from tests.unit.sources import parse
 
 ROOT = Path(__file__).parents[3]
-DOCTOR = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+FINDINGS_PAGE = (ROOT / "docs" / "reference" / "findings.md").read_text(encoding="utf-8")
 RDMA = (ROOT / "docs" / "rdma.md").read_text(encoding="utf-8")
 #: Functions that make a finding, and the position of its id in their arguments.
 ADDERS = {"ok": 0, "note": 0, "warning": 0, "problem": 0, "finding": 1}
@@ -30,12 +30,12 @@ def test_the_table_of_findings_is_that_of_the_code() -> None:
                 said.setdefault(name.value, set()).add(node.func.id)
     assert said.keys() == FINDINGS.keys() >= LANES.keys()
     for name, adders in said.items():
-        assert adders - {"finding"} <= FINDINGS[name], f"docs/doctor.md lists other levels for {name}"
+        assert adders - {"finding"} <= FINDINGS[name], f"docs/reference/findings.md lists other levels for {name}"
 
 
 def test_the_page_tells_of_every_variable_of_nccls() -> None:
     for name in nccl_env.VARIABLES:
-        assert re.search(rf"^\| `{name}` \|", DOCTOR, re.MULTILINE), name
+        assert re.search(rf"^\| `{name}` \|", FINDINGS_PAGE, re.MULTILINE), name
 
 
 def test_a_finding_that_is_named_in_the_page_on_rdma_exists() -> None:
