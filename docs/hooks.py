@@ -3,6 +3,7 @@
 - Pages below "Maintainers" stay out of the search, so that users find what is written for them.
 - Pictures go into the page itself: their colours then follow the reader's choice of a dark or a light page.
 - ``promises.md`` lists what ``promises.yml`` says, and ``reference/cli.md`` the commands and their options.
+- ``<!-- file PATH -->`` becomes that file of the repository, as a block of code.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import typer
 import yaml
 
 DOCS = Path(__file__).parent
+_FILE = re.compile(r"<!-- file (?P<path>[\w./-]+) -->")
 _PICTURE = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*assets/(?P<name>[\w-]+\.svg)" ?/?>')
 
 
@@ -28,7 +30,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         page.meta["search"] = {"exclude": True}
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", "\n".join(commands(application(), "raytorchrpc")))
+    markdown = _FILE.sub(lambda match: block(DOCS.parent / match["path"]), markdown)
     return markdown.replace("<!-- promises -->", "\n".join(promises(config["repo_url"])))
+
+
+def block(file: Path) -> str:
+    return f'```python title="{file.name}"\n{file.read_text(encoding="utf-8").strip()}\n```'
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -16,6 +16,8 @@ def _without_type(params: list[Any]) -> list[Any]:
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""  # recent releases of typer show <bool> otherwise
+        if param.param_type_name == "argument":
+            param.display_type_rich = lambda ctx: None  # and <str> beside the name of an argument
     return params
 
 
@@ -24,7 +26,7 @@ def _option(metavar: str, text: str, *names: str, **limits: Any) -> Any:
 
 
 class Command(TyperCommand):
-    """A command whose help shows flags without a type."""
+    """A command whose help shows flags and arguments without a type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_type(super().get_params(ctx))
@@ -228,6 +230,36 @@ rayjob.__signature__ = _cluster.replace(  # type: ignore[attr-defined]
     parameters=[_image, _own.parameters["entrypoint"], *_others]
 )
 manifest.command(cls=Command)(rayjob)
+
+
+examples = typer.Typer(help="List the examples, and copy one to start from.", no_args_is_help=True, cls=Group)
+app.add_typer(examples, name="examples")
+
+
+@examples.command("list", cls=Command)
+def list_examples() -> None:
+    """List the examples that come with the package."""
+    from raytorchrpc.cli.examples import listed
+
+    for example in listed():
+        typer.echo(f"{example.name:24}{example.shows.replace('`', '')}")
+
+
+@examples.command(cls=Command)
+def copy(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As `raytorchrpc examples list` shows it.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to put it; made if need be.")] = Path("."),
+) -> None:
+    """Copy an example into a folder, and name the command that runs it. Overwrites nothing."""
+    from raytorchrpc.cli.examples import copy
+    from raytorchrpc.errors import ConfigurationError
+
+    try:
+        example = copy(name, folder)
+    except (ConfigurationError, OSError) as error:
+        typer.echo(f"raytorchrpc examples copy: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
+    typer.echo(f"copied to {folder / example.file}; next:\n\n    cd {folder}\n    {example.command}")
 
 
 def _write(kind: str, values: dict[str, Any]) -> None:

@@ -1,24 +1,24 @@
-"""The steps of the tutorial: one program that grows a little at a time."""
+"""The tutorial: one program that grows a little at a time, and stands complete among the examples."""
 
 from __future__ import annotations
 
-import difflib
-from pathlib import Path
-
 import pytest
 
-FILES = Path(__file__).parents[2] / "examples" / "tutorial"
-#: New lines that a step may have; blank ones do not count.
+from tests import tutorial
+
+STEPS = tutorial.steps()
+#: New lines that a step may have.
 NEW_LINES = 40
 
 
-def step(number: int) -> list[str]:
-    return (FILES / f"step{number}.py").read_text(encoding="utf-8").splitlines()
+def test_the_last_step_is_the_example() -> None:
+    assert len(STEPS) == 8
+    assert STEPS[-1].program == (tutorial.FILES / "train.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("number", range(1, 9))
-def test_a_step_adds_few_lines(number: int) -> None:
-    before = step(number - 1) if number > 1 else []
-    changes = difflib.unified_diff(before, step(number), n=0, lineterm="")
-    new = [line for line in changes if line.startswith("+") and line[1:].strip() and not line.startswith("+++")]
-    assert 0 < len(new) <= NEW_LINES
+def test_a_step_adds_few_lines_and_marks_them(number: int) -> None:
+    step = STEPS[number - 1]
+    compile(step.program, f"step {number}", "exec")
+    assert 0 < len(step.new) <= NEW_LINES
+    assert step.marked == (step.new if number > 1 else [])

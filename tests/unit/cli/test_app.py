@@ -10,10 +10,15 @@ import pytest
 from raytorchrpc.cli import main
 from tests.unit import command_line
 
-COMMANDS = {"": ("demo", "bench", "doctor", "top", "dashboard", "manifest"), "manifest": ("raycluster", "rayjob")}
+COMMANDS = {
+    "": ("demo", "bench", "doctor", "top", "dashboard", "manifest", "examples"),
+    "manifest": ("raycluster", "rayjob"),
+    "examples": ("list", "copy"),
+}
+WORDS = ["", *COMMANDS[""], *(f"{group} {name}" for group in ("manifest", "examples") for name in COMMANDS[group])]
 
 
-@pytest.mark.parametrize("words", ["", *COMMANDS[""], *(f"manifest {name}" for name in COMMANDS["manifest"])])
+@pytest.mark.parametrize("words", WORDS)
 def test_help_shows_no_types_of_python_and_fits_80_columns(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"COLUMNS": "80", "NO_COLOR": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -1,9 +1,10 @@
-"""Learns to balance a pole, and goes on where the last run ended."""
+"""Learns to balance a pole."""
 
 import argparse
 import collections
 import contextlib
 import os
+import sys
 from statistics import mean
 
 import ray
@@ -65,11 +66,39 @@ def options():
     parser.add_argument("--kill-at", type=int, default=0, help="kill player_0 after this update")
     parser.add_argument("--trace", help="write a trace for Perfetto to this file")
     parser.add_argument("--checkpoint", default="pole.pt", help="on several nodes, a file that all of them see")
+    parser.add_argument("--goal", type=int, default=60, help="steps that the pole has to stay up in the end")
     return parser.parse_args()
 
 
+def train(given, group, learner, players):
+    batches = rtr.Queue("batches", home="learner", maxsize=2)
+    weights = rtr.WeightStore("policy", home="learner")
+    checkpoint = os.path.abspath(given.checkpoint)  # an actor may have another working directory
+    done = ray.get(learner.load.remote(checkpoint))
+    print(f"{done} updates are done")
+    ray.get(learner.publish.remote(weights))
+    playing = [player.run.remote(weights, batches) for player in players.values()]
+    rewards, played = [], collections.Counter()
+    for update in range(done + 1, done + given.updates + 1):
+        reward, name, behind = ray.get(learner.update.remote(weights, batches))
+        rewards.append(reward)
+        played[name] += 1
+        if update % 10 == 0:
+            print(f"update {update}: the pole stays up for {mean(rewards[-10:]):.0f} steps, {behind} behind")
+            report(group)
+            ray.get(learner.save.remote(checkpoint, update))
+        if update == given.kill_at:
+            ray.kill(players["player_0"], no_restart=False)
+    group.wait_ready(60)  # until every member is back
+    batches.close(force=True)  # ends the players' loops
+    ray.get(playing)
+    print(*(f"{name}: {count} batches" for name, count in sorted(played.items())), sep="\n")
+    print(group.stats())
+    return mean(rewards[-10:])
+
+
 def show(change):
-    print(f"{', '.join(change.members)}: {change.kind} {change.cause}")
+    print(f"{', '.join(change.members)}: {change.kind} {change.cause}".rstrip())
 
 
 def report(group):
@@ -83,37 +112,19 @@ def report(group):
 
 def main():
     given = options()
-    ray.init(log_to_driver=False)
-    learner = Learner.remote()
-    players = {f"player_{number}": Player.remote(number) for number in range(given.players)}
-    rewards, played = [], collections.Counter()
+    ray.init(log_to_driver=False, runtime_env=rtr.runtime_env())
+    learner, spread = Learner.remote(), Player.options(scheduling_strategy="SPREAD")  # over the nodes
+    players = {f"player_{number}": spread.remote(number) for number in range(given.players)}
     config = rtr.GroupConfig(metrics_period_s=5)  # to Ray's metrics, for Prometheus and Grafana
     with rtr.init_group({"learner": learner, **players}, config=config) as group, contextlib.ExitStack() as stack:
         if given.trace:
             stack.enter_context(group.trace(given.trace))
         group.on_change(show)  # called on a thread of the group
-        batches = rtr.Queue("batches", home="learner", maxsize=2)
-        weights = rtr.WeightStore("policy", home="learner")
-        checkpoint = os.path.abspath(given.checkpoint)  # an actor may have another working directory
-        done = ray.get(learner.load.remote(checkpoint))
-        print(f"{done} updates are done")
-        ray.get(learner.publish.remote(weights))
-        playing = [player.run.remote(weights, batches) for player in players.values()]
-        for update in range(done + 1, done + given.updates + 1):
-            reward, name, behind = ray.get(learner.update.remote(weights, batches))
-            rewards.append(reward)
-            played[name] += 1
-            if update % 10 == 0:
-                print(f"update {update}: the pole stays up for {mean(rewards[-10:]):.0f} steps, {behind} behind")
-                report(group)
-                ray.get(learner.save.remote(checkpoint, update))
-            if update == given.kill_at:
-                ray.kill(players["player_0"], no_restart=False)
-        group.wait_ready(60)  # until every member is back
-        batches.close(force=True)  # ends the players' loops
-        ray.get(playing)
-        print(*(f"{name}: {count} batches" for name, count in sorted(played.items())), sep="\n")
-        print(group.stats())
+        steps = train(given, group, learner, players)
+        nodes = len({member.node_id for member in group.members})
+    if steps < given.goal:
+        sys.exit(f"the pole stays up for {steps:.0f} steps, but the goal is {given.goal}")
+    print(f"{given.players} players on {nodes} node(s): the goal of {given.goal} steps is reached")
 
 
 if __name__ == "__main__":
