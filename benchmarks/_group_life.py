@@ -67,8 +67,7 @@ class Member:
 
     def membership(self) -> str | None:
         """The group that this process is in, or prepares to join."""
-        forming, info = join._preparing, join.group_info()
-        return forming.spec.group if forming else info.name if info else None
+        return join._membership.spec.group if join._membership else None
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

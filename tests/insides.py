@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +18,14 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import exposed, gates
+from raytorchrpc.group import detached, group
+from raytorchrpc.group.changes import EventBus
+from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.membership import join
 from raytorchrpc.process import fork
+from raytorchrpc.process.fan_out import Requests
 from raytorchrpc.process.this_process import has_ended as has_ended
 
 saved: Any = SimpleNamespace()
@@ -63,6 +70,49 @@ def before_step(step: str, act: Callable[[], object]) -> None:
         return function(*args)
 
     setattr(join, step, acting)
+
+
+#: The steps of ``init_group`` in a driver: what it calls, how often, and those of the calls that count.
+FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
+    **{
+        step: (ray_internals, "call_actor", 9, lambda _, asked, *args, step=step: asked.__name__ == step)
+        for step in ("probe", "prepare", "commit")
+    },
+    "wait": (Requests, "next", 20, lambda *_: True),
+    "post": (ray_internals, "store", 1, lambda key, value: key.startswith("groups/") and value is not None),
+    "connect": (ControlConnections, "watch", 9, lambda *_: True),
+    "supervise": (EventBus, "start", 1, lambda *_: True),
+    "return": (Patience, "__exit__", 1, lambda *_: True),
+    "describe": (group.Group, "__init__", 1, lambda *_: True),
+    "begin elsewhere": (detached, "_answer", 1, lambda *_: True),
+    "end elsewhere": (detached.DetachedHost, "__init__", 1, lambda *_: True),
+}
+
+
+@contextmanager
+def interrupted_at(step: str) -> Iterator[None]:
+    """Ctrl-C, as a terminal sends it, when ``init_group`` does that step of FORMING in this process."""
+    owner, name, number, counts = FORMING[step]
+    function, calls = getattr(owner, name), []
+
+    def acting(*args: Any, **options: Any) -> Any:
+        if counts(*args):
+            calls.append(args)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGINT)
+        return function(*args, **options)
+
+    setattr(owner, name, acting)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def of_a_group() -> tuple[Any, ...]:
+    """What this process has of a group: its membership, what it has formed, threads and sockets."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("raytorchrpc")]
+    return join._membership, sorted(group._groups), len(threads), len(list(fork.own_sockets()))
 
 
 def group_name() -> str | None:
@@ -199,8 +249,8 @@ def actor_state(handle: Any) -> ray_internals.ActorState:
 
 def group_secret() -> bytes:
     """What the members of this member's group authenticate with."""
-    assert join._joined is not None
-    return join._joined.spec.credentials.secret
+    assert join._membership is not None
+    return join._membership.spec.credentials.secret
 
 
 def stored_keys(prefix: str) -> list[str]:

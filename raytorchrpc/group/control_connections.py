@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
 from collections import deque
@@ -20,13 +19,14 @@ from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.process import threads
+from raytorchrpc.process.fan_out import Answers, Outcome, ask_all, failed
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
 
 #: The arguments of a call to several members, by name.
 Arguments = Mapping[str, tuple[Any, ...]]
-#: Results and failures by name.
-Answers = tuple[dict[str, Any], dict[str, Exception]]
+#: Is called with the name of a member and what came of its request.
+Answered = Callable[[str, Outcome], object]
 
 #: See ``ControlConnections.watch``.
 Watch = Callable[[Callable[[str], None]], None]
@@ -126,57 +126,37 @@ class ControlConnections:
         return threads_of_work
 
     def ask(
-        self,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        names: Iterable[str],
-        done: Callable[[str, Callable[[], Any]], None],
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], names: Iterable[str], done: Answered
     ) -> None:
         """Have each of these run ``function(local, *arguments)``, as ``call_all`` does; they get the very same bytes.
 
-        Does not block. ``done(name, result)`` is called once for each, on this or another thread, perhaps never for a
-        member that stands still; ``result()`` returns or raises what came of it.
+        Does not block. ``done(name, outcome)`` is called once for each, on this or another thread, perhaps never for a
+        member that stands still.
         """
         body = self._codec.encode((function, arguments), own=True)
         for name in names:
             try:
-                pending = self._send(protocol.ASK, name, _SEND_S, body)
+                self._ask(name, body, _SEND_S, partial(done, name))
             except RayTorchRpcError as error:
-                done(name, partial(_fail, error))
-                continue
-            pending.add_done_callback(partial(done, name, partial(self._outcome, pending, name)))
+                done(name, failed(error))
 
     def call_all(
         self, function: Callable[..., Any], arguments: Arguments, deadline: float, *, gap_s: float = math.inf
     ) -> Answers:
         """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember.
 
-        ``gap_s``: once one has answered, wait for each further answer only so long.
+        See ``ask_all``.
         """
-        results: dict[str, Any] = {}
-        failures: dict[str, Exception] = {}
-        asked: dict[str, Pending] = {}
-        done: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for name, args in arguments.items():
-            body = self._codec.encode((function, args), own=True)
-            try:
-                asked[name] = self._send(protocol.ASK, name, deadline - time.monotonic(), body)
-                asked[name].add_done_callback(partial(done.put, name))
-            except RayTorchRpcError as error:
-                failures[name] = error
-        until = deadline
-        while asked:
-            try:
-                name = done.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            try:
-                results[name] = self._outcome(asked.pop(name), name)
-            except Exception as error:
-                failures[name] = error
-            until = min(deadline, time.monotonic() + gap_s)
-        failures.update((name, RpcTimeout(f"{name!r} did not answer in time")) for name in asked)
-        return results, failures
+
+        def begin(name: str, answered: Callable[[Outcome], object]) -> None:
+            body = self._codec.encode((function, arguments[name]), own=True)
+            self._ask(name, body, deadline - time.monotonic(), answered)
+
+        return ask_all(arguments, begin, deadline, gap_s=gap_s)
+
+    def _ask(self, name: str, body: Encoded, timeout_s: float, answered: Callable[[Outcome], object]) -> None:
+        pending = self._send(protocol.ASK, name, timeout_s, body)
+        pending.add_done_callback(partial(answered, partial(self._outcome, pending, name)))
 
     def _outcome(self, pending: Pending, name: str) -> Any:
         message = pending.take()
@@ -195,7 +175,3 @@ class ControlConnections:
         """Idempotent, never raises."""
         self._watches.clear()
         self._lane.close()
-
-
-def _fail(error: Exception) -> Any:
-    raise error

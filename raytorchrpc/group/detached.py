@@ -16,12 +16,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Change, ChangeLog, Listeners
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
+from raytorchrpc.membership.restarted import post_record
 from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raytorchrpc"
 #: For the host actor to answer beyond the time a request takes, its start included (seconds).
 _GRACE_S = 30.0
+#: For members to leave a group whose forming was interrupted (seconds).
+_GIVE_UP_S = 5.0
 #: The supervisor's methods that ``Group`` calls, and how long one without ``timeout_s`` may take (seconds).
 _FORWARDED = {
     **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats", "directory"), 0.0),
@@ -133,9 +136,15 @@ class _HostActor:
         self._supervisor: Supervisor | None = None
         self._changes = ChangeLog()
 
-    def form(self, name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> None:
-        self._supervisor = form(name, config, participants, timeout_s)
-        self._supervisor.listen(self._changes.put)
+    def form(
+        self, name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float, generation: str
+    ) -> None:
+        """See supervisor.form."""
+        form(name, config, participants, timeout_s, generation, self._host)
+
+    def _host(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        supervisor.listen(self._changes.put)
 
     @ray.method(concurrency_group=_CHANGES)
     def changes(self, after: int | None, wait_s: float) -> tuple[int, list[Change]]:
@@ -210,23 +219,40 @@ class DetachedHost:
         self._actor = None  # last: an end that is interrupted (Ctrl-C) can be begun again
 
 
-def form_detached(name: str, config: GroupConfig, participants: Mapping[str, Any], timeout_s: float) -> DetachedHost:
-    """Start a detached actor that forms the group and supervises it. Raises BootstrapError, ConfigurationError."""
+def form_detached(
+    name: str,
+    config: GroupConfig,
+    participants: Mapping[str, Any],
+    timeout_s: float,
+    generation: str,
+    register: Callable[[DetachedHost], object],
+) -> DetachedHost:
+    """Start a detached actor that forms the group and supervises it. Leaves nothing behind if it fails.
+
+    ``register``: see ``supervisor.form``. Raises BootstrapError, ConfigurationError.
+    """
     options = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_concurrency": 16}
     remote: Any = ray.remote(concurrency_groups={_CHANGES: _CHANGE_THREADS})  # type: ignore[call-overload]
-    host = remote(_HostActor)
+    actor, forming, made = remote(_HostActor), None, None
     try:
-        actor = host.options(**options).remote()
-    except ValueError as error:
-        raise BootstrapError(
-            f"a detached group {name!r} exists in this cluster: get_group({name!r}) finds it"
-        ) from error
-    try:
-        forming = actor.form.remote(name, config, dict(participants), timeout_s)
+        try:
+            made = actor.options(**options).remote()
+        except ValueError as error:
+            raise BootstrapError(
+                f"a detached group {name!r} exists in this cluster: get_group({name!r}) finds it"
+            ) from error
+        forming = made.form.remote(name, config, dict(participants), timeout_s, generation)
         _answer(name, forming, ray_calls.LONGEST * timeout_s)
-        return DetachedHost(name, actor)
-    except BaseException:
-        _end(actor)
+        host = DetachedHost(name, made)
+        register(host)
+        return host
+    except BaseException as error:
+        if made is not None:
+            _end(made)
+        if forming is not None and not isinstance(error, RayTorchRpcError):  # else it has undone everything itself
+            post_record(generation, None)
+            until = time.monotonic() + _GIVE_UP_S
+            ray_calls.have_leave(name, generation, participants, until, for_good=True)
         raise
 
 

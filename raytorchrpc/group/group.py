@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -152,8 +153,9 @@ class Group:
             return  # the group is the parent's
         host = self._own("shutdown")
         name = self._first_info.name
-        if _groups.get(name) is self:
-            del _groups[name], formed_here[name]
+        if name in _groups and _groups[name]._host is host:
+            del _groups[name]
+            formed_here.pop(name, None)
         own_groups.remove(self._first_info.generation)
         host.end(timeout)
 
@@ -380,8 +382,8 @@ def init_group(
             few cores, this time runs anew with each module that one has loaded; five times as long at most in all.
 
     Blocks until every member can reach every other. After 3 s, and then every 10 s, it says whom it waits for and why
-    ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, members that had
-    joined leave again, and a later ``init_group`` of the same actors works.
+    ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, and after
+    Ctrl-C, members that had joined leave again, and a later ``init_group`` of the same actors works.
 
     Raises ConfigurationError for a request that cannot work (empty list, duplicates, no handle, invalid device map) and
     BootstrapError for members that are dead, busy, unreachable, or in another group.
@@ -405,13 +407,15 @@ def init_group(
     check_timeout(timeout)
     config = with_named_maps(config, participants)
     forming: Callable[..., Host] = form_detached if detached else form
-    host = forming(name, config, participants, timeout)
+    hosts: list[Host] = []
     try:
+        host = forming(name, config, participants, timeout, uuid.uuid4().hex[:12], hosts.append)
         info = host.info
         group = _groups[name] = Group(info, host)
         formed_here[name] = detached
-    except BaseException:
-        host.end(SHUTDOWN_TIMEOUT_S)
+    except BaseException:  # Ctrl-C may come when the group has formed
+        for host in hosts:
+            Group(host.info, host).shutdown()
         raise
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)

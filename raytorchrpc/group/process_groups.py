@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.control_connections import Answers, ControlConnections
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.process_group import (
     BACKENDS,
@@ -18,6 +18,7 @@ from raytorchrpc.membership.process_group import (
     make_process_group,
 )
 from raytorchrpc.membership.rendezvous import StoreAddress
+from raytorchrpc.process.fan_out import Answers
 from raytorchrpc.topology.endpoint import Endpoint
 
 #: For members to learn that others have a process group, or that an attempt was given up (seconds).

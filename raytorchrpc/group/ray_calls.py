@@ -5,26 +5,23 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.group.control_connections import Answers, Arguments
+from raytorchrpc.group.control_connections import Arguments
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join, restarted
+from raytorchrpc.process.fan_out import Answers, Outcome, ask_all, in_thread
 
 logger = logging.getLogger(__name__)
 
-#: While an actor restarts, it is called again this often (seconds).
-_RESTART_POLL_S = 0.05
 #: When a group that forms first says whom it waits for, how often then, and how many members it names (seconds).
 _FIRST_NOTICE_S, _NOTICE_S, NAMED = 3.0, 10.0, 8
 #: A group that forms waits so many times its timeout at most for processes that load modules all the time.
@@ -49,58 +46,36 @@ def call_all(
 ) -> Answers:
     """Run ``function(instance, *arguments[name])`` at every named member; this process has the handle None.
 
-    Returns results and failures by name; TimeoutError stands for no answer by the deadline. With ``fail_fast`` the
-    first failure ends the wait, and members that have not answered are in neither. With ``retry_restarting`` an actor
-    that is restarting is called again. ``patience`` takes the place of the deadline, and says whom this waits for.
+    See ``ask_all``. With ``retry_restarting`` an actor that is restarting is called again. ``patience`` takes the place
+    of the deadline, and says whom this waits for.
     """
-    results: dict[str, Any] = {}
-    failures: dict[str, Exception] = {}
-    pending: dict[Any, str] = {}
 
-    def send(member: str) -> None:
-        try:
-            pending[ray_internals.call_actor(handles[member], function, *arguments[member])] = member
-        except RayError as error:  # its queue is full
-            failures[member] = error
+    def begin(member: str, answered: Callable[[Outcome], object]) -> None:
+        if (handle := handles[member]) is None:
+            in_thread(function, None, *arguments[member], name="raytorchrpc-step")(member, answered)
+            return
+        reference = ray_internals.call_actor(handle, function, *arguments[member])
+        # Ray prints an error that is not retrieved, also one that comes when nobody waits for it any more.
+        reference.future().add_done_callback(lambda future: answered(partial(_result, future, future.exception())))
 
-    def take(reference: Any, member: str) -> None:
-        try:
-            results[member] = ray.get(reference, timeout=max(1.0, until - time.monotonic()))
-        except RayTaskError as error:
-            failures[member] = error.cause if isinstance(error.cause, Exception) else error
-        except RayError as error:
-            restarting = isinstance(error, ActorUnavailableError)
-            if restarting and retry_restarting and time.monotonic() < until:
-                threading.Event().wait(_RESTART_POLL_S)  # Ray offers nothing to wait on
-                send(member)
-            else:
-                failures[member] = error
+    def extend(members: Collection[str]) -> float:
+        return 0.0 if patience is None else patience.extend({name: handles[name] for name in members}, len(arguments))
 
-    try:
-        here = [member for member in arguments if handles[member] is None]
-        for member in arguments:
-            if member not in here:
-                send(member)
-        for member in here:
-            try:
-                results[member] = function(None, *arguments[member])
-            except RayTorchRpcError as error:
-                failures[member] = error
-        while pending and not (fail_fast and failures):
-            until = deadline if patience is None else patience.deadline
-            look = until if patience is None else min(until, patience.due)
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=max(0.0, look - time.monotonic()))
-            if ready:  # and others with it: to wait for each of n by itself would take time in proportion to n^2
-                ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
-            elif patience is None or not patience.lasts({m: handles[m] for m in pending.values()}, len(arguments)):
-                failures.update({member: TimeoutError("no answer") for member in pending.values()})
-                break
-            for reference in ready:
-                take(reference, pending.pop(reference))
-    finally:  # also after Ctrl-C
-        for reference in pending:
-            _ignore_error(reference)
-    return results, failures
+    return ask_all(
+        arguments,
+        begin,
+        deadline if patience is None else patience.until,
+        fail_fast=fail_fast,
+        extend=extend,
+        again=lambda error: retry_restarting and isinstance(error, ActorUnavailableError),
+    )
+
+
+def _result(answer: Any, error: BaseException | None) -> Any:
+    """What an actor returned, or raised."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        raise error.cause
+    return answer.result()
 
 
 class Patience:
@@ -118,15 +93,20 @@ class Patience:
         self._loaded: dict[str, int] = {}
         self._has_line = False
 
-    def lasts(self, handles: Mapping[str, Any], count: int) -> bool:
-        """Whether to wait on for these of ``count`` members. ``handles``: by name. Says so if a notice is due."""
+    @property
+    def until(self) -> float:
+        """When to ask ``extend`` (``time.monotonic``)."""
+        return min(self.deadline, self.due)
+
+    def extend(self, handles: Mapping[str, Any], count: int) -> float:
+        """Until when to wait on for these of ``count`` members, by name. Says so if a notice is due."""
         now, loaded = time.monotonic(), _loaded_modules(handles)
         if any(self._loaded.get(name) != modules for name, modules in loaded.items()):
             self.deadline = min(max(self.deadline, now + self._timeout_s), self._since + LONGEST * self._timeout_s)
         self._loaded = loaded
         if now >= self.due and now < self.deadline:
             self._give(handles, count)
-        return now < self.deadline
+        return self.until
 
     def _give(self, handles: Mapping[str, Any], count: int) -> None:
         self.due = time.monotonic() + _NOTICE_S
@@ -198,19 +178,16 @@ def ask_to_leave(roster: Roster, handles: Mapping[str, Any]) -> None:
     call_all(handles, join.leave, dict.fromkeys(handles, (roster.generation,)), time.monotonic())
 
 
-def have_leave(roster: Roster, handles: Mapping[str, Any], until: float, for_good: bool) -> None:
+def have_leave(
+    group: str, generation: str, handles: Mapping[str, Any], until: float, *, for_good: bool = False
+) -> None:
     """Have these members leave the group. Those that are busy leave later, and are logged."""
-    arguments = dict.fromkeys(handles, (roster.generation, for_good))
+    arguments = dict.fromkeys(handles, (generation, for_good))
     _, failures = call_all(handles, join.leave, arguments, until)
     if busy := [name for name, error in failures.items() if isinstance(error, TimeoutError)]:
-        logger.warning("group %r: leaving when their methods return: %s", roster.name, ", ".join(busy))
+        logger.warning("group %r: leaving when their methods return: %s", group, ", ".join(busy))
 
 
 def wait_for_answers(handles: Mapping[str, Any], deadline: float) -> None:
     """Block until each actor runs a call, or one cannot."""
     call_all(handles, restarted.begin, dict.fromkeys(handles, ()), deadline, fail_fast=True, retry_restarting=True)
-
-
-def _ignore_error(reference: Any) -> None:
-    """Retrieve an error that nobody waits for: Ray prints those that are not retrieved."""
-    reference.future().add_done_callback(lambda late: late.exception())

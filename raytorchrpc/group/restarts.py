@@ -16,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group.control_connections import Answers, Arguments, ControlConnections
+from raytorchrpc.group.control_connections import Arguments, ControlConnections
 from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
@@ -25,6 +25,7 @@ from raytorchrpc.membership.here import listening_address
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.membership.restarted import Process, Record, Requests, post_record
 from raytorchrpc.process import threads
+from raytorchrpc.process.fan_out import Answers
 
 logger = logging.getLogger(__name__)
 

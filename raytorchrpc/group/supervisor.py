@@ -62,17 +62,37 @@ _REPORT_S = 10.0
 _STOP_S = 2.0
 
 
-def form(name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float) -> Supervisor:
-    """Form a group and supervise it in this process. Leaves nothing behind if it fails."""
+def form(
+    name: str,
+    config: GroupConfig,
+    participants: dict[str, Any],
+    timeout_s: float,
+    generation: str,
+    register: Callable[[Supervisor], object],
+) -> Supervisor:
+    """Form a group and supervise it in this process. Leaves nothing behind if it fails.
+
+    ``register`` is called with the supervisor, which Ctrl-C may keep this from returning.
+    """
     tls = make_identity(name) if config.tls else None
-    roster = Roster(name, config, current_owner(), endpoint("supervisor"), tls=tls)
-    return form_group(roster, participants, timeout_s, Supervisor)
+    roster = Roster(name, config, current_owner(), endpoint("supervisor"), generation, tls=tls)
+
+    def supervise(*formed: Any) -> Supervisor:
+        return threads.uninterrupted(Supervisor, *formed, register, name=f"raytorchrpc-form-{name}")
+
+    return form_group(roster, participants, timeout_s, supervise)
 
 
 class Supervisor:
     """One per group. ``add``, ``remove`` and readmissions run on its thread, one after another."""
 
-    def __init__(self, roster: Roster, info: GroupInfo, prepared: Mapping[str, Prepared]) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        info: GroupInfo,
+        prepared: Mapping[str, Prepared],
+        register: Callable[[Supervisor], object],
+    ) -> None:
         self.roster, self.info = roster, info
         """The group as it is now."""
         self._core = Core(roster.peers(prepared))
@@ -100,6 +120,7 @@ class Supervisor:
             self._threads.append(self._events.start())
             post = (self.status, roster.generation, self._no_more_posts, self._goes_on)
             self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
+            register(self)
         except BaseException:
             self.stop()
             raise
@@ -132,7 +153,7 @@ class Supervisor:
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         leaving = self._request(lambda: self._remove(tuple(names)), timeout_s + _CHANGE_S)
-        ray_calls.have_leave(self.roster, leaving, until, for_good=False)
+        ray_calls.have_leave(self.roster.name, self.roster.generation, leaving, until)
 
     def take_in(self, request: JoinRequest | LeaveRequest) -> None:
         """Carry out the request of a process that joins or leaves by itself. Blocks."""
@@ -265,7 +286,7 @@ class Supervisor:
         left_out = {*but, *roster.by_themselves}
         asked = {name: handle for name, handle in reachable.items() if name not in left_out}
         try:
-            ray_calls.have_leave(roster, asked, until, for_good=True)
+            ray_calls.have_leave(roster.name, roster.generation, asked, until, for_good=True)
         except Exception:
             logger.warning("group %r: its end could not be announced to all members", roster.name, exc_info=True)
         return asked.keys()

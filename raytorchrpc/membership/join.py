@@ -68,8 +68,8 @@ class Membership:
 
 
 _changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
-_preparing: Membership | None = None
-_joined: Membership | None = None
+_membership: Membership | None = None
+"""From ``prepare`` until this process has left; it has joined if its LocalMember is the process's."""
 #: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
 _given_up: deque[str] = deque(maxlen=64)
 
@@ -127,7 +127,7 @@ def _worker_of_rank(rank: int) -> str | None:
 
 def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> LocalMember:
     """The member, without lanes; ends what this process was a part of before."""
-    global _preparing
+    global _membership
     if spec.attempt in _given_up or spec.generation in _given_up:
         raise BootstrapError(f"group {spec.group!r} was rolled back before {spec.name!r} could prepare")
     if (stale := current_local()) is not None:
@@ -135,9 +135,7 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
             raise BootstrapError(f"{spec.name!r} has joined group {stale.group!r} meanwhile")
         if stale.generation != spec.generation:
             logger.warning("%s leaves group %r, which has ended", stale.me.name, stale.group)
-        leave(instance, stale.generation)
-    if _preparing is not None:  # an earlier attempt that was not rolled back
-        leave(instance, _preparing.spec.generation)
+    _leave(lambda _: True)  # also an earlier attempt that was not rolled back
     fabric = process_fabric()
     fabric.prepare(agent, renew=spec.renew_agent)
     identity = fabric.identity
@@ -154,7 +152,7 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, config, instance, methods, max_bytes, services)
     process_guard().vouch = partial(vouched, local, {})
-    _preparing = Membership(spec, local, Table(info, {}, 0))  # from here on ``leave`` undoes it
+    _membership = Membership(spec, local, Table(info, {}, 0))  # from here on ``leave`` undoes it
     if config.switch_interval_s is not None:
         local.outgoing.interval = local.incoming.interval = SwitchInterval(config.switch_interval_s, local.deadlines)
         local.at_end.append(local.incoming.interval.end)
@@ -165,10 +163,9 @@ def commit(instance: Any, peers: bytes) -> None:
     """Connect to the peers, check that they answer, then become a member. Raises BootstrapError naming those that do
     not. ``peers``: a packed Listening.
     """
-    global _preparing, _joined
     listening: Listening = unpacked(peers)
-    preparing = _preparing
-    if preparing is None or preparing.spec.generation != listening.generation:
+    preparing = _membership
+    if preparing is None or preparing.spec.generation != listening.generation or preparing is _joined():
         raise BootstrapError(f"group {listening.group!r} was rolled back while it formed")
     local, name = preparing.local, preparing.spec.name
     info = preparing.table.info.with_agents(listening.peers)
@@ -180,7 +177,7 @@ def commit(instance: Any, peers: bytes) -> None:
         local.peers.mark_away(local.peers.member(away).rank, Absence(cause, for_good=False))
     _reach_all(preparing, listening)
     with _changing:
-        if _preparing is not preparing:
+        if _membership is not preparing:
             raise BootstrapError(f"group {info.name!r} was rolled back while it formed")
         if (period_s := info.config.metrics_period_s) != 0 and ray.is_initialized():
             read, fine = partial(reading, local, peers=False), period_s is not None
@@ -188,7 +185,6 @@ def commit(instance: Any, peers: bytes) -> None:
         if info.config.joinable_by != "nobody":
             Parent(local, preparing.spec.credentials.secret).start()
         set_local(local)
-        _preparing, _joined = None, preparing
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
 
 
@@ -321,36 +317,37 @@ def give_up(instance: Any, attempt: str) -> None:
 
 
 def _leave(meant: Callable[[JoinSpec], bool]) -> None:
-    global _preparing, _joined
-    if _preparing is not None and meant(_preparing.spec):
-        local, _preparing = _preparing.local, None
-        _end(local)
-    current = current_local()
-    if current is not None and _joined is not None and meant(_joined.spec):
+    global _membership
+    if (its := _membership) is None or not meant(its.spec):
+        return
+    if _joined() is its:
         set_local(None)
-        _joined = None
-        _end(current)
-
-
-def _end(local: LocalMember) -> None:
     process_fabric().rest()
     try:
-        local.leave()
-    except BaseException:  # Ctrl-C, in a driver: finish leaving first
-        local.leave()
+        its.local.leave()
+    except BaseException:  # Ctrl-C, in a process that has joined by itself: finish leaving first
+        its.local.leave()
         raise
+    finally:
+        _membership = None
+
+
+def _joined() -> Membership | None:
+    """The membership of this process, once it has joined."""
+    its = _membership
+    return its if its is not None and current_local() is its.local else None
 
 
 def own_consent() -> bytes:
     """Shows the supervisor that a request is a member's: this process's."""
-    if (joined := _joined) is None:
+    if (joined := _joined()) is None:
         raise NotAMember("this process has left its group")
     return consent(joined.spec.credentials.secret, joined.spec.generation)
 
 
 def group_info() -> GroupInfo | None:
     """The group that this process is a member of, or None."""
-    return _joined.table.info if _joined else None
+    return None if (joined := _joined()) is None else joined.table.info
 
 
 # --- what this process brings into a group ----------------------------------------------------------------------------
@@ -408,7 +405,7 @@ def preload() -> None:
 def follow(local: LocalMember, delta: Delta) -> Answer:
     """Apply what has changed in the group, unless that has been done. After an error it can be applied again."""
     with _changing:
-        if (joined := _joined) is None or local is not joined.local:
+        if (joined := _joined()) is None or local is not joined.local:
             raise NotAMember(f"{local.me.name!r} has left the group")
         if (difference := joined.table.difference(delta, local.me.rank)) is not None:
             if delta.reconnects:

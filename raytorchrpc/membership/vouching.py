@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.member import LocalMember
@@ -20,6 +20,7 @@ from raytorchrpc.errors import RayTorchRpcError
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.process import tcp
+from raytorchrpc.process.fan_out import Outcome, Requests
 from raytorchrpc.process.guard import Connection, made_here
 
 #: How long members may take to answer (seconds).
@@ -46,31 +47,24 @@ def vouched(local: LocalMember, slow: dict[str, float], connections: Sequence[Co
     left -= here
     if left:
         local.peers.wait_for_route(local.me.rank, _FORMS_S)  # it comes after the others
-    answers: queue.SimpleQueue[tuple[str, Pending]] = queue.SimpleQueue()
+    about = {route.member.name: (route, its) for route, its in _whom_to_ask(local, left)}
     asked: dict[str, Pending] = {}
-    for route, about in _whom_to_ask(local, left):
-        name = route.member.name
-        if time.monotonic() < slow.get(name, 0.0):
-            continue
-        try:
-            pending = _ask(local, route, about)
-        except RayTorchRpcError:  # it is lost
-            continue
-        pending.add_done_callback(lambda answer=(name, pending): answers.put(answer))  # type: ignore[misc]
-        asked[name] = pending
+
+    def begin(name: str, answered: Callable[[Outcome], object]) -> None:
+        asked[name] = _ask(local, *about[name])
+        asked[name].add_done_callback(partial(answered, asked[name].take))
+
+    requests = Requests((name for name in about if time.monotonic() >= slow.get(name, 0.0)), begin)
     until = time.monotonic() + _ANSWER_S
-    while left and asked:
-        try:
-            name, pending = answers.get(timeout=max(0.0, until - time.monotonic()))
-        except queue.Empty:
-            for name, pending in asked.items():
+    while left and requests.unanswered:
+        if (answer := requests.next(until)) is None:
+            for name in requests.unanswered:
                 slow[name] = time.monotonic() + _LEFT_OUT_S
-                pending.add_done_callback(lambda name=name: slow.pop(name, None))  # type: ignore[misc]
+                asked[name].add_done_callback(partial(slow.pop, name, None))
             return
-        del asked[name]
         try:
-            message = pending.take()
-        except RayTorchRpcError:
+            message = answer[1]()
+        except RayTorchRpcError:  # it is lost
             continue
         if message.header[0] == protocol.OK:
             theirs = left.intersection(Connection(*each) for each in local.codec.decode(*message.body))

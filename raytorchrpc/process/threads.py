@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
@@ -152,6 +152,31 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     start(work, name="raytorchrpc-await")
     return await asyncio.wrap_future(done)
+
+
+def uninterrupted(function: Callable[..., T], *args: Any, name: str) -> T:
+    """Run ``function(*args)`` on a thread of that name; blocks for what it returns or raises. Ctrl-C never breaks it
+    off halfway, and is raised once it has ended. Raises ThreadShortage.
+    """
+    done: Future[T] = Future()
+    start(settle, done, function, *args, name=name)
+    interrupt: BaseException | None = None
+    while not done.done():
+        try:
+            wait([done])
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    return done.result()
+
+
+def settle(done: Future[T], function: Callable[..., T], *args: Any) -> None:
+    """Give a future what the function returns or raises."""
+    try:
+        done.set_result(function(*args))
+    except BaseException as error:
+        done.set_exception(error)
 
 
 def pause(seconds: float = PAUSE_S) -> None:

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import raytorchrpc as rtr
 from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.group import ray_calls
+from raytorchrpc.process.fan_out import Requests
 from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
 from tests.polling import wait_until
@@ -266,14 +267,16 @@ class CtrlC:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: str, moment: str, again: bool = False) -> None:
         self._step, self._asked, self._again = step, list[str](), again
         internals = ray_calls.ray_internals
-        self._real = {"calls": internals.call_actor, "waits": ray.wait, "stores": internals.store}
+        self._real = {"calls": internals.call_actor, "waits": Requests.next, "stores": internals.store}
         monkeypatch.setattr(internals, "call_actor", self.calls)
         if moment == "calls":
             self._most = 1
         else:
             self._most = 99
-            place = (ray, "wait") if moment == "waits" else (internals, "store")
-            monkeypatch.setattr(*place, getattr(self, moment))
+            if moment == "waits":
+                monkeypatch.setattr(Requests, "next", lambda requests, until: self.waits(requests, until))
+            else:
+                monkeypatch.setattr(internals, "store", self.stores)
 
     def calls(self, handle: Any, function: Any, *args: Any) -> Any:
         self._asked.append(function.__name__)
@@ -283,10 +286,10 @@ class CtrlC:
             raise KeyboardInterrupt
         return self._real["calls"](handle, function, *args)
 
-    def waits(self, *args: Any, **options: Any) -> Any:
+    def waits(self, *args: Any) -> Any:
         if self._asked[-1] == self._step:
             raise KeyboardInterrupt
-        return self._real["waits"](*args, **options)
+        return self._real["waits"](*args)
 
     def stores(self, key: str, value: bytes | None) -> None:
         if key.startswith("groups/") and value is not None:

@@ -14,6 +14,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
+from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -252,6 +253,46 @@ def test_a_driver_ends_and_leaves_nothing(name: str) -> None:
         assert "Traceback" not in err, err
         assert script.gone_within(40)
         assert not [left for left in set(os.listdir("/dev/shm")) - before if "raytorchrpc" in left]
+    finally:
+        script.end()
+
+
+#: Prints each step of forming after which nothing was left.
+INTERRUPTED = """
+    from tests import insides
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    start(os.environ["CLUSTER"])
+    made = actors(16)
+
+    def left():
+        keys = [key for prefix in ("groups/", "restarted/", "status/") for key in insides.stored_keys(prefix)]
+        return keys, insides.of_a_group(), [insides.in_actor(one, insides.of_a_group) for one in made]
+
+    rtr.init_group(made).shutdown()
+    assert settle(lambda: not ours()), ours()
+    clean = left()
+    for step in insides.FORMING:
+        try:
+            with insides.interrupted_at(step):
+                rtr.init_group(made, detached="elsewhere" in step)
+            print("not interrupted:", step)
+        except KeyboardInterrupt:
+            print(step if settle(lambda: left() == clean, 20) else f"{step} leaves {left()}, and not {clean}")
+    with rtr.init_group(made):
+        assert ray.get(made[0].call.remote(15, "double", 4)) == 8
+    print("fine")
+"""
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ctrl_c_at_each_step_of_forming_leaves_nothing() -> None:
+    script = Script(INTERRUPTED, ray.get_runtime_context().gcs_address)
+    try:
+        code, out, err = script.run()
+        assert code == 0, err
+        assert [line for line in out.splitlines() if "(raylet)" not in line] == [*insides.FORMING, "fine"], err
+        assert script.gone_within(40)
     finally:
         script.end()
 
