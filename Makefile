@@ -6,7 +6,7 @@
 #   make env PYTHON=python3.12        another interpreter for a new environment
 #   make test-integrations ENGINES=vllm [NEWEST=1]
 #                                     one of the packages that raytorchrpc plugs into; its newest release
-#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,atari,llm,tls PACKAGE=dist/NAME.whl
+#   make install-check TORCH=torch==2.15.0 EXTRAS=cli,demo,doctor,bench,jobs,data,serve,atari,llm,tls PACKAGE=dist/NAME.whl
 #                                     try another torch, more extras, or a wheel in an empty environment
 #   make release-check RAYTORCHRPC_URL=https://... [TAG=v0.1.0]
 #                                     what a release of that tag would publish, with the project's address in it

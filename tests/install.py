@@ -34,6 +34,7 @@ TRIALS = {
     "bench": ["import raytorchrpc.bench.reports, raytorchrpc.cli.bench, matplotlib"],
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
+    "serve": ["from ray import serve; from starlette.responses import StreamingResponse"],
     "atari": ["import ale_py, gymnasium, matplotlib, numpy"],
     "llm": ["from transformers import LlamaConfig, LlamaForCausalLM"],
     "tls": ["from raytorchrpc.lanes.common.protection import make_identity; assert make_identity('group')"],

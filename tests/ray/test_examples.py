@@ -145,6 +145,15 @@ def test_the_job_runs_without_a_job_server_and_shows_its_environment() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", ["decode_0", "prefill_0"])
+def test_serving_goes_on_without_a_replica(killed: str) -> None:
+    pytest.importorskip("starlette", reason="Ray Serve is not installed: pip install '.[serve]'")
+    ran = script("serving", "--at-once", "4", "--kill", killed)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"; [1-9]\d* times another replica took over\nchecked: 24 answers of 24 tokens ", ran.stdout)
+
+
+@pytest.mark.slow
 def test_pipeline_gradients_equal_those_of_one_process() -> None:
     figures = pipeline_autograd("--rounds", "1", "--repeats", "1")
     assert figures["gradients_match"]

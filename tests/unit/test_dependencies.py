@@ -36,6 +36,7 @@ NEEDS = {
     "examples/ray_data.py": "data",
     "examples/grpo_vllm.py": "llm",
     "examples/rl_post_training.py": "llm",
+    "examples/serving.py": "serve",
 }
 #: Imports that a file does without, having looked for the package first.
 DONE_WITHOUT = {
@@ -44,7 +45,7 @@ DONE_WITHOUT = {
     ("raytorchrpc/lanes/common/protection.py", "cryptography"),
 }
 #: Extras whose packages are found by name, or that only widen what another package brings.
-FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray"}
+FOUND_BY_NAME = {"nixl": "nixl", "jobs": "ray", "data": "ray", "serve": "ray"}
 
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
