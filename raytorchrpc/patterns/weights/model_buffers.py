@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import threading
@@ -82,14 +83,14 @@ class ModelTensors:
         if (targets := Targets.of(values)) is None:
             shards_of(values, store)  # raises for what is no tensor
             targets = Targets({})
+        self._ties, self._seen, self._writes = ties_of(targets.tensors), self._look(), _writes(self.local)
+        self._replaceable: frozenset[str] | None = None  # names that ``check_replaceable`` has found to be so
         kinds = [(tensor.device, tensor.is_inference()) for tensor in self.local.values()]
-        strides = [tensor.stride() for tensor in targets.tensors.values()]
-        self._memory, self._ties, self._writes = targets.memory, ties_of(targets.tensors), _writes(self.local)
-        self._form = targets.form, kinds, strides, self._ties
-        if known is not None and known.form == self._form:
+        form = targets.form, kinds, self._seen[1], self._ties
+        if known is not None and known.form == form:
             self.known = known
         else:
-            self.known = KnownSpecs(self._form, self._make_specs(shards_of(values, store)))
+            self.known = KnownSpecs(form, self._make_specs(shards_of(values, store)))
 
     @property
     def specs(self) -> dict[str, BufferSpec]:
@@ -112,15 +113,30 @@ class ModelTensors:
         rows = zip(self.local.items(), places, strict=True)
         return {name: BufferSpec.of(tensor, first.get(name, name), place) for (name, tensor), place in rows}
 
+    def _look(self) -> tuple[Any, ...]:
+        """Where the tensors lie, and how their memory is seen."""
+        seen = [*self.local.values(), *filter(_is_plain, map(local_tensor, self._state.passing))]
+        places = [list(map(ask, seen)) for ask in (torch.Tensor.data_ptr, torch.Tensor.stride)]
+        return *places, [tensor.shape for tensor in seen], [tensor.dtype for tensor in seen]
+
     def now(self) -> ModelTensors:
-        """The model's tensors as they are now. Raises ConfigurationError."""
+        """The model's tensors as they are now: this, if a module has the same in the same memory.
+
+        Raises ConfigurationError.
+        """
+        if isinstance(self._model, torch.nn.Module):
+            state, before = ModuleState.of(self._model), self._state
+            its, mine = ([*one.saved.values(), *one.passing] for one in (state, before))
+            same = list(state.saved) == list(before.saved) and len(its) == len(mine) and state.made == before.made
+            local = zip(map(local_tensor, state.saved.values()), self.local.values(), strict=True) if same else ()
+            same = same and all(map(operator.is_, its, mine)) and all(itertools.starmap(operator.is_, local))
+            if same and self._look() == self._seen:
+                return self
         return ModelTensors(self._model, self._store, self.known)
 
-    def is_as_it_was(self, before: ModelTensors) -> bool:
-        """Whether these are the same tensors and memory, without a write that torch counts: not through ``.data``."""
-        same = all(map(operator.is_, self.own.values(), before.own.values()))
-        mine, others = ((its._form, its._memory, its._writes) for its in (self, before))
-        return same and mine == others
+    def is_unwritten(self) -> bool:
+        """Whether torch has counted no write to the tensors: it does not count those through ``.data``."""
+        return self._writes == _writes(self.local)
 
     def check_unchanged(self, specs: dict[str, BufferSpec]) -> None:
         """Raise ConfigurationError, which names a tensor, unless the model still has tensors of these specs."""
@@ -135,6 +151,8 @@ class ModelTensors:
 
     def check_replaceable(self, names: frozenset[str]) -> None:
         """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
+        if names == self._replaceable:
+            return
         if not isinstance(self._model, torch.nn.Module):
             raise ConfigurationError(
                 f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
@@ -160,6 +178,7 @@ class ModelTensors:
                 raise ConfigurationError(
                     f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
                 )
+        self._replaceable = names
 
 
 def _state_of(model: Any) -> ModuleState:

@@ -10,6 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,7 @@ class Transfer:
     specs: dict[str, BufferSpec]
     wanted: bool = True
     brought: bool = False  # whether the buffers have the version; False if the model has it already
-    handle: Callable[[], object] = lambda: None  # returns None once no handle refers to this
+    handle: Callable[[], WeightPrefetch | None] = lambda: None  # returns None once no handle refers to this
     outcome: DeferredReply = field(default_factory=DeferredReply)
 
     def __post_init__(self) -> None:
@@ -99,6 +100,8 @@ class Transfer:
             names = frozenset(tensors) if brings_all else frozenset(tensors) & buffers.reader._names_pulled()
         buffers.version, buffers.options, buffers.names = None if options.only else pulled, options, names
         self.brought = True
+        if (handle := self.handle()) is not None:
+            handle.check_replaceable()  # which ``swap`` then need not do
         return pulled
 
 
@@ -205,12 +208,15 @@ class WeightPrefetch:
                     if in_place:
                         self._buffers.copy_into(tensors)
                     else:
-                        version_of_model = self._transfer.version_of_model()
-                        if not tensors.is_as_it_was(self._model):
-                            version_of_model = None
-                        self._buffers.exchange(tensors, version_of_model)
+                        holds_version = tensors is self._model and tensors.is_unwritten()
+                        self._buffers.exchange(tensors, self._transfer.version_of_model() if holds_version else None)
             self._swapped = True
         return version
+
+    def check_replaceable(self) -> None:
+        """Note whether the model's tensors can be replaced, on the thread that pulls."""
+        with suppress(ConfigurationError):  # ``swap`` raises it, unless it is to copy
+            self._model.check_replaceable(self._buffers.names)
 
     @property
     def _is_open(self) -> bool:

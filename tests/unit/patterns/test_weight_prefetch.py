@@ -207,16 +207,17 @@ def made(model: Net) -> None:
     model.register_state_dict_post_hook(replace)
 
 
+OBSTACLES = [
+    (view, r"'first.bias', which is a view"),
+    (borrowed, r"'first.bias', which lies in memory that torch did not allocate"),
+    (shared, r"'first.bias', which lies in memory that processes share"),
+    (aliased, r"'first.bias', which shares memory with another"),
+    (made, r"'first.bias', which is made by state_dict\(\)"),
+]
+
+
 @pytest.mark.parametrize(
-    ("prepare", "reason"),
-    [
-        (view, r"'first.bias', which is a view"),
-        (borrowed, r"'first.bias', which lies in memory that torch did not allocate"),
-        (shared, r"'first.bias', which lies in memory that processes share"),
-        (transposed, r"'tied.weight', which shares memory with another"),
-        (aliased, r"'first.bias', which shares memory with another"),
-        (made, r"'first.bias', which is made by state_dict\(\)"),
-    ],
+    ("prepare", "reason"), [*OBSTACLES, (transposed, r"'tied.weight', which shares memory with another")]
 )
 def test_tensors_that_cannot_be_replaced_are_named(
     members: Members, prepare: Callable[[Net], None], reason: str
@@ -237,6 +238,21 @@ def test_tensors_that_cannot_be_replaced_are_named(
             return
         assert handle.swap(in_place=True) == 1
     assert bool((bias == 1.0).all())
+
+
+@pytest.mark.parametrize(("change", "reason"), OBSTACLES)
+def test_what_the_pulls_thread_has_found_is_looked_at_again(
+    members: Members, change: Callable[[Net], None], reason: str
+) -> None:
+    publish(members, 1.0)
+    model = Net(-1.0)
+    with members.acting("a"):
+        handle = store_of(members).prefetch(model)
+        handle.wait()
+        change(model)
+        with pytest.raises(rtr.ConfigurationError, match=reason):
+            handle.swap()
+        assert model.first.weight[0, 0].item() == -1.0
 
 
 def test_a_swap_that_fails_changes_nothing(members: Members) -> None:
