@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
 from examples import (
     async_actors,
@@ -151,6 +152,42 @@ def test_serving_goes_on_without_a_replica(killed: str) -> None:
     ran = script("serving", "--at-once", "4", "--kill", killed)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert re.search(r"; [1-9]\d* times another replica took over\nchecked: 24 answers of 24 tokens ", ran.stdout)
+
+
+def async_rl(*options: str, **environ: str) -> str:
+    ran = script("async_rl/train", *options, **environ)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"^checked: the reward is (1\.00|0\.[89]\d), at least 0\.8$", ran.stdout, re.MULTILINE)
+    return ran.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_asynchronous_learning_goes_on_from_a_checkpoint_without_an_environment(tmp_path: Path) -> None:
+    options = ("--checkpoint", str(tmp_path / "run.pt"), "--updates")
+    address = ray.get_runtime_context().gcs_address
+    assert "one was killed, and is back" in async_rl(*options, "40", RAY_ADDRESS=address)
+    resumed = async_rl(*options, "10", "--kill-at", "0", RAY_ADDRESS=address)
+    assert re.match(r"update 50: reward (1\.00|0\.[89]\d), ", resumed), "it had to learn anew"
+
+
+@pytest.mark.slow
+def test_asynchronous_learning_on_two_nodes() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        cluster.add_node(num_cpus=1)
+        out = async_rl("--nodes", "2", "--kill-at", "0", "--updates", "40", RAY_ADDRESS=cluster.address)
+        assert "5 members on 2 node(s)" in out
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_asynchronous_learning_is_compared_with_plain_ray() -> None:
+    out = async_rl("--compare", "--updates", "40", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    lines = {name: int(count) for name, count in re.findall(r"^(\w+): [\d.]+ ms an update, (\d+) lines$", out, re.M)}
+    assert 0 < lines["Direct"] < lines["PlainRay"]
 
 
 @pytest.mark.slow

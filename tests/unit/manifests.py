@@ -1,4 +1,4 @@
-"""Manifests for the tests: with every option there is, and the samples in examples/kubernetes."""
+"""Manifests for the tests: with every option there is, and the samples among the examples."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ def everything(kind: str) -> list[dict[str, Any]]:
     return [ray_job(JobOptions(**BASE, entrypoint="python train.py", **more)) for more in ({}, RDMA)]
 
 
-#: File in examples/kubernetes -> the command that writes it.
+#: File in examples -> the command that writes it.
 SAMPLES = {
-    "rayjob.yaml": [
+    "kubernetes/rayjob.yaml": [
         *("rayjob", "--name", "train", "--image", IMAGE, "--ray-version", "2.60.0"),
         *("--entrypoint", "python /opt/job/train.py"),
     ],
-    "raycluster.yaml": [
+    "kubernetes/raycluster.yaml": [
         *("raycluster", "--name", "actors", "--image", IMAGE, "--ray-version", "2.60.0"),
         *("--workers", "4", "--env", "RAYTORCHRPC_RPC_TIMEOUT_S=120"),
     ],
     # Training over NCCL: a process group of 32 ranks, one for each GPU.
-    "rayjob-nccl.yaml": [
+    "kubernetes/rayjob-nccl.yaml": [
         *("rayjob", "--name", "ddp", "--image", IMAGE, "--ray-version", "2.60.0"),
         *("--workers", "4", "--gpus", "8", "--cpus", "64", "--memory", "512Gi", "--shm", "128Gi"),
         *("--rdma-resource", "rdma/hca_shared_devices_a", "--host-network"),
         *("--entrypoint", "python /opt/job/ddp.py --workers 32 --backend nccl"),
+    ],
+    "async_rl/rayjob.yaml": [
+        *("rayjob", "--name", "async-rl", "--image", IMAGE, "--ray-version", "2.60.0", "--workers", "2"),
+        *("--entrypoint", "python /opt/async_rl/train.py --nodes 2 --environments 12 --judges 3"),
     ],
 }

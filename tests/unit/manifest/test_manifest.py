@@ -158,13 +158,13 @@ def test_a_job_needs_a_command() -> None:
 
 @pytest.mark.parametrize("file", SAMPLES)
 def test_the_samples_are_what_the_command_writes(file: str) -> None:
-    """``python -m raytorchrpc.cli manifest ... --output examples/kubernetes/...`` with the words of ``SAMPLES``."""
+    """``python -m raytorchrpc.cli manifest ... --output examples/...`` with the words of ``SAMPLES``."""
     code, out, err = command(*SAMPLES[file])
     assert code == 0, err
-    text = (ROOT / "examples" / "kubernetes" / file).read_text()
+    text = (ROOT / "examples" / file).read_text()
     assert text == out
     manifest = yaml.safe_load(text)
     check(manifest)
     if entrypoint := manifest["spec"].get("entrypoint"):
-        script = entrypoint.split()[1].replace("/opt/job", "examples/job")  # where docs/kubernetes.md puts it
+        script = entrypoint.split()[1].replace("/opt/", "examples/")  # where docs/kubernetes.md puts it
         assert (ROOT / script).is_file()
