@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import ray
+import torch
 
 import raytorchrpc as rtr
+
+T = TypeVar("T")
 
 
 class NoPlan(Exception):
@@ -65,15 +69,50 @@ class Progress:
 
 
 @contextmanager
-def updating(engine: str, version: int, timeout: float) -> Iterator[Progress]:
+def updating(engine: str, version: int, progress: Progress) -> Iterator[None]:
     """Have an error say whether the model has tensors of two versions: a pull that it names has written nothing."""
-    progress = Progress(timeout)
     try:
-        yield progress
+        yield
     except Exception as error:
         if not progress.has_written and isinstance(error, (rtr.ConfigurationError, rtr.NotFound, rtr.Empty)):
             raise
+        progress.has_written = True
         raise rtr.RayTorchRpcError(
             f"the update of {engine}'s model to version {version} failed midway, so it may have tensors of two "
             f"versions: update it again before it generates ({type(error).__name__}: {error})"
         ) from error
+
+
+def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """In groups of at most so many bytes, or of one item that has more."""
+    group, total = list[T](), 0
+    for item in items:
+        if group and total + size(item) > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
+
+
+def load_whole(
+    model: Any,
+    store: rtr.WeightStore,
+    layout: Any,
+    version: int,
+    groups: Iterable[Sequence[str]],
+    device: torch.device,
+    progress: Progress,
+) -> None:
+    """Pull whole tensors, and have the model's own loaders load them, one group of names after the other.
+
+    ``layout``: of this version, or of another one that has the same tensors.
+    """
+    for names in groups:
+        with progress.phase("pull"):
+            whole = {name: torch.empty(layout[name].shape, dtype=layout[name].dtype, device=device) for name in names}
+            store.pull(whole, version, only=names, timeout=progress.left())
+        progress.has_written = True
+        with progress.phase("process"), torch.no_grad():
+            model.load_weights(whole.items())

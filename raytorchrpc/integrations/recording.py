@@ -103,6 +103,38 @@ class Recorder(torch_internals.DispatchMode):
         self.copies.append((to, Copy(name, tuple(base.shape), offset, view)))
 
 
+def record(engine: str, model: Any, layout: Any, own: Collection[StorageWeakRef] | None = None) -> Recorder:
+    """Have a model's loaders load the tensors of a store, without memory. ``own``: see ``Recorder``.
+
+    Raises NoPlan, and ConfigurationError if the model has no place for a tensor.
+    """
+    meta = layout.empty("meta")
+    recorder = Recorder(meta, own)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(meta.items())
+    except ConfigurationError:
+        raise
+    except (KeyError, AssertionError, ValueError) as error:
+        raise ConfigurationError(
+            f"{engine}'s {type(model).__name__} cannot load the weights of {layout.store!r} ({type(error).__name__}: "
+            f"{error}): publish them under the names, and in the shapes, of the model's Hugging Face checkpoint"
+        ) from error
+    except (NotImplementedError, RuntimeError) as error:  # of torch: there is no such thing on the meta device
+        raise NoPlan(f"a loader needs the values of the checkpoint's tensors: {error}") from error
+    return recorder
+
+
+def check_filled(engine: str, model: Any, layout: Any, lacking: Sequence[str]) -> None:
+    """Raise ConfigurationError if there are parameters that nothing fills, or not all of them."""
+    if lacking:
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        raise ConfigurationError(
+            f"the weights of {layout.store!r} do not fill {', '.join(map(repr, lacking[:5]))}{more} of {engine}'s "
+            f"{type(model).__name__}: publish all tensors of its Hugging Face checkpoint, under their names there"
+        )
+
+
 def _is_plain(dtype: torch.dtype) -> bool:
     """Whether converting to or from it keeps the values, but for rounding."""
     return dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, updating
-from raytorchrpc.integrations.recording import Recorder, distinct, memory_of
+from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, divide, load_whole, updating
+from raytorchrpc.integrations.recording import check_filled, distinct, memory_of, record
 from raytorchrpc.integrations.versions import outside
 
 logger = logging.getLogger(__name__)
@@ -153,51 +153,34 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
 class _Plan:
     """How versions of one layout get into one model, as long as its tensors stay where they are."""
 
-    def __init__(self, model: Any, specs: Mapping[str, Any], into: str, store: str) -> None:
-        self.key = _key(model, specs, into)
+    def __init__(self, model: Any, layout: Any, into: str) -> None:
+        self.key = _key(model, layout, into)
         self.shards: list[rtr.Shard] | None = None
         self.names, self.mapping = list[str](), dict[str, str]()
-        if into == "load_weights":
-            logger.info("SGLang's %s is updated by load_weights, as asked", type(model).__name__)
-            return
-        try:
-            self._place(model, specs, store)
-        except NoPlan as error:
-            logger.info("SGLang's %s is updated by load_weights: %s", type(model).__name__, error)
+        why = "as asked"
+        if into != "load_weights":
+            try:
+                self._place(model, layout)
+                return
+            except NoPlan as error:
+                why = str(error)
+        logger.info("SGLang's %s is updated by load_weights: %s", type(model).__name__, why)
 
-    def _place(self, model: Any, specs: Mapping[str, Any], store: str) -> None:
+    def _place(self, model: Any, layout: Any) -> None:
         """Have the model's loaders load tensors without memory, and note where they would have copied them."""
-        meta = {name: torch.empty(its.shape, dtype=its.dtype, device="meta") for name, its in specs.items()}
         filled = dict.fromkeys((memory_of(its) for _, its in _tensors_of(model)), 0)
-        try:
-            with torch.no_grad(), Recorder(meta, filled) as recorder:
-                model.load_weights(list(meta.items()))
-        except rtr.ConfigurationError:
-            raise
-        except (NotImplementedError, RuntimeError) as error:  # of torch: there is no such thing on the meta device
-            raise NoPlan(f"a loader needs the values of the tensors ({error})") from error
-        except (KeyError, AssertionError, ValueError) as error:
-            raise rtr.ConfigurationError(
-                f"SGLang's {type(model).__name__} cannot load the weights of {store!r} ({type(error).__name__}: "
-                f"{error}): publish them under the names, and in the shapes, of its Hugging Face checkpoint"
-            ) from error
-        for to, copied in recorder.copies:
+        recorded = record("SGLang", model, layout, filled)
+        for to, copied in recorded.copies:
             if memory_of(to) not in filled:
                 raise NoPlan(f"a loader copies {copied.source!r} to a tensor of its own")
-            filled[memory_of(to)] += to.numel()
-        for to, _ in recorder.zeros:
+        for to, _ in (*recorded.copies, *recorded.zeros):
             filled[memory_of(to)] += to.numel()
         lacking = [name for name, its in model.named_parameters() if filled[memory_of(its)] < its.numel()]
-        if lacking:
-            more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
-            raise rtr.ConfigurationError(
-                f"the weights of {store!r} do not fill {', '.join(map(repr, lacking[:5]))}{more} of SGLang's "
-                f"{type(model).__name__}: publish all tensors of its Hugging Face checkpoint, under their names there"
-            )
-        views = [to.detach().as_strided(its.to.shape, its.to.strides, its.to.offset) for to, its in recorder.copies]
-        pairs = zip(views, recorder.copies, strict=True)
+        check_filled("SGLang", model, layout, lacking)
+        self.names, self.mapping = distinct([its.source for _, its in recorded.copies])
+        views = [to.detach().as_strided(its.to.shape, its.to.strides, its.to.offset) for to, its in recorded.copies]
+        pairs = zip(views, recorded.copies, strict=True)
         self.shards = [rtr.Shard(view, its.global_shape, its.offset) for view, (_, its) in pairs]
-        self.names, self.mapping = distinct([its.source for _, its in recorder.copies])
 
 
 _plans: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
@@ -207,55 +190,37 @@ def _tensors_of(model: Any) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _key(model: Any, specs: Mapping[str, Any], into: str) -> Any:
+def _key(model: Any, layout: Any, into: str) -> Any:
     """Changes where the published tensors, or those of the model, are others or have moved."""
     there = [(name, its.data_ptr(), its.shape, its.stride(), its.dtype) for name, its in _tensors_of(model)]
-    return into, [(name, its.dtype, its.shape) for name, its in specs.items()], there
+    return into, [(name, its.dtype, its.shape) for name, its in layout.items()], there
 
 
 def _bring(model: Any, request: Mapping[str, Any]) -> None:
-    version, name = request["version"], request["store"]
-    with updating("SGLang", version, request["timeout"]) as progress:
-        store = rtr.WeightStore.find(name, timeout=progress.left())
-        specs = store.layout(version, timeout=progress.left())
+    version, into = request["version"], request["into"]
+    progress = Progress(request["timeout"])
+    with updating("SGLang", version, progress):
+        store = rtr.WeightStore.find(request["store"], timeout=progress.left())
+        layout = store.layout(version, timeout=progress.left())
         plan = _plans.get(model)
         if plan is None:
             _check_release()
-        if plan is None or plan.key != _key(model, specs, request["into"]):
-            plan = _plans[model] = _Plan(model, specs, request["into"], name)
+        if plan is None or plan.key != _key(model, layout, into):
+            plan = _plans[model] = _Plan(model, layout, into)
+        device = next(iter(model.parameters())).device
         if plan.shards is None:
-            _load_whole(model, store, specs, progress)
-            return
-        targets: dict[str, Any] = dict(zip(plan.names, plan.shards, strict=True))
-        store.pull(
-            targets, version, mapping=plan.mapping or None, only=plan.names, convert=True, timeout=progress.left()
-        )
-        progress.has_written = True
-        if hasattr(model, "post_load_weights"):  # computes others of them, as load_weights would have had it do
-            model.post_load_weights()
-        _finish(model)
-
-
-def _load_whole(model: Any, store: rtr.WeightStore, specs: Any, progress: Progress) -> None:
-    """Pull whole tensors, and have the model's own loaders load them, a group after the other."""
-    device, pending = next(iter(model.parameters())).device, list(specs.items())
-    while pending:
-        group, size = dict[str, torch.Tensor](), 0
-        while pending and (not group or size + pending[0][1].nbytes <= _GROUP_BYTES):
-            name, its = pending.pop(0)
-            size += its.nbytes
-            group[name] = torch.empty(its.shape, dtype=its.dtype, device=device)
-        store.pull(group, specs.version, only=list(group), timeout=progress.left())
-        progress.has_written = True
-        with torch.no_grad():
-            model.load_weights(list(group.items()))
-    _finish(model)
-
-
-def _finish(model: Any) -> None:
-    """Wait for the copies to a GPU, so that a version that is reported is there."""
-    if next(iter(model.parameters())).device.type != "cpu":
-        torch.accelerator.synchronize()
+            groups = divide(layout, lambda name: layout[name].nbytes, _GROUP_BYTES)
+            load_whole(model, store, layout, version, groups, device, progress)
+        else:
+            targets: dict[str, Any] = dict(zip(plan.names, plan.shards, strict=True))
+            store.pull(
+                targets, version, mapping=plan.mapping or None, only=plan.names, convert=True, timeout=progress.left()
+            )
+            progress.has_written = True
+            if hasattr(model, "post_load_weights"):  # computes others of them, as load_weights would have had it do
+                model.post_load_weights()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # a version that is reported is there
 
 
 def _check_release() -> None:

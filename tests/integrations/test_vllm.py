@@ -105,7 +105,7 @@ def test_a_model_of_other_names_is_refused_and_the_engine_goes_on(pair: tuple[An
             {"rename": "policy."},
             "LlamaForCausalLM cannot load the weights of 'renamed'.*Hugging Face",
         ),
-        ("lacking", {"without": "model.norm.weight"}, "'lacking' do not fill 'model.norm.weight' of vLLM's model"),
+        ("lacking", {"without": "model.norm.weight"}, r"'lacking' do not fill 'model.norm.weight' of vLLM's Llama"),
     ):
         ray.get(trainer.open.remote(store))
         ray.get(trainer.publish.remote(**wrong))

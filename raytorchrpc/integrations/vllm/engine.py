@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import become_member
+from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, updating
 from raytorchrpc.integrations.vllm import UpdateStatus, check_version
-from raytorchrpc.integrations.vllm.progress import Target, Update
-from raytorchrpc.integrations.vllm.updates import INTO, update_of
+from raytorchrpc.integrations.vllm.updates import CheckpointUpdate, Target, Update
 
 logger = init_logger("vllm.raytorchrpc")
+
+#: What ``into`` may be.
+INTO = "auto", "parameters", "layers", "load_weights"
 
 
 @dataclass
@@ -105,11 +107,18 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if version is None:
             version = _newest(store, timeout)
         update = self._update or self._prepare(version, timeout)
+        before, progress = update.status, Progress(timeout)
+        update.status = replace(before, version=0, seconds=None)
         try:
-            update.bring(version, timeout)
-        except rtr.ConfigurationError:
-            self._update = None  # the trainer publishes other tensors now: prepare again
+            with updating("vLLM", version, progress):
+                update.bring(version, progress)
+        except rtr.RayTorchRpcError as error:
+            if not progress.has_written:
+                update.status = before
+            if isinstance(error, rtr.ConfigurationError):
+                self._update = None  # the trainer publishes other tensors now: prepare again
             raise
+        update.status = replace(before, version=version, seconds=dict(progress.seconds))
 
     def finish_weight_update(self) -> None:
         """Changes nothing: ``update_weights`` leaves nothing to do."""
@@ -123,10 +132,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return None if self._update is None else self._update.status
 
     def _prepare(self, version: int, timeout: float) -> Update:
-        store, info = self._initialised(), self._info
+        store = self._initialised()
         layout = store.layout(version, timeout=timeout)
         target = Target(self.model, self.model_config, self.device, store)
-        self._update = update_of(target, layout, info.into, info.group_bytes)
+        self._update = _update_of(target, layout, self._info.into, self._info.group_bytes)
         logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self._update.status)
         return self._update
 
@@ -136,6 +145,26 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a WeightStore"
             )
         return self._store
+
+
+def _update_of(target: Target, layout: Any, into: str, group_bytes: int) -> Update:
+    """The fastest update that the model allows, or what ``into`` asks for.
+
+    Raises ConfigurationError if that is impossible, or the published tensors are not those of the model.
+    """
+    why = "as asked"
+    if into != "load_weights":
+        try:
+            from raytorchrpc.integrations.vllm import layers  # needs names of vLLM that it does not promise
+
+            return layers.plan(target, layout, into, group_bytes)
+        except ImportError as error:
+            why = f"this release of vLLM lacks what a faster way needs ({error})"
+        except NoPlan as error:
+            why = str(error)
+        if into != "auto":
+            raise rtr.ConfigurationError(f"into={into!r} is impossible: {why}; into='auto' takes the fastest way")
+    return CheckpointUpdate(target, layout, why)
 
 
 def _newest(store: rtr.WeightStore, timeout: float) -> int:

@@ -10,13 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from raytorchrpc import ConfigurationError, Shard
+from raytorchrpc import Shard
 from raytorchrpc.integrations.engines import NoPlan
-from raytorchrpc.integrations.recording import Copy, Recorder, View, memory_of
+from raytorchrpc.integrations.recording import Copy, View, check_filled, memory_of, record
 from raytorchrpc.integrations.vllm import internals
-
-#: A tensor of the checkpoint: its dtype and global shape.
-Spec = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Part(NamedTuple):
@@ -56,7 +53,7 @@ class Placement(NamedTuple):
     """Modules that vLLM processes after all others."""
 
 
-def place(model: torch.nn.Module, checkpoint: Mapping[str, Spec], store: str) -> Placement:
+def place(model: torch.nn.Module, layout: Any) -> Placement:
     """Run the model's loaders on meta tensors. The model stays as it is.
 
     Raises NoPlan, and ConfigurationError if the model has no place for a tensor, or lacks some.
@@ -65,13 +62,13 @@ def place(model: torch.nn.Module, checkpoint: Mapping[str, Spec], store: str) ->
     with internals.as_loaded(model):
         there = {module: internals.tensors_of(module) for module in names}
         in_use = {module: internals.tensors_in_use(module) for module in names}
-        copies, zeros = _record(model, checkpoint, store)
+        recorded = record("vLLM", model, layout)
     owners = {memory_of(its): (module, name) for module, tensors in there.items() for name, its in tensors.items()}
     parts, filled = defaultdict[Any, list[Part]](list), defaultdict[Any, list[tuple[str, View]]](list)
-    for to, copied in copies:
+    for to, copied in recorded.copies:
         module, name = _owner(owners, to, copied.source)
         parts[module].append(Part(copied, name))
-    for to, view in zeros:
+    for to, view in recorded.zeros:
         if (owner := owners.get(memory_of(to))) is not None:
             filled[owner[0]].append((owner[1], view))
     layers = []
@@ -85,7 +82,7 @@ def place(model: torch.nn.Module, checkpoint: Mapping[str, Spec], store: str) ->
         if any(not _is_like(there[module][name], in_use[module].get(name)) for name in kept):
             raise NoPlan(f"vLLM makes {kept} of {names[module]!r} of other tensors")
         layers.append(Layer(module, names[module], its, filled[module], kept, size, processed))
-    _check_complete(layers, there, in_use, names, store)
+    check_filled("vLLM", model, layout, _lacking(layers, there, in_use, names))
     order = {module: number for number, module in enumerate(names)}
     layers.sort(key=lambda layer: order[layer.module])
     planned = {memory_of(its) for layer in layers for its in in_use[layer.module].values() if its.numel()}
@@ -97,29 +94,6 @@ def place(model: torch.nn.Module, checkpoint: Mapping[str, Spec], store: str) ->
         and internals.why_processed(module)
     ]
     return Placement(layers, sharing, [module for module in names if internals.is_attention(module)])
-
-
-def _record(model: torch.nn.Module, checkpoint: Mapping[str, Spec], store: str) -> tuple[list[Any], list[Any]]:
-    meta = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in checkpoint.items()}
-    try:
-        with torch.no_grad(), Recorder(meta) as recorder:
-            model.load_weights(meta.items())  # type: ignore[operator]
-    except (KeyError, AssertionError) as error:
-        raise _unplaceable(model, store, error) from error
-    except ConfigurationError:
-        raise
-    except ValueError as error:
-        raise _unplaceable(model, store, error) from error
-    except (NotImplementedError, RuntimeError) as error:  # of torch: there is no such thing on the meta device
-        raise NoPlan(f"a loader needs the values of the checkpoint's tensors: {error}") from error
-    return recorder.copies, recorder.zeros
-
-
-def _unplaceable(model: torch.nn.Module, store: str, error: Exception) -> ConfigurationError:
-    return ConfigurationError(
-        f"vLLM's {type(model).__name__} cannot load the weights of {store!r} ({type(error).__name__}: {error}): "
-        f"publish them under the names, and in the shapes, of the model's Hugging Face checkpoint"
-    )
 
 
 def _owner(owners: Mapping[StorageWeakRef, Any], to: torch.Tensor, source: str) -> tuple[torch.nn.Module, str]:
@@ -143,14 +117,13 @@ def _changed(loaded: Mapping[str, torch.Tensor], in_use: Mapping[str, torch.Tens
     return None
 
 
-def _check_complete(
+def _lacking(
     layers: Sequence[Layer],
     there: Mapping[torch.nn.Module, internals.Tensors],
     in_use: Mapping[torch.nn.Module, internals.Tensors],
     names: Mapping[torch.nn.Module, str],
-    store: str,
-) -> None:
-    """Raise ConfigurationError for a parameter that nothing fills, or not all of it."""
+) -> list[str]:
+    """The parameters that nothing fills, or not all of them."""
     filled: dict[tuple[torch.nn.Module, str], int] = defaultdict(int)
     for layer in layers:
         views = [(part.parameter, part.copied.to) for part in layer.parts] + [*layer.zeros]
@@ -166,9 +139,4 @@ def _check_complete(
             is_shared = kernel is not None and kernel.numel() > 0 and memory_of(kernel) in shared
             if filled[module, name] < its.numel() and not (is_shared and not filled[module, name]):
                 lacking.append(f"{names[module]}.{name}")
-    if lacking:
-        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
-        raise ConfigurationError(
-            f"the weights of {store!r} do not fill {', '.join(map(repr, lacking[:5]))}{more} of vLLM's model: publish "
-            f"all tensors of its checkpoint"
-        )
+    return lacking

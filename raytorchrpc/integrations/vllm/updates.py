@@ -1,67 +1,54 @@
-"""Chooses how versions of a store get into vLLM's model, and brings them as a checkpoint if there is no faster way."""
+"""How versions of a store get into vLLM's model; the slowest way, as a checkpoint, works with every model."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.distributed.weight_transfer.base import layerwise_groups
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import NoPlan, Progress
+from raytorchrpc.integrations.engines import Progress, load_whole
 from raytorchrpc.integrations.vllm import UpdateStatus
-from raytorchrpc.integrations.vllm.progress import Target, Update, bringing
-
-#: What ``into`` may be.
-INTO = "auto", "parameters", "layers", "load_weights"
 
 
-def update_of(target: Target, layout: Any, into: str, group_bytes: int) -> Update:
-    """The fastest update that the model allows, or what ``into`` asks for. ``layout``: of the store.
+class Target(NamedTuple):
+    """The model of one worker, and the store that it is updated from."""
 
-    Raises ConfigurationError if that is impossible, or the published tensors are not those of the model.
-    """
-    why = "as asked"
-    if into != "load_weights":
-        try:
-            from raytorchrpc.integrations.vllm import layers  # needs names of vLLM that it does not promise
-
-            return layers.plan(target, layout, into, group_bytes)
-        except ImportError as error:
-            why = f"this release of vLLM lacks what a faster way needs ({error})"
-        except NoPlan as error:
-            why = str(error)
-        if into != "auto":
-            raise rtr.ConfigurationError(f"into={into!r} is impossible: {why}; into='auto' takes the fastest way")
-    return CheckpointUpdate(target, layout, why)
+    model: Any
+    config: Any
+    """vLLM's ModelConfig."""
+    device: torch.device
+    store: rtr.WeightStore
 
 
-class CheckpointUpdate:
+class Update(ABC):
+    """Brings versions of one store into one model."""
+
+    status: UpdateStatus
+
+    @abstractmethod
+    def bring(self, version: int, progress: Progress) -> None:
+        """Bring a version into the model. Blocks; see ``WeightEngine.update_weights``."""
+
+
+class CheckpointUpdate(Update):
     """Pulls whole tensors, and has the model's ``load_weights`` do the rest."""
 
     def __init__(self, target: Target, layout: Any, why: str) -> None:
-        self._target, self._store = target, copy(target.store)
-        self._specs = {name: (its.shape, its.dtype) for name, its in layout.items()}
+        self._target, self._store, self._layout = target, copy(target.store), layout
         self.status = UpdateStatus("load_weights", why, {"load_weights": layout.nbytes})
 
-    def bring(self, version: int, timeout: float) -> None:
+    def bring(self, version: int, progress: Progress) -> None:
         """See ``Update``."""
-        with bringing(self, version, timeout) as progress:
-            initialize_layerwise_reload(self._target.model)
-            try:
-                for names in layerwise_groups(list(self._specs)):  # so that one layer at a time takes memory
-                    self._bring_some(names, version, progress)
-            finally:
-                with progress.phase("process"):
-                    finalize_layerwise_reload(self._target.model, self._target.config)
-
-    def _bring_some(self, names: list[str], version: int, progress: Progress) -> None:
-        with progress.phase("pull"):
-            specs = [(name, *self._specs[name]) for name in names]
-            whole = {name: torch.empty(shape, dtype=dtype, device=self._target.device) for name, shape, dtype in specs}
-            self._store.pull(whole, version, only=names, timeout=progress.left())
-        progress.has_written = True
-        with progress.phase("process"):
-            self._target.model.load_weights(whole.items())
+        model, config, device, _ = self._target
+        groups = layerwise_groups(list(self._layout))  # so that one layer at a time takes memory
+        initialize_layerwise_reload(model)
+        try:
+            load_whole(model, self._store, self._layout, version, groups, device, progress)
+        finally:
+            with progress.phase("process"):
+                finalize_layerwise_reload(model, config)
