@@ -3,7 +3,8 @@
 - Pages below "Maintainers" stay out of the search, so that users find what is written for them.
 - Pictures go into the page itself: their colours then follow the reader's choice of a dark or a light page.
 - ``promises.md`` lists what ``promises.yml`` says, and ``reference/cli.md`` the commands and their options.
-- ``<!-- file PATH -->`` becomes that file of the repository, as a block of code.
+- ``<!-- file PATH -->`` becomes that file of the repository, as a block of code, and ``<!-- examples -->`` a card for
+  each example of their README.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ import typer
 import yaml
 
 DOCS = Path(__file__).parent
+_EXAMPLE = re.compile(
+    r"^\| \[?`(?P<file>[\w./]+)`[^|]* \| (?P<shows>[^|]+) \| (?P<command>`[^|]+`) \| (?P<seconds>[^|]+) \| "
+    r"\[(?P<guide>[^]]+)\]\(\.\./docs/(?P<page>[^)]+)\) \|$",
+    re.MULTILINE,
+)
 _FILE = re.compile(r"<!-- file (?P<path>[\w./-]+) -->")
 _PICTURE = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*assets/(?P<name>[\w-]+\.svg)" ?/?>')
 
@@ -31,11 +37,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", "\n".join(commands(application(), "raytorchrpc")))
     markdown = _FILE.sub(lambda match: block(DOCS.parent / match["path"]), markdown)
+    markdown = markdown.replace("<!-- examples -->", "\n".join(cards()))
     return markdown.replace("<!-- promises -->", "\n".join(promises(config["repo_url"])))
 
 
 def block(file: Path) -> str:
     return f'```python title="{file.name}"\n{file.read_text(encoding="utf-8").strip()}\n```'
+
+
+def cards() -> Iterator[str]:
+    table = (DOCS.parent / "examples" / "README.md").read_text(encoding="utf-8")
+    for row in _EXAMPLE.finditer(table):
+        took = f" takes {row['seconds']} s" if row["seconds"][0].isdigit() else ""
+        yield f"- **{row['file'].removesuffix('.py').strip('/')}**\n"
+        yield f"    {row['shows']}\n"
+        yield f"    {row['command']}{took}. Guide: [{row['guide']}]({row['page']})\n"
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -65,6 +65,14 @@ def test_every_setting_is_in_the_table_of_settings() -> None:
     assert sorted(shown) == sorted(field.name for field in fields(rtr.GroupConfig))
 
 
+def test_every_example_has_a_card_with_its_guide() -> None:
+    page = "\n".join(runpy.run_path(str(DOCS / "hooks.py"))["cards"]())
+    there = {path.stem for path in (ROOT / "examples").iterdir()} - {"README", "__pycache__"}
+    assert set(re.findall(r"^- \*\*(\w+)\*\*$", page, re.MULTILINE)) == there
+    guides = re.findall(r" Guide: \[[^]]+\]\(([^)#]+)", page)
+    assert len(guides) == len(there) and set(guides) <= set(PAGES)
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     shown = [name for page in PAGES if page.startswith("reference/") for name in _SHOWN.findall(text_of(page))]
     assert sorted(shown) == sorted(rtr.__all__)
