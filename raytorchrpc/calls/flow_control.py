@@ -30,8 +30,19 @@ class Credit:
     def give_back(self) -> None:
         """The call is over, or was not sent. Idempotent, from any thread, never blocks."""
         window = self._window
-        if window is not None:
-            window.release(self)
+        if window is None:
+            return
+        with window.lock:
+            if self._window is None:
+                return
+            self._window = None
+            window.calls -= 1
+            window.bytes -= self._bytes
+            if not window.queue:
+                return
+            granted = window.grant()
+        for each in granted:
+            each.complete()
 
 
 class CreditRequest(Completion):
@@ -81,31 +92,17 @@ class CreditWindow:
         request = CreditRequest(self, size)
         with self.lock:
             self.queue.append(request)
-            granted = self._grant()
+            granted = self.grant()
         for each in granted:
             each.complete()
         return request
-
-    def release(self, credit: Credit) -> None:
-        """See Credit.give_back."""
-        with self.lock:
-            if credit._window is None:
-                return
-            credit._window = None
-            self.calls -= 1
-            self.bytes -= credit._bytes
-            if not self.queue:
-                return
-            granted = self._grant()
-        for each in granted:
-            each.complete()
 
     def _fits(self, size: int) -> bool:
         if not self.calls:
             return True
         return self.calls < self.max_calls and self.bytes + size <= self.max_bytes
 
-    def _grant(self) -> list[CreditRequest]:
+    def grant(self) -> list[CreditRequest]:
         """Under the lock; returns the requests to complete after unlocking."""
         granted: list[CreditRequest] = []
         while self.queue and self._fits(self.queue[0].size):

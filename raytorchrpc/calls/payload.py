@@ -69,13 +69,16 @@ class Payloads:
 
     # --- what is sent --------------------------------------------------------------------------------------------
 
-    def pack_request(self, route: PeerRoute, method: str, body: Encoded, share: bool) -> tuple[MessageLane, Payload]:
+    def pack_request(
+        self, route: PeerRoute, method: str, body: Encoded, share: bool, in_context: bool
+    ) -> tuple[MessageLane, Payload]:
         """The lane for a request, and its payload. Raises LaneUnavailable. Blocks while tensors are copied.
 
-        ``share``: CUDA tensors may be shared with a peer on the same GPU instead of copied.
+        ``share``: CUDA tensors may be shared with a peer on the same GPU instead of copied. ``in_context``: this thread
+        is in a distributed autograd context.
         """
         # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
-        if body.rrefs or torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
+        if body.rrefs or in_context:
             return route.fabric, _in_message(body, route.devices)
         if not body.tensors:
             return route.tensors if method in route.heavy_results else route.calls, Payload(body)

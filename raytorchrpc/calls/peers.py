@@ -99,7 +99,7 @@ def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T:
     key: Any = target
     if isinstance(target, Member):
         key = target.name
-    elif not isinstance(target, (str, int)) or isinstance(target, bool):
+    elif not isinstance(target, (str, int)) or type(target) is bool:
         try:
             key = ray_internals.actor_key(target)
         except AttributeError:
@@ -259,7 +259,7 @@ class PeerTable:
         """As ``route``. Raises NotAMember also after this process has left the group."""
         if self._closed:
             self.check_open()
-        return self.route(target)
+        return self._routes[find(target, self._ranks, self._described)]
 
     def check_open(self) -> None:
         """Raise NotAMember if this process has left the group."""

@@ -64,9 +64,10 @@ class Phase(Enum):
     TAKEN = "its outcome was taken, or is not wanted"
 
 
-_IN_FLIGHT = (Phase.SENT, Phase.FETCHING)
-_UNDER_WAY = (Phase.SENT, Phase.FETCHING, Phase.ARRIVED)
-_DECIDED = (Phase.ARRIVED, Phase.FAILED, Phase.TAKEN)
+UNSENT, SENT, FETCHING, LOST, ARRIVED, FAILED, TAKEN = Phase  # to look them up there takes longer
+_IN_FLIGHT = (SENT, FETCHING)
+_UNDER_WAY = (SENT, FETCHING, ARRIVED)
+_DECIDED = (ARRIVED, FAILED, TAKEN)
 
 
 class OutgoingCall(Call):
@@ -78,7 +79,7 @@ class OutgoingCall(Call):
     """The name under which it is counted."""
     _sent_by = ""
     """The lane of its payload."""
-    _phase, _payload = Phase.UNSENT, _NO_PAYLOAD
+    _phase, _payload = UNSENT, _NO_PAYLOAD
     _pending: Any
     """Complete when the call can move on."""
     _header = ReplyHeader(protocol.OK)
@@ -123,10 +124,12 @@ class OutgoingCall(Call):
         if calls.interval is not None and not calls.interval.used:
             calls.interval.shorten()
         calls.peers.check_present(route)
-        peer, tracer, counted = route.member.name, calls.tracer, counted_name(method, args)
-        span = None if tracer is None else tracer.call(f"{peer}.{counted}", options.caller_waits)
+        peer, tracer = route.member.name, calls.tracer
+        span = None
+        if tracer is not None:
+            span = tracer.call(f"{peer}.{counted_name(method, args)}", options.caller_waits)
         number = next(calls.numbers) if options.cancellable else 0
-        header, body = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
+        header, body, in_context = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
         size = body_bytes(body)
         credit, waited_s = calls.credit.take(route.member, method, size, header.seconds)
         payload: Payload | None = None
@@ -138,7 +141,7 @@ class OutgoingCall(Call):
             if span is not None:
                 header = header._replace(mark=span.mark)
                 span.lap()
-            lane, payload = calls.payloads.pack_request(route, method, body, options.share)
+            lane, payload = calls.payloads.pack_request(route, method, body, options.share, in_context)
             started = time.monotonic()
             message = Message(tuple(header), payload.body, manifests=payload.manifests)
             pending = lane.call(
@@ -151,18 +154,18 @@ class OutgoingCall(Call):
             if span is not None:
                 span.end(bytes_in=0, error=type(error).__name__)
             raise
-        self._lane, self._payload, self._number, self._counted = lane, payload, number, counted
+        self._lane, self._payload, self._number = lane, payload, number
         self._started, self._deadline = started, started + header.seconds
-        self._sent_by = payload.lane or lane.name
+        self._counted, self._sent_by = counted_name(method, args), payload.lane or lane.name
         self.cancellable = self._is_reported = options.cancellable
-        calls.counters.sent(peer, self._sent_by, counted, size)
+        calls.counters.sent(peer, self._sent_by, self._counted, size)
         if span is not None:
             span.about.update(lane=lane.name, bytes_out=size)
             if payload.lane is not None:
                 span.beside("ship", payload.lane, started)
             self._span = span
         with self._lock:  # another thread may add a callback while the call is sent again
-            self._pending, self._is_fetched, self._phase = pending, False, Phase.SENT
+            self._pending, self._is_fetched, self._phase = pending, False, SENT
 
     @property
     def label(self) -> str:
@@ -201,7 +204,7 @@ class OutgoingCall(Call):
             if pending is self._pending and self._phase in _IN_FLIGHT:
                 try:
                     self._header = header = ReplyHeader(*pending.take().header)
-                    self._phase = Phase.ARRIVED
+                    self._phase = ARRIVED
                     if header.kind == protocol.KEPT:
                         self._fetch(header.number)
                 except Exception as error:
@@ -210,7 +213,7 @@ class OutgoingCall(Call):
 
     def _fetch(self, number: int) -> None:
         self._route.heavy_results.add(self._method)
-        self._lane, self._is_fetched, self._phase = self._route.tensors, True, Phase.FETCHING
+        self._lane, self._is_fetched, self._phase = self._route.tensors, True, FETCHING
         left = max(0.001, self.remaining())
         self._pending = self._calls.control(self._route, self._lane, protocol.FETCH, left, number)
 
@@ -223,16 +226,16 @@ class OutgoingCall(Call):
         elif not isinstance(error, MemoryError):
             error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
         if not (isinstance(error, PeerLost) and self._lose(error)):
-            self._error, self._phase = error, Phase.FAILED
+            self._error, self._phase = error, FAILED
 
     def _lose(self, lost: RayTorchRpcError) -> bool:
         """Under the lock: the peer was lost. Returns whether the call will be sent again."""
-        self._error, self._phase = lost, Phase.FAILED
+        self._error, self._phase = lost, FAILED
         if self._retries <= 0 or not self.remaining():
             return False
         self._retries -= 1
         self._may_have_run |= isinstance(lost, PeerLost) and lost.may_have_run
-        self._phase, self._pending = Phase.LOST, Completion()
+        self._phase, self._pending = LOST, Completion()
         self._calls.submit_repeat(self._send_again, self._pending)
         return True
 
@@ -253,8 +256,8 @@ class OutgoingCall(Call):
         finally:
             current_scope.reset(before)
         with self._lock:
-            if self._phase is Phase.LOST and self._pending is lost:
-                self._error, self._phase = error, Phase.FAILED
+            if self._phase is LOST and self._pending is lost:
+                self._error, self._phase = error, FAILED
         lost.complete()
         if self._is_cancelled:  # meanwhile
             self._abandon()
@@ -275,8 +278,8 @@ class OutgoingCall(Call):
             return None  # another thread has waited too, and found that it is sent again
         size, came_by, value = 0, self._sent_by, None
         error: BaseException | None = self._error
-        lost = self._phase is Phase.FAILED and isinstance(error, PeerLost)
-        if self._phase is not Phase.FAILED:
+        lost = self._phase is FAILED and isinstance(error, PeerLost)
+        if self._phase is not FAILED:
             try:
                 value, error, size, came_by = self._take()
                 if isinstance(error, RayTorchRpcError):
@@ -307,7 +310,7 @@ class OutgoingCall(Call):
     def _take(self) -> tuple[Any, BaseException | None, int, str]:
         """The value or the exception in the reply, its bytes, and the lane that brought them."""
         message, header, calls, route = self._pending.take(), self._header, self._calls, self._route
-        self._phase = Phase.TAKEN
+        self._phase = TAKEN
         message.make_current()
         for export in self._payload.exports:
             export.finished()
@@ -357,13 +360,13 @@ class OutgoingCall(Call):
     def expire(self) -> tuple[None, RpcTimeout]:
         self._is_reported = False
         with self._lock:
-            decided = self._error if self._phase is Phase.FAILED else None  # at this very deadline, by a worker
+            decided = self._error if self._phase is FAILED else None  # at this very deadline, by a worker
         late = decided if isinstance(decided, RpcTimeout) else self._late()
         self._count(0, self._sent_by, late)
         return None, late
 
     def _late(self) -> RpcTimeout:
-        why = f"at the last attempt: {self._error}" if self._phase is Phase.LOST else "it may still run there"
+        why = f"at the last attempt: {self._error}" if self._phase is LOST else "it may still run there"
         return RpcTimeout(f"{self.label} did not answer by its deadline; {why}")
 
     # --- without an outcome --------------------------------------------------------------------------------------
@@ -375,7 +378,7 @@ class OutgoingCall(Call):
 
     def _abandon(self) -> None:
         with self._lock:
-            under_way, self._phase = self._phase in _UNDER_WAY, Phase.TAKEN
+            under_way, self._phase = self._phase in _UNDER_WAY, TAKEN
         if under_way:
             self._payload = _NO_PAYLOAD
             self._discard()
@@ -388,9 +391,9 @@ class OutgoingCall(Call):
     def __del__(self) -> None:
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         # An interrupt may have ended __init__. In a fork the call is the parent's.
+        if self._phase is TAKEN or fork.forked():
+            return
         with contextlib.suppress(Exception):
-            if fork.forked():
-                return
             leave, calls = self._calls.payloads.leave, self._calls
             if self._phase in _UNDER_WAY:
                 if self._is_reported:
@@ -491,7 +494,7 @@ class OutgoingCalls:
         """Send a call whose result stays in the target; returns torch's RRef to it."""
         route = self.peers.route_for_call(target)
         self.peers.check_present(route)
-        header, body = self.request(protocol.REMOTE, route, method, args, kwargs, timeout)
+        header, body, _ = self.request(protocol.REMOTE, route, method, args, kwargs, timeout)
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
@@ -533,8 +536,11 @@ class OutgoingCalls:
         kwargs: Any,
         timeout: float | None,
         number: int = 0,
-    ) -> tuple[RequestHeader, Encoded]:
-        budget = self.budget(route.member.name, method, timeout)
+    ) -> tuple[RequestHeader, Encoded, bool]:
+        """The header and the body of a request, and whether it belongs to a distributed autograd context."""
+        scope, budget = current_scope.get(), self._timeout_s
+        if timeout is not None or scope.limit is not None:
+            budget = self.budget(route.member.name, method, timeout)
         until = time.monotonic() + budget if route.same_clock else None
         keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
         if (args and ObjectRef in map(type, args)) or (kwargs and ObjectRef in map(type, kwargs.values())):
@@ -544,8 +550,8 @@ class OutgoingCalls:
         except SerializationError as error:
             why = self.codec.explain_argument(f"{route.member.name}.{method}", args, kwargs or {}, error)
             raise SerializationError(why) from error
-        path = current_scope.get().path
-        return RequestHeader(kind, self._rank, route.token, method, path, budget, until, None, number), body
+        header = RequestHeader(kind, self._rank, route.token, method, scope.path, budget, until, None, number)
+        return header, body, keep_graph
 
     def budget(self, peer: str, method: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""

@@ -174,16 +174,17 @@ class Gate:
 
         Raises RayTorchRpcError if its chain of calls has come back too often.
         """
+        path = job.path
         with self.lock:
-            held = self.held(job.path) if job.path else None
+            held = self.held(path) if self._admitted else None
             if held is None or held.owner is not None:
                 gate = self if held is None else self.monitor_of(held)
-                if gate._lent > MOST_NESTED and gate._token in job.path:
+                if gate._lent > MOST_NESTED and gate._token in path:
                     raise RayTorchRpcError(
                         f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} "
                         f"times already, which is the limit; end the recursion earlier, or make it a loop"
                     )
-                if not gate._is_free(job.path):
+                if not gate._is_free(path):
                     gate._queue.append(_Queued(job, time.monotonic()))
                     return False
                 admission = gate._admit(job.label, direct=True)
@@ -342,10 +343,9 @@ class Gate:
 
     def held(self, path: tuple[Token, ...]) -> Admission | None:
         """The admission that a chain of calls holds, if it has come back; None in a monitor, where it queues."""
-        if self._admitted:
-            for token in reversed(path):
-                if (admission := self._admitted.get(token)) is not None:
-                    return admission
+        for token in reversed(path):
+            if (admission := self._admitted.get(token)) is not None:
+                return admission
         return None
 
     def monitor_of(self, admission: Admission) -> Gate:

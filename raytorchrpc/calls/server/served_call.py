@@ -19,7 +19,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.payload import Payloads, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
-from raytorchrpc.calls.scope import Limit, Scope, Token, current_scope
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import Admission
@@ -279,15 +279,14 @@ class ServedCall:
         self.message, self.pending, self.send = message, pending, send
         until = header.deadline
         limit = Limit(time.monotonic() + header.seconds if until is None else until)
+        self.path = header.path
         self.scope = Scope(header.path, limit)
-        self.context = torch_internals.current_autograd_context()
+        self.context = torch_internals.NO_CONTEXT
+        if lane.capabilities.rrefs:  # else the lane records no hop
+            self.context = torch_internals.current_autograd_context()
         self.method = header.method
         if tracer is not None:
             self.span = tracer.served(self.label, header.mark)
-
-    @property
-    def path(self) -> tuple[Token, ...]:
-        return self.scope.path
 
     @property
     def label(self) -> str:

@@ -392,7 +392,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         Raises PeerLost, with ``may_have_run`` False.
         """
         connection = self._made.get(peer)
-        if connection is not None and not connection.ended:
+        if connection is not None and connection._ended is None:
             return connection
         address = self._addresses.get(peer)
         if address is None:

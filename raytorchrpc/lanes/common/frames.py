@@ -86,23 +86,24 @@ class FrameReader:
         self._authenticator = None if protection is None else protection.incoming
         self._tag_bytes = 0 if self._authenticator is None else TAG_BYTES
         self._rest = b""  # the beginning of the next frame
-        self._large: LargeFrame | None = None
+        self.large: LargeFrame | None = None
+        """A frame that arrives in several reads."""
 
     @property
     def between_frames(self) -> bool:
         """Whether no frame has arrived in part."""
-        return not self._rest and self._large is None
+        return not self._rest and self.large is None
 
     def room(self) -> memoryview | None:
         """Where to receive the rest of a large frame, followed by ``received``; None: receive elsewhere, and ``feed``
         it.
         """
-        return None if self._large is None or self._decrypt is not None else self._large.room()
+        return None if self.large is None or self._decrypt is not None else self.large.room()
 
     def received(self, count: int) -> list[Frame]:
         """So many bytes are in ``room``; see ``feed``."""
-        assert self._large is not None
-        return self._completed(self._large.advance(count))
+        assert self.large is not None
+        return self._completed(self.large.advance(count))
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
         """Add any number of bytes of the stream; return the frames that are complete now.
@@ -112,9 +113,9 @@ class FrameReader:
         if self._decrypt is not None:
             data = self._decrypt(data)
         frames: list[Frame] = []
-        if self._large is not None:
-            taken = min(len(data), self._large.left)
-            frames += self._completed(self._large.add(memoryview(data)[:taken]))
+        if self.large is not None:
+            taken = min(len(data), self.large.left)
+            frames += self._completed(self.large.add(memoryview(data)[:taken]))
             data = data[taken:]
         if self._rest:
             data = self._rest + data
@@ -125,8 +126,8 @@ class FrameReader:
                 if size > CHUNK:
                     authenticator = self._authenticator
                     begun = None if authenticator is None else authenticator.begin(size - TAG_BYTES)
-                    self._large = LargeFrame(size, begun, self._tag_bytes)
-                    self._large.add(memoryview(data)[start:])
+                    self.large = LargeFrame(size, begun, self._tag_bytes)
+                    self.large.add(memoryview(data)[start:])
                     start = end
                 break
             frame = memoryview(data)[start : start + size]
@@ -140,7 +141,7 @@ class FrameReader:
     def _completed(self, frame: Frame | None) -> list[Frame]:
         if frame is None:
             return []
-        self._large = None
+        self.large = None
         return [frame]
 
 

@@ -100,21 +100,28 @@ class _Timer(ctypes.Structure):
     _fields_ = (("interval", _Timespec), ("first", _Timespec))
 
 
+def _setting(after_s: float) -> _Timer:
+    return _Timer(_Timespec(0, 0), _Timespec(int(after_s), int(after_s % 1 * 1e9)))
+
+
 _expired = ctypes.create_string_buffer(8)
 
 
 class Timer:
-    """A descriptor that becomes readable once, ``after_s`` seconds after each ``set``."""
+    """A descriptor that becomes readable once, some time after each ``set``."""
 
     def __init__(self, after_s: float) -> None:
+        """``after_s``: of ``set`` (seconds)."""
         self.fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
         if self.fd < 0:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
-        self._setting = _Timer(_Timespec(0, 0), _Timespec(int(after_s), int(after_s % 1 * 1e9)))
+        self._usual = _setting(after_s)
 
-    def set(self) -> None:
-        _libc.timerfd_settime(self.fd, 0, ctypes.byref(self._setting), None)
+    def set(self, after_s: float | None = None) -> None:
+        """``after_s``: another time than the usual one."""
+        setting = self._usual if after_s is None else _setting(after_s)
+        _libc.timerfd_settime(self.fd, 0, ctypes.byref(setting), None)
 
     def clear(self) -> None:
         """Make the descriptor unreadable again."""

@@ -78,7 +78,8 @@ class Connection(connections.Connection):
     # Calls.
 
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
-        pending = SocketPending(self, on_released)
+        pending = SocketPending(on_released, self._state)
+        pending.connection = self
         number = 0
         try:
             with self._state:
@@ -152,8 +153,9 @@ class Connection(connections.Connection):
         try:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
-            sent = self._send_at_once(buffers)
-            if len(buffers) == 1 and sent == len(buffers[0]):
+            if len(buffers) > 1:
+                sent = self._send_at_once(buffers)
+            elif (sent := self._prompt.send(buffers[0])) == len(buffers[0]):
                 return []
             begun = True
             parts = [memoryview(part).cast("B") for part in buffers]
@@ -178,8 +180,6 @@ class Connection(connections.Connection):
     def _send_at_once(self, buffers: list[Any]) -> int:
         """Send what the kernel takes now; returns how many bytes. Raises OSError."""
         try:
-            if len(buffers) == 1 and type(buffers[0]) is bytes:
-                return self._prompt.send(buffers[0])
             return self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
         except BlockingIOError:
             return 0
@@ -249,16 +249,16 @@ class Connection(connections.Connection):
     def read(self, *, wait: bool = False) -> list[frames.Frame]:
         """Read once: completes the calls whose replies have arrived, and returns the requests."""
         try:
-            if (room := self._reader.room()) is not None:
-                count = self.sock.recv_into(room, 0, 0 if wait else socket.MSG_DONTWAIT)
-                data: Any = count
-            else:
-                data = self.sock.recv(frames.CHUNK) if wait else self._prompt.receive()
+            data: Any
+            if self._reader.large is not None and (room := self._reader.room()) is not None:
+                data = self.sock.recv_into(room, 0, 0 if wait else socket.MSG_DONTWAIT)
+                arrived = self._reader.received(data) if data else []
+            elif data := self.sock.recv(frames.CHUNK) if wait else self._prompt.receive():
+                arrived = self._reader.feed(data)
             if data is None:
                 return []
             if not data:
                 raise EOFError
-            arrived = self._reader.feed(data) if room is None else self._reader.received(data)
         except BlockingIOError:
             return []
         except Exception as error:  # whatever it is, the stream is out of step
@@ -347,16 +347,14 @@ def _why(error: Exception) -> str:
 class SocketPending(Pending):
     """One call in flight on a connection."""
 
-    __slots__ = ("_connection",)
+    __slots__ = ("connection",)
 
-    def __init__(self, connection: Connection, on_released: Released) -> None:
-        super().__init__(on_released, connection._state)
-        self._connection = connection
+    connection: Connection
 
     def wait(self, timeout_s: float) -> bool:
         if self.done:
             return True
-        connection, deadline = self._connection, time.monotonic() + timeout_s
+        connection, deadline = self.connection, time.monotonic() + timeout_s
         if connection.acquire_read():
             try:
                 if timeout_s > 0:
@@ -369,7 +367,7 @@ class SocketPending(Pending):
         return super().wait(deadline - time.monotonic())
 
     def _on_callbacks(self, begins: bool) -> None:
-        connection = self._connection
+        connection = self.connection
         connection._callbacks += 1 if begins else -1
         if begins:
             connection._enable()

@@ -141,6 +141,7 @@ class Selector(Generic[R]):
         self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
         self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
         self._served = self._polled = 0.0
+        self._served_lately = False  # since the last look at the takeover timer
         self._spinner = Spinner()
         self._epoll, self._followers = select.epoll(), select.epoll()
         self.fd = self._epoll.fileno()
@@ -351,11 +352,11 @@ class Selector(Generic[R]):
             if self.closed:
                 return
             self._takeover.clear()
-            began = self._began
+            began, served, self._served_lately = self._began, self._served_lately, False
             late = began and time.monotonic() - began >= BRIEF_S
-            self._takeover_runs = bool(began) and not late
-            if self._takeover_runs:
-                self._takeover.set()
+            self._takeover_runs = not late and (served or bool(began))
+            if self._takeover_runs:  # also for the calls to come, which then need not set it on their way
+                self._takeover.set(BRIEF_S if began else 2 * BRIEF_S)
             if late:
                 self._become_leader(me)
                 self._brief = False
@@ -411,6 +412,7 @@ class Selector(Generic[R]):
         me.runs, me.connection = False, None
         with self._lock:
             self._idle += 1
+            self._served_lately = True
             if self._leader is me:
                 self._began = 0.0
         self._served = time.monotonic()

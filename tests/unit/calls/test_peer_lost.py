@@ -20,7 +20,7 @@ from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
-from tests.unit.members import Members, in_thread
+from tests.unit.members import DirectLane, Members, in_thread
 
 # --- calls that may be sent again -----------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ def refused(tensor_lanes: dict[str, Any]) -> BaseException:
     server = make_callee(deadlines, {"f": exposed(lambda instance: pytest.fail("it ran"))}, tensor_lanes)
     answers: list[Message] = []
     request = Message(tuple(RequestHeader(CALL, 0, TOKEN, "f", (), 10.0, None)), NOTHING, manifests=BESIDE)
-    work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
+    work = server.serve(DirectLane(), request, answers.append)
     assert work is not None
     work()
     deadlines.stop()
