@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7
-_PORTABLE = 1
+_PORTABLE, _DEVICE_MAP = 1, 2
+#: What ``wait`` compares a word by: at least, in the cyclic order of 32 bits.
+_AT_LEAST = 0
 _DEVICE_MEMORY = 2
 #: Most bytes from one row of a 2-D copy to the next (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
 MAX_PITCH = (1 << 31) - 1
@@ -67,9 +69,14 @@ class Driver:
         self._cuda.cuMemcpyDtoHAsync_v2.argtypes = [host, device, size, ctypes.c_void_p]
         self._cuda.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
         self._cuda.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+        self._cuda.cuMemHostGetDevicePointer_v2.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
         self._cuda.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
         number, pointer = ctypes.c_uint, ctypes.c_void_p
         self._cuda.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        self._write = getattr(self._cuda, "cuStreamWriteValue32_v2", None)
+        self._wait = getattr(self._cuda, "cuStreamWaitValue32_v2", None)
+        for operation in filter(None, (self._write, self._wait)):
+            operation.argtypes = [pointer, device, ctypes.c_uint32, number]
         self._contexts: dict[int, ctypes.c_void_p] = {}
         self._lock = threading.Lock()
 
@@ -194,7 +201,33 @@ class Driver:
 
         Slow for much memory that has never been touched. Raises LaneUnavailable if it cannot be locked.
         """
-        self._check(self._cuda.cuMemHostRegister_v2(address, size, _PORTABLE), "cuMemHostRegister")
+        flags = _PORTABLE | _DEVICE_MAP
+        self._check(self._cuda.cuMemHostRegister_v2(address, size, flags), "cuMemHostRegister")
+
+    def address_on_gpus(self, address: int) -> int:
+        """Return the address of registered host memory for the GPUs."""
+        found = ctypes.c_uint64()
+        code = self._cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
+        self._check(code, "cuMemHostGetDevicePointer")
+        return found.value
+
+    @property
+    def has_words(self) -> bool:
+        """Whether streams can ``write`` and ``wait``: with the driver of CUDA 11.7 or newer."""
+        return self._write is not None and self._wait is not None
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Have a stream write a word of 32 bits, at an address for the GPUs, behind all that is queued on it."""
+        assert self._write is not None
+        self._check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
+
+    def wait(self, address: int, value: int, stream: int) -> None:
+        """Have a stream wait until a word of 32 bits has at least this value, in cyclic order.
+
+        The CPU may write the word too, which ends the wait.
+        """
+        assert self._wait is not None
+        self._check(self._wait(stream, address, value, _AT_LEAST), "cuStreamWaitValue32")
 
     def unregister(self, address: int) -> None:
         """Undo ``register``, before the memory is unmapped. The GPUs must not use it any more."""

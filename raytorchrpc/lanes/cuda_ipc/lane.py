@@ -1,8 +1,9 @@
 """The cuda_ipc lane: CUDA tensors to a process of the same host, whose GPU may be another or the same.
 
 The receiver maps the sender's allocation once and copies out of it, over NVLink or within the GPU, on the stream that
-will use the data. No CPU thread waits for a GPU: that stream waits for an interprocess event behind the sender's work,
-and the sender reuses its memory only after another event, behind the copy.
+will use the data. ``fetch`` returns when the sender's GPU has computed the tensors and the copy is queued: a stream
+that waits for a process which is then killed cannot be told, while the calling thread can raise an exception. The
+sender reuses its memory only after the copy, and no CPU thread waits for that. See ``pages``.
 
 Small tensors of a GPU that has nothing else to do travel in the message itself, through the CPU (see ``in_message``).
 
@@ -19,10 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy
 import torch
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost
+from raytorchrpc._compat import torch_internals
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import (
     MALFORMED,
     Export,
@@ -40,8 +41,9 @@ from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
 from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Rows, Scatter
-from raytorchrpc.lanes.cuda_ipc.exports import COPIED, OUT, UNUSED, USES, Exports, Offer, SharedEvents
+from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports, Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
+from raytorchrpc.lanes.cuda_ipc.pages import OUT, QUEUED, UNUSED, Page, Pages
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
@@ -55,17 +57,24 @@ _DEFAULT = 0
 
 
 class CudaIpcLane(WindowLane):
-    """One per member. ``export`` does not copy: it keeps the memory, and CUDA events order its use."""
+    """One per member. ``export`` does not copy: it keeps the memory until it has been read."""
 
     name: ClassVar[str] = "cuda_ipc"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cuda"}))
 
-    def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS) -> None:
-        """``devices``: local CUDA indices that tensors come from or arrive on. ``mappings``: most to keep open."""
-        self._devices = tuple(devices)
-        self._events = SharedEvents()
+    def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS, *, timeout_s: float = 60.0) -> None:
+        """
+        Args:
+            devices: local CUDA indices that tensors come from or arrive on.
+            mappings: most to keep open.
+            timeout_s: longest time to wait for the GPU of a sender that lives.
+        """
+        self._devices, self._timeout_s = tuple(devices), timeout_s
+        self._pages = Pages()
         self._mappings = Mappings(mappings)
-        self._exports = Exports(self._events)
+        self._exports = Exports(self._pages)
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
+        """By device and CUDA handle: making a Stream object each time takes longer."""
         self._handles: dict[int, bytes] = {}
 
     @property
@@ -74,19 +83,26 @@ class CudaIpcLane(WindowLane):
 
     def open(self) -> SharedAddress:
         driver()
-        address = self._events.open()
-        self._exports.open(self._devices)
+        address = self._pages.open(self._devices)
         self._returning = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
         return address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        self._events.peers.update((peer.peer, peer.address) for peer in peers)
+        self._pages.peers.update((peer.peer, peer.address) for peer in peers)
+
+    def _current(self, device: int) -> tuple[torch.cuda.Stream, int]:
+        """Return this thread's current stream on that device, and its CUDA handle."""
+        raw = torch_internals.current_cuda_stream(device)
+        stream = self._streams.get((device, raw))
+        if stream is None:
+            stream = self._streams[device, raw] = torch.cuda.current_stream(device)
+        return stream, raw
 
     # --- sending -------------------------------------------------------------------------------------------
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         # Map its page while that is possible: it may release the tensors after it has left.
-        self._events.page_of(peer, self._events.tag_of(peer))
+        self._pages.of(peer, self._pages.tag_of(peer))
         return self.export(tensors, peer, devices, shared=True)
 
     def export(
@@ -96,7 +112,7 @@ class CudaIpcLane(WindowLane):
         source = packing.source_of(tensors, devices, self.name)
         found: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
-            stream = self._events.current(source)[0]
+            stream, raw = self._current(source)
             if not shared and in_message.suits(tensors, stream):
                 return Export(in_message.descriptor(tensors, devices[source], stream), nothing)
             if shared:
@@ -106,11 +122,14 @@ class CudaIpcLane(WindowLane):
                 packed = zip(*packing.pack(tensors), strict=True)
                 placed = [(*self._place(tensor, found), piece) for piece, tensor in packed]
             kept = [tensor for tensor, *_ in placed]
-            number, out = self._exports.add(peer, kept, shared)
-            ready = self._events.ready(source)
+            number, out = self._exports.add(peer, kept, shared, raw)
         places = tuple(tuple(place) for _, *place in placed)
-        offer = Offer(number, devices[source], ready, places, shared, self._events.tag)
-        return Export(tuple(offer), partial(self._exports.cancel, number), partial(self._exports.finish, number, out))
+        offer = Offer(number, devices[source], out.serial, places, shared, self._pages.tag)
+        return Export(tuple(offer), partial(self._exports.cancel, number), partial(self._finish, source, number, out))
+
+    def _finish(self, device: int, number: int, out: Exported) -> None:
+        with driver().on(device):
+            self._exports.finish(number, out, self._current(device)[1])
 
     def _place(self, tensor: torch.Tensor, found: dict[int, tuple[int, bytes]]) -> tuple[torch.Tensor, bytes, int, int]:
         """Return (tensor to keep, handle of its allocation, offset in it, bytes from the first element to the last).
@@ -153,28 +172,26 @@ class CudaIpcLane(WindowLane):
         self._exports.reap()
 
     def fence(self, device: int) -> None:
-        self._exports.fence(device)
+        if device in self._devices and self._exports:
+            with driver().on(device):
+                self._exports.fence(device, self._current(device)[1])
 
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         if in_message.has(descriptor):
-            return in_message.received(descriptor, self._devices, self._events.current, shapes, into)
+            return in_message.received(descriptor, self._devices, self._current, shapes, into)
         offer = Offer.checked(descriptor, self._devices)
         target = offer.target
         device = torch.device("cuda", target)
         with driver().on(target):
-            with self._reading(peer, offer) as (mapped, stream, raw):
+            with self._reading(peer, offer) as (page, mapped, stream, raw):
                 if not offer.shared:
                     arrived = self._copy(mapped, offer.places, shapes, into, device, raw)
-                    self._copied_on(peer, offer, stream, raw)
+                    _read_on(raw, page, offer)
                     return arrived
-                flags = self._events.page_of(peer, offer.tag)
-                # Prepare the event now: a finalizer releases the tensors, and may take no lock.
-                returning = self._returning[target]
-                self._events.record(target, returning, returning.cuda_stream)
-            loan = Loan(lambda: self._release(flags, offer.number, stream))
+            loan = Loan(lambda: self._release(page, offer, stream))
             return [
                 torch.empty(shape[1], dtype=shape[0], device=device)
                 if mapping is None
@@ -187,7 +204,7 @@ class CudaIpcLane(WindowLane):
         left: ToCopy = []
         if in_message.has(descriptor):
             flat = in_message.received(
-                descriptor, self._devices, self._events.current, [(torch.uint8, (size,)) for size in sizes]
+                descriptor, self._devices, self._current, [(torch.uint8, (size,)) for size in sizes]
             )
             for tensor, its in zip(flat, parts, strict=True):
                 left += [(part.target, part.view_of(tensor)) for part in its]
@@ -195,7 +212,7 @@ class CudaIpcLane(WindowLane):
         offer, cuda = Offer.checked(descriptor, self._devices), driver()
         index = offer.target
         kernel = partial(COPY_ROWS.on, index, cuda)
-        with cuda.on(index), self._reading(peer, offer) as (mapped, stream, raw):
+        with cuda.on(index), self._reading(peer, offer) as (page, mapped, stream, raw):
             for mapping, (_, begin, _, piece) in zip(mapped, offer.places, strict=True):
                 if mapping is None:
                     continue
@@ -206,33 +223,33 @@ class CudaIpcLane(WindowLane):
                     scatter = prepared(its, (self.name, index, size, raw != _DEFAULT), make)
                     left += scatter.queue(its, address, stream.device, cuda, kernel, raw)
                     begin += size
-            self._copied_on(peer, offer, stream, raw)
+            _read_on(raw, page, offer)
         return left
 
     @contextlib.contextmanager
-    def _reading(self, peer: str, offer: Offer) -> Iterator[tuple[list[Mapped | None], torch.cuda.Stream, int]]:
-        """Yield the mapped allocations, and the stream on which they can be read. Releases the export if that fails."""
+    def _reading(self, peer: str, offer: Offer) -> Iterator[tuple[Page, list[Mapped | None], torch.cuda.Stream, int]]:
+        """Yield the sender's page, the mapped allocations, and the stream on which they can be read.
+
+        Blocks until the sender's GPU has computed them. Releases the export if anything fails.
+        """
         device = torch.device("cuda", offer.target)
         try:
-            flags = self._events.page_of(peer, offer.tag)
+            page = self._pages.of(peer, offer.tag)
         except Gone as gone:
             raise never_fetched(peer) from gone
         # The user's own stream: its memory belongs to it, and what it queues next needs the data anyway.
-        stream, raw = self._events.current(offer.target)
+        stream, raw = self._current(offer.target)
         try:
             mapped = [self._mappings.get(handle, device) if size else None for handle, _, size, _ in offer.places]
-            self._events.opened(offer.ready, offer.target).wait(stream)
-            yield mapped, stream, raw
+            self._pages.wait_until_ready(peer, offer.tag, offer.number, offer.serial, self._timeout_s)
+            yield page, mapped, stream, raw
         except BaseException as error:  # for instance, no memory is left
-            stream.synchronize()
-            flags[offer.number] = UNUSED
-            if isinstance(error, LaneUnavailable) and self._events.is_dead(peer):  # CUDA could not map its memory
+            if not isinstance(error, (PeerLost, RpcTimeout)):  # else nothing is queued
+                stream.synchronize()
+            page.state[offer.number] = UNUSED
+            if isinstance(error, LaneUnavailable) and self._pages.is_dead(peer):  # CUDA could not map its memory
                 raise PeerLost(peer, f"its process ended before its tensors were fetched ({error.reason})") from error
             raise
-
-    def _copied_on(self, peer: str, offer: Offer, stream: torch.cuda.Stream, raw: int) -> None:
-        """Tell the sender that what is queued on this stream reads its memory for the last time."""
-        self._events.page_of(peer, offer.tag)[offer.number] = COPIED + self._events.record(offer.target, stream, raw)
 
     def _copy(
         self,
@@ -256,17 +273,13 @@ class CudaIpcLane(WindowLane):
         copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, cuda), stream)
         return packing.unpack(arrived, [place[3] for place in places], shapes)
 
-    def _release(self, flags: numpy.ndarray, number: int, stream: torch.cuda.Stream) -> None:
-        """Tell the sender that the last tensor over its memory has died. Called on any thread."""
-        index = stream.device.index
-        returning = self._returning[index]
-        if not self._events.has_recorded(index, returning.cuda_stream):  # closed, or too many streams
-            torch.cuda.synchronize(stream.device)
-            flags[number] = UNUSED
-            return
+    def _release(self, page: Page, offer: Offer, stream: torch.cuda.Stream) -> None:
+        """Tell the sender that the last tensor over its memory has died. Called on any thread. Takes no lock."""
+        returning = self._returning[offer.target]
         returning.wait_stream(stream)
         returning.wait_stream(torch.cuda.current_stream(stream.device))
-        flags[number] = COPIED + self._events.record(index, returning, returning.cuda_stream)
+        with driver().on(offer.target):
+            _read_on(returning.cuda_stream, page, offer)
 
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):
@@ -275,10 +288,11 @@ class CudaIpcLane(WindowLane):
         if not offer.shared:
             return
         with contextlib.suppress(Gone):  # then no process waits for it
-            page = self._events.page_of(peer, offer.tag)
-            if page[offer.number] == OUT:  # the method keeps some of the tensors
-                place = self._events.record(offer.target, *self._events.current(offer.target))
-                page[USES + offer.number] = 1 + place
+            page = self._pages.of(peer, offer.tag)
+            if page.state[offer.number] == OUT:  # the method keeps some of the tensors
+                with driver().on(offer.target):
+                    page.used.write(offer.number, offer.serial, self._current(offer.target)[1])
+                page.is_used[offer.number] = True
 
     def prepare(self, peer: str, descriptor: Any) -> None:
         """Map the memory meanwhile, on another thread: that takes 6 to 17 ms for each allocation of another GPU."""
@@ -299,19 +313,26 @@ class CudaIpcLane(WindowLane):
             if in_message.has(descriptor):
                 return
             offer = Offer.checked(descriptor, self._devices)
-            self._events.page_of(peer, offer.tag)[offer.number] = UNUSED
+            self._pages.of(peer, offer.tag).state[offer.number] = UNUSED
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def disconnect(self, peer: str) -> None:
-        shared = self._exports.drop(peer, dead=self._events.is_dead(peer))
-        self._events.forget(peer, keep_page=shared)
+        shared = self._exports.drop(peer, dead=self._pages.is_dead(peer))
+        self._pages.forget(peer, keep_page=shared)
 
     def close(self) -> None:
         self._exports.close()
         self._mappings.close(self._devices)
-        self._events.close(keep_opened=bool(self._exports))
+        self._streams.clear()
+        self._pages.close()
+
+
+def _read_on(stream: int, page: Page, offer: Offer) -> None:
+    """Tell the sender that what is queued on this stream reads its memory for the last time."""
+    page.copied.write(offer.number, offer.serial, stream)
+    page.state[offer.number] = QUEUED
 
 
 def make(setup: LaneSetup) -> CudaIpcLane:
-    return CudaIpcLane(setup.devices)
+    return CudaIpcLane(setup.devices, timeout_s=setup.config.rpc_timeout_s)

@@ -11,8 +11,9 @@ import torch
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable
 from raytorchrpc.lanes.base import Message, checked
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.cuda_ipc.exports import FLAGS, Offer
+from raytorchrpc.lanes.cuda_ipc.exports import Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, tensor_over
+from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS
 from raytorchrpc.lanes.nixl.memory import check_members
 from raytorchrpc.rdt.transfer import filled
 from raytorchrpc.tensors.codec import Encoded
@@ -123,11 +124,13 @@ def test_memory_of_a_peers_gpu_ends_where_it_ends() -> None:
 
 
 def test_numbers_and_devices_of_a_shared_page() -> None:
-    rest = (b"", (), False, "tag")
+    rest = (7, (), False, "tag")
     assert Offer.checked((5, 0, *rest), (0, 1)).tag == "tag"
-    for number, device in ((-1, 0), (FLAGS, 0), (5, 2), (5, -1)):
+    for number, device in ((-1, 0), (NUMBERS, 0), (5, 2), (5, -1)):
         with pytest.raises(ValueError, match=r"are not in|not in tuple"):
             Offer.checked((number, device, *rest), (0, 1))
+    with pytest.raises(ValueError, match="are not in"):
+        Offer.checked((5, 0, -7, *rest[1:]), (0, 1))
 
 
 def test_pieces_that_are_read_by_rdma_are_no_larger_than_their_tensors_need() -> None:
