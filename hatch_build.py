@@ -1,4 +1,4 @@
-"""What the metadata of a distribution takes from the project's address, which ``RAYTORCHRPC_URL`` gives the build.
+"""What a build adds: the examples, and what the metadata takes from the project's address in ``RAYTORCHRPC_URL``.
 
 A package index shows the README by itself, so its links to files must be whole there. Without an address they stay as
 they are, and the distribution has no links.
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _LINK = re.compile(r"(?P<before>!?\[[^\]]*\]\()(?P<path>(?!\w+:|#|/)[^)\s]+)(?P<after>\))")
@@ -49,3 +50,11 @@ class CustomMetadataHook(MetadataHookInterface):
                 raise ValueError(f"RAYTORCHRPC_URL is the address of the repository (https://...), not {url!r}")
             text, metadata["urls"] = readme(text, url, f"v{found[1]}"), links(url)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+class ExamplesHook(BuildHookInterface[Any]):
+    """Puts the examples into a wheel, for ``raytorchrpc examples``; an editable install reads them in the checkout."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "standard":
+            build_data["force_include"]["examples"] = "raytorchrpc/_examples"
