@@ -110,6 +110,12 @@ class CallCounters:
             counter.calls += 1
             counter.bytes_out += size
 
+    def came(self, peer: str, lane: str, method: str, size: int) -> None:
+        """``size`` more bytes came back, after the outcome of a call was taken."""
+        with self._lock:
+            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
+            counter.bytes_in += size
+
     def finished(
         self, peer: str, lane: str, method: str, came_by: str, size: int, seconds: float, error: BaseException | None
     ) -> None:

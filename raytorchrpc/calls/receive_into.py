@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scatter_into
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders
 from raytorchrpc.tensors.dtypes import Shape, unrecorded
@@ -23,6 +23,10 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 class Receiver(ABC):
     """Receives the result of one call. Used at most once."""
+
+    #: Set by the call, for what crosses after ``receive``: counts bytes, and says what an error means by then.
+    count: Callable[[int], object]
+    error_of: Callable[[RayTorchRpcError], RayTorchRpcError]
 
     @abstractmethod
     def receive(
@@ -35,13 +39,89 @@ class Receiver(ABC):
         """
 
 
-class Spread(Receiver):
-    """Receives parts of the flat tensors in a result, each into an existing tensor."""
+class Window(Receiver):
+    """Receives the flat tensors in a result later: copied in parts into existing tensors, or as views.
+
+    The result that the caller gets has empty tensors in their places. What is neither copied nor viewed is discarded
+    with this object.
+    """
+
+    result: Any = None
+    """What the caller gets, once it is received."""
+
+    def __init__(self) -> None:
+        self._pending: list[PendingTensors] = []
+        self._body: Encoded | None = None
+
+    def receive(
+        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
+    ) -> tuple[int, Any]:
+        """See Receiver."""
+        try:
+            self.result = _without_tensors(codec, body, pending)
+            self._pending, self._body = [*pending], body
+        finally:
+            pending.clear()  # an error holds this frame, which must not hold the sender's memory
+        return len(body.payload), self.result
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether there is something to be copied or viewed."""
+        return bool(self._pending or (self._body is not None and self._body.tensors))
+
+    def prepare(self) -> None:
+        """Have lanes prepare, beside this thread, for a copy that comes soon."""
+        for tensors in self._pending:
+            tensors.prepare()
+
+    def copy_into(self, parts: Sequence[Sequence[Part]]) -> None:
+        """Copy the wanted parts of each flat tensor, each into an existing tensor; to be called once. Blocks."""
+        try:
+            size = self._scatter(parts)
+        except RayTorchRpcError as error:
+            if (meant := self.error_of(error)) is error:
+                raise
+            raise meant from error
+        self.count(size)
+
+    def _scatter(self, parts: Sequence[Sequence[Part]]) -> int:
+        """Returns the bytes of all parts."""
+        targets, size = _filled_by(parts)
+        try:
+            with unrecorded(targets):
+                try:
+                    for tensors in self._pending:  # at most one, which has them all
+                        tensors.scatter_into(parts)
+                    if not self._pending and self._body is not None:
+                        scatter_into(self._body.tensors, parts)
+                finally:
+                    increment_version(targets)  # autograd does not see what lanes write
+        finally:
+            self._drop()
+        return size
+
+    def _drop(self) -> None:
+        self._pending, self._body = [], None
+
+    def view(self) -> tuple[Sequence[torch.Tensor] | None, bool]:
+        """The flat tensors, and whether they are copies, which came in the message; else they are the sender's memory,
+        read-only. None if that cannot be viewed. To be called once.
+        """
+        pending, body = self._pending, self._body
+        self._drop()
+        if not pending:
+            return None if body is None else owned(body).tensors, True
+        return (pending[0].view() if len(pending) == 1 and not (body and body.tensors) else None), False
+
+
+class Spread(Window):
+    """Receives parts of the flat tensors in a result at once, each into an existing tensor."""
 
     def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
-        """``plan(result)`` returns the wanted parts of each flat tensor, or None for no part yet. The result that it
-        gets has empty tensors in their places. The caller of the call gets what it raises.
+        """``plan(result)`` returns the wanted parts of each flat tensor, or None for none. The caller of the call gets
+        what it raises.
         """
+        super().__init__()
         self._plan = plan
 
     def receive(
@@ -49,50 +129,11 @@ class Spread(Receiver):
     ) -> tuple[int, Any]:
         """See Receiver."""
         try:
-            value = _without_tensors(codec, body, pending)
+            size, value = super().receive(codec, body, pending, label, keep)
             parts = self._plan(value)
-            if parts is None:
-                for tensors in pending:
-                    tensors.prepare()
-                pending.clear()
-                return len(body.payload), value
-            targets, size = _filled_by(parts)
-            with unrecorded(targets):
-                try:
-                    for tensors in pending:  # at most one, which has them all
-                        tensors.scatter_into(parts)
-                    if not pending:
-                        scatter_into(body.tensors, parts)
-                finally:
-                    increment_version(targets)  # autograd does not see what lanes write
-        except BaseException:
-            pending.clear()  # the error holds this frame, which must not hold the sender's memory
-            raise
-        return len(body.payload) + size, value
-
-
-class Views(Receiver):
-    """Receives the flat tensors in a result as views of the sender's memory, if it has lent that."""
-
-    def __init__(self) -> None:
-        self.tensors: Sequence[torch.Tensor] | None = None
-        """None: they are in other memory of the sender's, and were not fetched."""
-        self.are_copies = False
-        """Whether they came in the message; else they are read-only."""
-
-    def receive(
-        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
-    ) -> tuple[int, Any]:
-        """See Receiver. The result that the caller gets has empty tensors in their places."""
-        try:
-            value = _without_tensors(codec, body, pending)
-            if not pending:
-                self.tensors, self.are_copies = owned(body).tensors, True
-            elif len(pending) == 1 and not body.tensors:
-                self.tensors = pending[0].view()
+            return (size if parts is None else size + self._scatter(parts)), value
         finally:
-            pending.clear()  # what is not viewed is discarded
-        return len(body.payload), value
+            self._drop()  # what is not wanted is discarded
 
 
 def _filled_by(parts: Sequence[Sequence[Part]]) -> tuple[list[torch.Tensor], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -75,3 +76,33 @@ def own_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], AbstractContext
             yield
 
     return enter
+
+
+class SideStreams:
+    """Other streams for this thread, beside its current one on a GPU. What each is given runs at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        """They follow what has been queued on the current stream so far."""
+        self._device, self._follow = device, follow_streams([device])
+        self._ends: list[Callable[[], None]] = []
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Within, this thread has another stream. The memory that is used there must outlive ``join``."""
+        with torch.cuda.stream(_side_stream(self._device, len(self._ends))):
+            self._follow()
+            try:
+                yield
+            finally:
+                self._ends.append(follow_streams([self._device]))
+
+    def join(self) -> None:
+        """Have the current stream follow all of them."""
+        for follow in self._ends:
+            follow()
+
+
+@functools.cache
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,29 @@ def test_a_busy_store_has_memory_for_two_versions_when_it_rests(actors: dict[str
         assert dict(its.sources).keys() == set(PUBLISHERS) and not its.held and its.mapped >= 2 * PIECE
         assert [dict(found[name].readers)[reader] for name in PUBLISHERS] == [size for _, size in its.sources]
         assert sum(size for _, size in its.sources) == its.bytes_in
+
+
+def pull_into_shards(store: rtr.WeightStore, times: int) -> None:
+    model = {name: shard(name, 0, 0, 1) for name in SHAPES}
+    for _ in range(times):
+        store.pull(model)
+
+
+def test_a_pull_asks_each_publisher_once(group: rtr.Group, actors: dict[str, Any], store: rtr.WeightStore) -> None:
+    publish_all(actors, store, 1)
+
+    def requests() -> Counter[str]:
+        found = Counter[str]()
+        for row in group.stats().methods:
+            if store.name in row.method:
+                found[row.method.rpartition(".")[2]] += row.calls
+        return found
+
+    ray.get(actors["g0"].run.remote(pull_into_shards, store, 1))
+    before = requests()
+    ray.get(actors["g0"].run.remote(pull_into_shards, store, 3))
+    new = requests() - before
+    assert new["lease"] == 3 * len(PUBLISHERS) and not new["pieces"] and not new["tensors"], new
 
 
 def is_let_go(store: rtr.WeightStore) -> bool:

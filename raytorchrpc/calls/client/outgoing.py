@@ -324,6 +324,8 @@ class OutgoingCall(Call):
         value: Any = None
         if header.kind == protocol.OK and self._options.into is not None:
             into = receiver(self._options.into)
+            into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
+            into.error_of = self._after_reply
             size, value = into.receive(calls.codec, message.body, pending, self.label, self._options.keep)
             body = message.body
         else:

@@ -111,7 +111,7 @@ def rows_of(
 
 #: Fewer copies are queued by the driver.
 _MANY = 8
-_THREADS, _BLOCKS = 512, 4
+_THREADS, _BLOCKS = 512, 2
 #: Copies of one kernel, which gets them as its argument: CUDA allows 4 KiB.
 _AT_ONCE = 127
 #: Larger copies are divided, so that all blocks have as much to do, or left to the copy engines (bytes).

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, pla
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.source_pull import Source, SourcePull
+from raytorchrpc.tensors.cuda_streams import SideStreams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: How many pulled versions a process remembers, the last ones.
@@ -149,6 +150,8 @@ class UsableSources:
             raise error.with_traceback(None)
 
 
+#: Less is not brought on a stream of its own: to have one takes a tenth of a millisecond (bytes).
+_WORTH_A_STREAM = 256 << 20
 #: Of a source that is not asked.
 _NOTHING = KnownLayout(0, [])
 #: How many plans a handle remembers, of the last pulls of different models, or with different options.
@@ -269,7 +272,6 @@ class ModelPull:
             self._move(pulls, found)
             return found
         finally:
-            self.has_begun |= any(pull.has_arrived for pull in pulls.values())
             for pull in pulls.values():
                 pull.release()
 
@@ -278,12 +280,13 @@ class ModelPull:
     ) -> dict[int, SourcePull]:
         """The pulls from the sources that are needed, by the source's number."""
         self._layouts = [its.plan.layout for its in planned] if planned else self._known_layouts(len(sources))
-        to_prepare = self._device_type() if planned is None and self._carry is None else None
+        probable = self._device_type() if planned is None and self._carry is None else None
         pulls: dict[int, SourcePull] = {}
         for number, source in enumerate(sources):
             its = None if planned is None else planned[number]
             if near[number] < UNUSED and (its is None or len(sources) == 1 or its.transfers):
-                pulls[number] = SourcePull(source, self._requests, self._layouts[number], its, to_prepare)
+                known = None if its is None or its.converts or self._carry is not None else its.device_type
+                pulls[number] = SourcePull(source, self._requests, self._layouts[number], its, known or probable)
         return pulls
 
     def _device_type(self) -> str | None:
@@ -301,10 +304,9 @@ class ModelPull:
     ) -> int:
         """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
         alone, is_planned = len(pulls) == 1, all(pull.planned is not None for pull in pulls.values())
-        in_place = alone and is_planned and self._carry is None  # the same request brings the tensors
         for at, pull in enumerate(pulls.values()):
             self._usable.asked = pull.source
-            pull.ask(version, since, in_place, caller_waits=not at)  # this thread waits for the first
+            pull.ask(version, since, caller_waits=not at)  # this thread waits for the first
         if not is_planned:
             _ = self._request  # raises if the model is invalid, though there may be nothing to pull
         silent = self._usable.silent(list(pulls.values()))
@@ -316,7 +318,7 @@ class ModelPull:
             lease = pull.answer()
             while lease is None and alone:  # nothing is published yet
                 self._wait(1, self._requests.left())
-                pull.ask(version, since, in_place, caller_waits=True)
+                pull.ask(version, since, caller_waits=True)
                 lease = pull.answer()
             found = found if lease is None else lease.version
         return found
@@ -330,14 +332,30 @@ class ModelPull:
         for at, pull in enumerate(pulls.values()):
             with self._asking(pull):
                 pull.begin(caller_waits=not at)
-        for pull in pulls.values():
-            pull.expect()
-        for pull in pulls.values():
-            try:
-                with self._asking(pull):
-                    pull.bring()
-            except NotFound as error:
-                raise PeerLost(pull.home, f"it has lost version {version}: {error}", True) from error
+        ordered = sorted(pulls.values(), key=SourcePull.expect)
+        streams = self._side_streams() if len(ordered) > 1 else None
+        try:
+            for pull in ordered:
+                is_aside = pull is not ordered[-1] and pull.selection().nbytes >= _WORTH_A_STREAM
+                with streams.one() if is_aside and streams is not None else nullcontext():
+                    self._bring_from(pull, version)
+        finally:
+            if streams is not None:
+                streams.join()
+
+    def _bring_from(self, pull: SourcePull, version: int) -> None:
+        try:
+            with self._asking(pull):
+                pull.bring()
+        except NotFound as error:
+            raise PeerLost(pull.home, f"it has lost version {version}: {error}", True) from error
+
+    def _side_streams(self) -> SideStreams | None:
+        """Streams for several sources: one comes over NVLink while another is copied within the GPU."""
+        if self._targets is None or not self._targets.tensors:
+            return None
+        device = next(iter(self._targets.tensors.values())).device
+        return SideStreams(device) if device.type == "cuda" else None
 
     @contextmanager
     def _asking(self, pull: SourcePull) -> Iterator[None]:

@@ -12,9 +12,9 @@ import torch
 
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.guests import is_guest
-from raytorchrpc.calls.receive_into import Spread
+from raytorchrpc.calls.receive_into import Spread, Window
 from raytorchrpc.errors import NotFound, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Part, WindowLane
+from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.deltas import Change, apply, change_of
@@ -45,16 +45,17 @@ class SourcePull:
         requests: Requests,
         layout: KnownLayout | None,
         planned: ModelSelection | None,
-        to_prepare: str | None,
+        device_type: str | None,
     ) -> None:
-        """``to_prepare``: the type of the device whose memory lanes are to prepare, while the pull is planned."""
+        """``device_type``: of the memory that is to come with the lease; None: none is."""
         self._store, self._requests, self._local = store, requests, requests.local
-        self.layout, self.planned, self._to_prepare = layout, planned, to_prepare
+        self.layout, self.planned = layout, planned
         self.lease: VersionLease | None = None  # as soon as the home has answered. It has to be released
-        self.has_arrived = False  # whether the answer to the request for the lease has brought the tensors
         self.home, self._address = store.home, store._address
         self._is_home = store._is_home(self._local)
-        self._is_expected = self._had_turn = self._is_abandoned = False
+        self._device_type = None if self._is_home else self._readable_in_place(self.home, device_type)
+        self._memory = Window()  # that has come with the lease
+        self._had_turn = self._is_abandoned = False
         self._asked: Future[Any] | None = None  # for the lease
         self._sent: Future[Any] | None = None  # for memory to copy from
         self._divided: tuple[list[list[Change]], Selection] | None = None  # what comes as deltas, and the rest
@@ -76,8 +77,8 @@ class SourcePull:
 
     # --- the lease -----------------------------------------------------------------------------------------------
 
-    def ask(self, version: int | None, since: int | None, in_place: bool = False, caller_waits: bool = False) -> None:
-        """Ask the home for a lease, and ``in_place`` for the tensors too. Then call ``answer`` or ``release``."""
+    def ask(self, version: int | None, since: int | None, caller_waits: bool = False) -> None:
+        """Ask the home for a lease. Then call ``answer`` or ``release``."""
         left = self._requests.left()
         args = version, since, 0 if self.layout is None else self.layout.number
         if self._is_home:
@@ -85,15 +86,12 @@ class SourcePull:
             if found is not None:
                 self._take(found)
             return
-        wanted, signature = self._to_prepare, None
-        if self.planned is not None:
-            wanted = self._type_of_answer if in_place else wanted
-            if (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
-                signature = alike[0]
-                feeds_of(self._requests, self._store)  # before the home hears of it: others come at once
-        device_type = self._readable_in_place(self.home, wanted)
-        request = (*self._address, *args, left, device_type, signature)
-        options: dict[str, Any] = {"caller_waits": caller_waits, "into": Spread(partial(self._fill, device_type))}
+        signature = None
+        if self.planned is not None and (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
+            signature = alike[0]
+            feeds_of(self._requests, self._store)  # before the home hears of it: others come at once
+        request = (*self._address, *args, left, self._device_type, signature)
+        options: dict[str, Any] = {"caller_waits": caller_waits, "into": self._memory}
         self._asked = self._store._send(self._local, published.LEASE, request, left, **options)
 
     def answer(self) -> VersionLease | None:
@@ -103,6 +101,7 @@ class SourcePull:
             response = self._store._response(sent)
             del sent  # see _response
             run(response)
+        self._note_answer()
         return self.lease
 
     def answers_within(self, seconds: float) -> bool:
@@ -110,29 +109,17 @@ class SourcePull:
         try:
             if self._asked is not None:
                 self._asked.exception(seconds)
+                self._note_answer()
         except RpcTimeout:
             return False
         return True
 
-    @property
-    def _type_of_answer(self) -> str | None:
-        """The device type of the memory that can come with the lease; None if some tensors have to be converted."""
-        return None if self.planned is None or self.planned.converts else self.planned.device_type
-
-    def _fill(self, device_type: str | None, answer: Any) -> Sequence[Sequence[Part]] | None:
-        """Take the answer; returns which parts of the memory in it go where, if it has the memory; see ``Spread``."""
-        if answer is None:
-            return None
-        fields, pieces = answer
-        self._take(VersionLease(*fields))
-        if not pieces or self._is_abandoned or self._type_of_answer != device_type or self._leased.deltas:
-            return None
-        selection = self.selection()
-        if not selection.transfers or self._doubtful():
-            return None
-        self.has_arrived = True
-        self.expect()
-        return selection.parts
+    def _note_answer(self) -> None:
+        """Take the lease out of the answer, if one has come."""
+        if self.lease is None and (answer := self._memory.result) is not None:
+            self._take(VersionLease(*answer[0]))
+            if self.planned is None:
+                self._memory.prepare()
 
     def _take(self, lease: VersionLease) -> None:
         self.lease = lease
@@ -217,16 +204,24 @@ class SourcePull:
         assert self.planned is not None
         return self.planned.only(self._leased.changed)
 
-    def expect(self) -> None:
-        """Count the tensors as still to come, once."""
-        if not self._is_expected:
-            self._is_expected = True
-            self._requests.counter.expect(self._leased.version, self.selection().nbytes)
+    def expect(self) -> int:
+        """Count the tensors as still to come; returns their bytes."""
+        size = self.selection().nbytes
+        self._requests.counter.expect(self._leased.version, size)
+        return size
+
+    @property
+    def _has_arrived(self) -> bool:
+        """Whether the memory that has come with the lease has the tensors."""
+        assert self.planned is not None
+        its_type = None if self.planned.converts else self.planned.device_type
+        return self._memory.has_tensors and its_type == self._device_type
 
     def begin(self, caller_waits: bool = False) -> None:
         """Ask the home for what ``bring`` will need, without waiting for the answer."""
-        if self.has_arrived or self._is_home or not (selection := self.selection()).transfers:
+        if self._is_home or self._has_arrived or not (selection := self.selection()).transfers:
             return
+        self._memory = Window()  # what came with the lease, if anything, is in another form
         deltas, rest = self._divide(selection)
         if deltas:
             self._sent_deltas, caller_waits = self._request_deltas(deltas[0], caller_waits), False
@@ -241,15 +236,16 @@ class SourcePull:
             self._sent = self._request_pieces(device_type, selection, caller_waits)
 
     def bring(self) -> None:
-        """Bring the tensors into the model, unless the answer to the request for the lease has brought them."""
+        """Bring the tensors into the model."""
         selection = self.selection()
         if not selection.transfers:
             return
-        if self.has_arrived:
-            self._requests.count(self.home, selection.nbytes)
-        elif self._is_home:
+        if self._is_home:
             self._snapshot().copy_into(selection.targets, selection.places, selection.regions)
             self._requests.counter.add(selection.nbytes)
+        elif self._has_arrived:
+            self._memory.copy_into(selection.parts)
+            self._requests.count(self.home, selection.nbytes)
         else:
             deltas, rest = self._divide(selection)
             if deltas:

@@ -15,7 +15,7 @@ import torch
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import OFTEN, CallOptions
-from raytorchrpc.calls.receive_into import Views
+from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane, windows
 from raytorchrpc.patterns.handle import Handle, run
@@ -159,23 +159,24 @@ def _lease_there(store: Handle, local: LocalMember, version: int | None, until: 
     def left() -> float:
         return max(0.0, until - time.monotonic())
 
-    memory = Views()
+    memory = Window()
     request = (*store._address, version, None, 0, left(), "cpu", None)
     answer = run(store._response(store._send(local, LEASE, request, left(), into=memory)))
     if answer is None:
         return None
     lease = VersionLease(*answer[0])
-    flat = memory.tensors[0] if memory.tensors else None
+    pieces, are_copies = memory.view()
+    flat = pieces[0] if pieces else None
     release = partial(_release, local, store.home, (*store._address, lease.lease))
     try:
-        if flat is not None and not memory.are_copies:  # from now on the lease has no end
+        if flat is not None and not are_copies:  # from now on the lease has no end
             run(store._request(local, HOLD, (*store._address, lease.lease), left()))
             if time.monotonic() > lease_is_valid_until(until):
                 raise RpcTimeout(f"a view of {store.kind} {store.name!r} took much longer than its timeout; try again")
     except BaseException:
         release()
         raise
-    return _Leased(lease, flat, memory.are_copies, release)
+    return _Leased(lease, flat, are_copies, release)
 
 
 def _release(local: LocalMember, home: str, request: Sequence[Any]) -> None:

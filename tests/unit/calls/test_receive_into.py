@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.receive_into import Buffers, Spread
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.calls.receive_into import Buffers, Spread, Window
+from raytorchrpc.errors import ConfigurationError, LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.codec import Codec, Encoded, orders
 from raytorchrpc.tensors.dtypes import OutOfBounds
@@ -250,3 +250,47 @@ def test_what_a_plan_raises_comes_out() -> None:
 
     with pytest.raises(ConfigurationError, match="it does not fit"):
         spread([torch.ones(9)], plan)
+
+
+def window(obj: Any) -> tuple[Window, list[int]]:
+    """A received window, and the bytes that it counts afterwards."""
+    found, counted = Window(), list[int]()
+    found.count = counted.append
+    found.receive(CODEC, private(CODEC.encode(obj)), [], "b.get", False)
+    return found, counted
+
+
+def test_a_window_is_copied_from_after_the_result_was_looked_at() -> None:
+    held, counted = window((5, [torch.arange(256, dtype=torch.uint8)]))
+    assert held.result[0] == 5 and held.result[1][0].numel() == 0 and held.has_tensors and not counted
+    target = torch.zeros(4, dtype=torch.uint8)
+    version = target._version
+    held.copy_into([[Part(64, target)]])
+    assert target.tolist() == [64, 65, 66, 67] and target._version != version
+    assert counted == [4] and not held.has_tensors
+
+
+class Unreachable:
+    """Tensors beside the message that cannot be fetched any more."""
+
+    contents = None, [(torch.uint8, (8,))]
+
+    def scatter_into(self, parts: Any) -> None:
+        raise LaneUnavailable("shm", "it is gone")
+
+
+def test_a_window_says_what_an_error_means_after_the_result() -> None:
+    held, counted = Window(), list[int]()
+    held.count, held.error_of = counted.append, lambda error: PeerLost("b", str(error))
+    body = private(CODEC.encode([torch.zeros(8, dtype=torch.uint8)]))._replace(tensors=[])
+    held.receive(CODEC, body, [Unreachable()], "b.get", False)  # type: ignore[list-item]
+    with pytest.raises(PeerLost, match="it is gone"):
+        held.copy_into([[Part(0, torch.zeros(4, dtype=torch.uint8))]])
+    assert not counted and not held.has_tensors
+
+
+def test_a_window_of_a_message_is_viewed_as_a_copy() -> None:
+    sent = torch.arange(8, dtype=torch.uint8)
+    held, _ = window((1, [sent]))
+    pieces, are_copies = held.view()
+    assert pieces is not None and are_copies and torch.equal(pieces[0], sent) and not held.has_tensors
