@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +24,7 @@ from raytorchrpc.patterns.weights.model_tensors import (
     shards_of,
 )
 from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
-from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
+from raytorchrpc.patterns.weights.publishers import Committed, begin_look, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.source_pull import Source, SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
@@ -74,6 +74,10 @@ UNUSED = 9
 
 class Silent(Exception):
     """A publisher does not answer. Never leaves a pull."""
+
+
+class _Unexpected(Exception):
+    """The newest version of the publishers is not the one to pull. Never leaves a pull."""
 
 
 class UsableSources:
@@ -168,10 +172,23 @@ class PullMemory:
     def __init__(self) -> None:
         self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
         self.silent: set[Source] = set()  # publishers that have not answered
+        self.committed: Committed | None = None  # what the last pull has found
+
+    def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
+        """See ``PullPlan.expected``; of the plan that was used last."""
+        return next((its for plan in self.plans if (its := plan.expected(options, near)) is not None), None)
 
     def remember(self, plan: PullPlan) -> None:
         """Note that a plan was used; forgets the one that was used before all others."""
         self.plans = (plan, *[one for one in self.plans if one is not plan][: _MOST_PLANS - 1])
+
+
+def _is_committed(look: Callable[[], Committed | None], expected: Committed, pulls: Iterable[SourcePull]) -> bool:
+    """Whether leases are of the version that the coordinator names, at the expected instances of the publishers."""
+    found = look()
+    if found is None or found.instances != expected.instances:
+        return False
+    return all(pull.lease is not None and pull.lease.version == found.version for pull in pulls)
 
 
 class ModelPull:
@@ -192,14 +209,25 @@ class ModelPull:
         self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
         self._memory, self._options, self._carry = memory, options, carry
         self._look, self._wait = lending(look), lending(wait)
-        state = ModuleState.of(model) if isinstance(model, torch.nn.Module) else None
-        self._model, self._values = model, model if state is None else state.saved
-        self._is_made = state is not None and bool(state.made)  # some by state_dict(), perhaps in memory known before
-        self._targets = Targets.of(self._values)
+        self._model = model
         self.has_begun = False  # whether some tensors may have been written
         self._usable = UsableSources(self._local, memory.silent)
         self._publishers: list[str] = []
         self._layouts: list[KnownLayout | None] = []
+
+    # The model is looked at while the homes answer: that takes as long.
+
+    @cached_property
+    def _state(self) -> ModuleState | None:
+        return ModuleState.of(self._model) if isinstance(self._model, torch.nn.Module) else None
+
+    @cached_property
+    def _values(self) -> Any:
+        return self._model if self._state is None else self._state.saved
+
+    @cached_property
+    def _targets(self) -> Targets | None:
+        return Targets.of(self._values)
 
     @cached_property
     def _request(self) -> Request:
@@ -222,6 +250,8 @@ class ModelPull:
             raise
 
     def _bring_newest(self, version: int | None, since: int | None) -> int:
+        if version is None and (found := self._bring_expected(since)) is not None:
+            return found
         while True:
             committed = self._committed(version)
             if committed is not None and committed.version == since:
@@ -238,6 +268,23 @@ class ModelPull:
                     self._wait(committed.version + 1, left)
             since = None
 
+    def _bring_expected(self, since: int | None) -> int | None:
+        """Bring the newest version of the publishers that the last pull has found, asking all of them at once.
+
+        Returns None if that is not the version to pull, or fails.
+        """
+        last = self._memory.committed
+        if last is None or publishers_of(self._handle) is None:
+            return None
+        look = begin_look(self._handle, self._local, None, self._requests.left())
+        try:
+            return self._bring(None, since, sources_of(self._handle, last), partial(_is_committed, look, last))
+        except (NotFound, PeerLost, Silent, _Unexpected) as error:
+            if self.has_begun:  # the publishers that it has lost are not asked again
+                self._usable.can_do_without(error)
+            self._usable.asked = None
+            return None
+
     def _committed(self, version: int | None) -> Committed | None:
         """Wait for the version to pull; None if the home alone decides."""
         if publishers_of(self._handle) is None:
@@ -245,25 +292,46 @@ class ModelPull:
         while True:
             found: Committed | None = self._look(self._handle, self._local, version, self._requests.left())
             if found is not None:
+                self._memory.committed = found
                 return found
             shards_of(self._values, self._store)  # raises what would be wrong at any version
             self._wait(1, self._requests.left())
 
-    def _bring(self, version: int | None, since: int | None, sources: Sequence[Handle]) -> int:
-        """Bring a version from these sources: find the plan, lease, make the plan, and move the tensors."""
+    def _bring(
+        self,
+        version: int | None,
+        since: int | None,
+        sources: Sequence[Handle],
+        confirm: Callable[[Iterable[SourcePull]], bool] | None = None,
+        expects: bool = True,
+    ) -> int:
+        """Bring a version from these sources: lease, find the plan or make one, and move the tensors.
+
+        ``confirm``: whether what was leased is to be pulled. ``expects``: ask for what the last pull has brought.
+        """
         self._requests.counter.begin_again()
         self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
-        planned = self._planned(near)
+        expected = self._memory.expected(self._options, near) if expects and self._carry is None else None
+        planned = expected or self._planned(near)
         pulls = self._pulls(sources, near, planned)
         try:
+            self._ask(pulls, version, since)
+            if expected is not None:
+                planned = self._planned(near)
+                if planned is None or not all(map(ModelSelection.agrees, planned, expected)):
+                    return self._bring(version, since, sources, confirm, expects=False)
+                for number, pull in pulls.items():
+                    pull.planned = planned[number]
             found = self._lease(pulls, version, since, near)
+            if confirm is not None and not confirm(pulls.values()):
+                raise _Unexpected
             if found == since:
                 return found
             if planned is None or any(pull.planned is None for pull in pulls.values()):
                 if planned is not None:  # some layout is another now; the others may be, and those of other plans
                     self._memory.plans = ()
-                    return self._bring(version, None, sources)
+                    return self._bring(version or found, None, sources)
                 self._make_plan(pulls, near)
             for pull in pulls.values():
                 with self._asking(pull):
@@ -299,14 +367,17 @@ class ModelPull:
         plans = (known.sources for known in self._memory.plans if len(known.sources) == count)
         return [source.layout for source in next(plans, ())] or [None] * count
 
-    def _lease(
-        self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None, near: Sequence[int]
-    ) -> int:
-        """Lease a version at each source. Nothing is written before all have agreed. Returns the version."""
-        alone, is_planned = len(pulls) == 1, all(pull.planned is not None for pull in pulls.values())
+    def _ask(self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None) -> None:
+        """Ask each source for a lease."""
         for at, pull in enumerate(pulls.values()):
             self._usable.asked = pull.source
             pull.ask(version, since, caller_waits=not at)  # this thread waits for the first
+
+    def _lease(
+        self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None, near: Sequence[int]
+    ) -> int:
+        """Take the lease of each source. Nothing is written before all have agreed. Returns the version."""
+        alone, is_planned = len(pulls) == 1, all(pull.planned is not None for pull in pulls.values())
         if not is_planned:
             _ = self._request  # raises if the model is invalid, though there may be nothing to pull
         silent = self._usable.silent(list(pulls.values()))
@@ -376,7 +447,7 @@ class ModelPull:
             return None
         for known in self._memory.plans:
             if known.near == near and (found := known.fill(self._targets, self._options, self._check)) is not None:
-                if self._is_made:
+                if self._state is not None and self._state.made:  # by state_dict(), perhaps in memory known before
                     self._check(known.names)
                 self._memory.remember(known)
                 return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple
 
@@ -271,8 +271,22 @@ def publishers_of(store: Handle) -> tuple[str, ...] | None:
 
 def look(store: Handle, local: LocalMember, version: int | None, wait_s: float) -> Committed | None:
     """Ask the coordinator for a version (None: the newest); None if there is none yet. Raises NotFound."""
-    found = run(store._request(local, LOOK, (*store._address, version), wait_s))
-    return None if found is None else Committed(*found)
+    return begin_look(store, local, version, wait_s)()
+
+
+def begin_look(store: Handle, local: LocalMember, version: int | None, wait_s: float) -> Callable[[], Committed | None]:
+    """As ``look``, but what it returns waits for the answer."""
+    args = (*store._address, version)
+    if store._is_home(local):
+        answer = store._request(local, LOOK, args, wait_s)
+    else:
+        answer = store._response(store._send(local, LOOK, args, wait_s))
+
+    def found() -> Committed | None:
+        taken = run(answer)
+        return None if taken is None else Committed(*taken)
+
+    return found
 
 
 def sources_of(store: Handle, committed: Committed | None) -> list[Handle]:

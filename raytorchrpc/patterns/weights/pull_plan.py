@@ -183,6 +183,18 @@ class ModelSelection(Selection):
         return found
 
     @property
+    def is_known(self) -> bool:
+        """Whether all that a home is asked for is known, without a look at the tensors."""
+        if not self.transfers or self.nbytes < WORTH_A_TURN:
+            return not self.transfers or "device type" in self._known
+        return self._known.keys() >= {"device type", "alike"} or self._known.get("device type", "cuda") not in IN_TURN
+
+    def agrees(self, other: ModelSelection) -> bool:
+        """Whether a home is asked the same for both."""
+        mine, its = (self.device_type, self.alike), (other.device_type, other.alike)
+        return self.plan is other.plan and (self._known is other._known or mine == its)
+
+    @property
     def alike(self) -> tuple[str, torch.device] | None:
         """The signature and device of what several GPUs of a host may pull, each for itself; None: it is too little."""
         if self.nbytes < WORTH_A_TURN or self.device_type not in IN_TURN:
@@ -229,6 +241,13 @@ class PullPlan:
         """Of the model's tensors that it fills."""
         self._form, self._ties = targets.form, ties_of(targets.tensors)
         self._memories: tuple[tuple[Any, dict[Any, Any]], ...] = ()  # and what was worked out for each, the last first
+
+    def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
+        """What a pull into the same model will bring from each source; of no use but to ask for it."""
+        if (options, near) != (self.options, self.near) or not self._memories:
+            return None
+        found = [ModelSelection(source, {}, self._memories[0][1]) for source in self.sources]
+        return found if all(its.is_known for its in found) else None
 
     def fill(
         self, targets: Targets, options: Options, check: Callable[[set[str]], None]
