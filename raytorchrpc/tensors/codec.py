@@ -172,9 +172,7 @@ class Codec:
 
     def explain_argument(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
         """The message for arguments of the call ``label`` that ``error`` kept from being pickled."""
-        places = [(f"the {_ordinal(number)} argument", value) for number, value in enumerate(args, 1)]
-        places += [(f"argument {name!r}", value) for name, value in kwargs.items()]
-        for place, value in places:
+        for place, value in named_arguments(args, kwargs):
             if not self._can_encode(value):
                 return self.explain(f"{place} of {label}", value, error)
         return f"an argument of {label} cannot be pickled: {error}"
@@ -366,6 +364,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _type(value: Any) -> str:
     cls = type(value)
     return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each argument with what errors call it."""
+    yield from ((f"the {_ordinal(number)} argument", value) for number, value in enumerate(args, 1))
+    yield from ((f"argument {name!r}", value) for name, value in kwargs.items())
 
 
 def _ordinal(number: int) -> str:

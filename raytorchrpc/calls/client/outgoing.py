@@ -43,7 +43,7 @@ from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes, named_arguments
 from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
 
@@ -600,8 +600,7 @@ class OutgoingCalls:
 
 def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SerializationError:
     """The error for an argument that is an ObjectRef: Ray would pass its value, and we would pass the reference."""
-    named = [*((f"argument {place}", value) for place, value in enumerate(args)), *kwargs.items()]
-    which = next(name for name, value in named if type(value) is ObjectRef)
+    which = next(name for name, value in named_arguments(args, kwargs) if type(value) is ObjectRef)
     return SerializationError(
         f"{which} of {label} is an ObjectRef, which direct calls do not resolve: pass ray.get(ref), or its method call "
         f"as .remote(ref); to pass the reference itself, put it in a list: [ref]"
