@@ -19,10 +19,10 @@ ALL = (
     *("sharded_weights", "switch_interval", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
 )
 #: Those that run only when they are named.
-NAMED = ("detection", "scale", "soak")
+NAMED = ("crowds", "detection", "scale", "soak")
 #: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
 #: collectors are active at any time.
-CPUS = {"atari": 72, "scale": os.cpu_count() or 4}
+CPUS = {"atari": 72, **dict.fromkeys(("crowds", "scale"), os.cpu_count() or 4)}
 
 
 def load(name: str) -> Callable[..., None]:
@@ -39,10 +39,10 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the least that shows that a benchmark works")
     parser.add_argument("--against", help="observability: folder of another checkout to compare with")
     parser.add_argument("--calls", type=int, help="soak: number of calls")
-    parser.add_argument("--members", help="scale: members of each group, comma-separated")
+    parser.add_argument("--members", help="crowds: members; scale: members of each group, comma-separated")
     parser.add_argument("--deadline", type=float, help="scale: seconds for the whole run")
-    parser.add_argument("--out", help="scale: folder for the figures (scale.json)")
-    parser.add_argument("--tree", help="scale: what to call this tree, if not by its commit")
+    parser.add_argument("--out", help="crowds, scale: folder for the figures (JSON)")
+    parser.add_argument("--tree", help="crowds, scale: what to call this tree, if not by its commit")
     parser.add_argument("--markdown", help="scale: the document to write")
     parser.add_argument("--from-json", help="scale: files of stored figures, comma-separated, instead of measuring")
     options = vars(parser.parse_args())

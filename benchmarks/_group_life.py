@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 import raytorchrpc as rtr
+from benchmarks._harness import End
 from benchmarks._resources import footprint
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.group.supervisor import Change
@@ -29,7 +30,7 @@ GROUP = "scale"
 _POLL_S = 0.05
 
 
-class Member:
+class Member(End):
     """A member of the group; Ray restarts it (``max_restarts``)."""
 
     @rtr.method(concurrent=True)

@@ -77,7 +77,7 @@ def main(
     else:
         run = Measurement(Path(out) if out else None, time.monotonic() + (deadline or 3600.0), pick(5, 2, 1))
         runs = [run.found]
-        run.measure(sizes, pick(PLANNED, PLANNED, (20, 2)), tree or _commit())
+        run.measure(sizes, pick(PLANNED, PLANNED, (20, 2)), tree)
     shown = tables(runs)
     print("\n\n".join(shown.values()))
     if markdown:
@@ -104,6 +104,11 @@ def _commit() -> str:
         return f"version {rtr.__version__}"
 
 
+def described(tree: str | None) -> dict[str, Any]:
+    """Where and of what the figures of a run are; it has none yet."""
+    return {"machine": machine(), "cores": os.cpu_count(), "tree": tree or _commit(), "groups": [], "left_out": []}
+
+
 class OutOfTime(Exception):
     """The time that was given to the whole run does not suffice for the next step."""
 
@@ -113,14 +118,14 @@ class Measurement:
 
     def __init__(self, folder: Path | None, until: float, repeats: int) -> None:
         """``until``: begin no step that would end later (``time.monotonic``)."""
-        self.found: dict[str, Any] = {"groups": [], "left_out": []}
+        self.found: dict[str, Any] = {}
         self._file = folder and folder / "scale.json"
         self._until, self._repeats = until, repeats
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
 
-    def measure(self, sizes: Sequence[int], planned: tuple[int, int], tree: str) -> None:
-        self.found |= {"machine": machine(), "cores": os.cpu_count(), "tree": tree}
+    def measure(self, sizes: Sequence[int], planned: tuple[int, int], tree: str | None) -> None:
+        self.found |= described(tree)
         self.found["planned"] = plan_alone(*planned)
         for size in sizes:
             group: dict[str, Any] = {"members": size, "seconds": {}, "weights": {}, "forming": {}, "kills": []}
