@@ -35,6 +35,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
 from raytorchrpc.process import fork, guard, tcp, threads
+from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -157,6 +158,8 @@ class Collectives:
             raise ConfigurationError(f"backend 'nccl': {self._name!r} has no NCCL or no GPU; use backend='gloo'")
         if info.backend == "gloo" and not dist.is_gloo_available():
             raise ConfigurationError(f"backend 'gloo': torch in {self._name!r} was built without gloo")
+        if info.backend == "gloo":  # which ends the process where it lacks one; some are held twice while they are made
+            reserve_descriptors(2 * info.world_size, f"a process group of {info.world_size} members over gloo")
         keys = KeyTable() if is_home else None
         with self._changed:
             if self._closed:

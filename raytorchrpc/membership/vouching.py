@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from raytorchrpc.calls import protocol
@@ -25,6 +26,8 @@ from raytorchrpc.process.guard import Connection, made_here
 
 #: How long members may take to answer (seconds).
 _ANSWER_S = 5.0
+#: And one that has probably made a connection, until others are asked too (seconds).
+_GUESS_S = 0.2
 #: A member that has not answered is not asked again before it has, at most for this long (seconds). Otherwise
 #: strangers' connections, about which it is asked, would hold up members' connections.
 _LEFT_OUT_S = 30.0
@@ -32,12 +35,14 @@ _LEFT_OUT_S = 30.0
 _FORMS_S = 60.0
 
 
-def vouched(local: LocalMember, slow: dict[str, float], connections: Sequence[Connection]) -> Iterator[Connection]:
+def vouched(
+    local: LocalMember, slow: dict[str, float], connections: Mapping[Connection, bytes]
+) -> Iterator[Connection]:
     """Yield those that this process or another member made, each as soon as that is known.
 
     ``slow``: by name, until when a member is left out that has not answered (``time.monotonic``). Is changed.
-    Connections from ``GroupConfig.torchrpc_from`` count as members': addresses are translated there, so no member knows
-    its own by what is seen here.
+    ``connections``: with the first eight bytes of each. Connections from ``GroupConfig.torchrpc_from`` count as
+    members': addresses are translated there, so no member knows its own by what is seen here.
     """
     left = set(connections)
     translated = tcp.networks(local.config.torchrpc_from)
@@ -47,7 +52,19 @@ def vouched(local: LocalMember, slow: dict[str, float], connections: Sequence[Co
     left -= here
     if left:
         local.peers.wait_for_route(local.me.rank, _FORMS_S)  # it comes after the others
-    about = {route.member.name: (route, its) for route, its in _whom_to_ask(local, left)}
+        yield from _confirmed(local, {}, left, _guesses(local, left, connections), _GUESS_S)
+    yield from _confirmed(local, slow, left, _whom_to_ask(local, left), _ANSWER_S)
+
+
+def _confirmed(
+    local: LocalMember,
+    slow: dict[str, float],
+    left: set[Connection],
+    questions: Iterable[tuple[PeerRoute, list[Connection]]],
+    patience_s: float,
+) -> Iterator[Connection]:
+    """Ask these members; yield the connections that they made, and take them out of ``left``."""
+    about = {route.member.name: (route, its) for route, its in questions}
     asked: dict[str, Pending] = {}
 
     def begin(name: str, answered: Callable[[Outcome], object]) -> None:
@@ -55,7 +72,7 @@ def vouched(local: LocalMember, slow: dict[str, float], connections: Sequence[Co
         asked[name].add_done_callback(partial(answered, asked[name].take))
 
     requests = Requests((name for name in about if time.monotonic() >= slow.get(name, 0.0)), begin)
-    until = time.monotonic() + _ANSWER_S
+    until = time.monotonic() + patience_s
     while left and requests.unanswered:
         if (answer := requests.next(until)) is None:
             for name in requests.unanswered:
@@ -70,6 +87,22 @@ def vouched(local: LocalMember, slow: dict[str, float], connections: Sequence[Co
             theirs = left.intersection(Connection(*each) for each in local.codec.decode(*message.body))
             yield from theirs
             left -= theirs
+
+
+def _guesses(
+    local: LocalMember, left: set[Connection], connections: Mapping[Connection, bytes]
+) -> Iterator[tuple[PeerRoute, list[Connection]]]:
+    """Who may have made these. gloo begins with the rank of who connects, in recent releases of torch: otherwise each
+    of n members would ask all others about n connections.
+    """
+    members = local.peers.members
+    about: dict[int, list[Connection]] = {}
+    for connection in left:
+        about.setdefault(int.from_bytes(connections[connection], sys.byteorder), []).append(connection)
+    for rank, some in about.items():
+        if rank < len(members) and members[rank].rank != local.me.rank:
+            with contextlib.suppress(RayTorchRpcError):  # it was removed just now
+                yield local.peers.route(members[rank]), some
 
 
 def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[tuple[PeerRoute, list[Connection]]]:

@@ -24,7 +24,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from raytorchrpc.process import fork, tcp, threads
@@ -33,10 +33,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: Most connections that have said nothing yet, beyond which the oldest is closed, and most that wait to be asked about.
+#: Most connections that have said nothing yet, beyond which the oldest is closed, and most that wait to be asked about,
+#: beyond which others wait in the kernel.
 MOST_PENDING = 512
-#: Most threads that ask whose connections are.
-_MOST_ASKING = 4
+#: Most threads that ask whose connections are. Another one starts only while those that ask have taken so long
+#: (seconds): the more connections one asks about, the fewer questions members have to answer.
+_MOST_ASKING, _ASKS_FOR_S = 4, 0.2
 #: A connection on which nothing has arrived is closed after this time (seconds).
 _SILENT_S = 10.0
 #: Longest time until a library has accepted a stand-in (seconds).
@@ -57,8 +59,9 @@ class Connection(NamedTuple):
     there: fork.Address
 
 
-#: Yields those connections that members made, each as soon as that is known. May block, for a bounded time.
-Vouch = Callable[[Sequence[Connection]], Iterable[Connection]]
+#: Yields those connections that members made, each as soon as that is known. May block, for a bounded time. Gets the
+#: first eight bytes of each, or what there is of them.
+Vouch = Callable[[Mapping[Connection, bytes]], Iterable[Connection]]
 #: An epoll set, the events that it waits for, and the data that comes with them.
 Registered = tuple[int, int, int]
 #: Hands a connection over; raises OSError if it cannot.
@@ -73,7 +76,7 @@ def _most_pending() -> int:
     return MOST_PENDING if limit == resource.RLIM_INFINITY else min(MOST_PENDING, limit // 16)
 
 
-def _nobody(connections: Sequence[Connection]) -> Iterable[Connection]:
+def _nobody(connections: Mapping[Connection, bytes]) -> Iterable[Connection]:
     return ()
 
 
@@ -89,13 +92,17 @@ class Guard:
         """By descriptor."""
         self._silent: dict[int, tuple[socket.socket, Deliver, Size, float]] = {}
         """By descriptor, oldest first: no whole message has arrived on them since that time (``time.monotonic``)."""
-        self._talking: list[tuple[socket.socket, Deliver]] = []
-        self._poll = select.epoll()
+        self._talking: list[tuple[socket.socket, Deliver, bytes]] = []
+        self._poll, self._wake_poll = select.epoll(), select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll.register(self._wake, select.EPOLLIN)
+        for poll in (self._poll, self._wake_poll):
+            poll.register(self._wake, select.EPOLLIN)
         self._thread: threading.Thread | None = None
-        self._asking = 0
-        """Threads that ask."""
+        self._asking, self._asked_at = 0, 0.0
+        """Threads that ask, and when one last began to (``time.monotonic``)."""
+        self._looking = threading.Lock()
+        self._looked_at, self._own = 0.0, set[Connection]()
+        """This process's connections, and when the look at them began."""
         fork.register(self)
 
     def listen(self, host: str, deliver: Deliver, size: Size) -> socket.socket:
@@ -153,7 +160,7 @@ class Guard:
         wait_s = None if oldest is None else max(0.0, oldest[3] + _SILENT_S - time.monotonic())
         if self._talking:  # there was no thread to ask
             wait_s = threads.PAUSE_S
-        for fd, events in self._poll.poll(wait_s):
+        for fd, events in (self._wake_poll if self._is_full() else self._poll).poll(wait_s):
             door = self._doors.get(fd)
             if fd == self._wake:
                 os.eventfd_read(self._wake)
@@ -166,9 +173,14 @@ class Guard:
         while (oldest := next(iter(self._silent.values()), None)) and (
             len(self._silent) > most or oldest[3] + _SILENT_S <= time.monotonic()
         ):
+            if self._is_full():  # it may have said something
+                break
             self._drop_oldest()
         self._ask()
         return True
+
+    def _is_full(self) -> bool:
+        return len(self._talking) >= _most_pending()
 
     def _accept(self, listener: socket.socket, deliver: Deliver, size: Size) -> bool:
         """Take in who waits there; False if this process lacks descriptors or memory for that."""
@@ -186,13 +198,14 @@ class Guard:
 
     def _read(self, fd: int, *, has_left: bool) -> None:
         """Look, without reading it, whether the first message is there. ``has_left``: no more will come."""
-        if (found := self._silent.get(fd)) is None:
+        if (found := self._silent.get(fd)) is None or self._is_full():
             return
         sock, deliver, size, _ = found
-        needed = LONGEST_BYTES + 1
+        needed, head = LONGEST_BYTES + 1, b""
         with contextlib.suppress(OSError):  # the other end has reset it
             try:
-                needed = size(sock.recv(8, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+                head = sock.recv(8, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                needed = size(head)
             except BlockingIOError:  # the event was for another socket of this number
                 return
             here = int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
@@ -205,11 +218,11 @@ class Guard:
                 needed = LONGEST_BYTES + 1
         del self._silent[fd]
         self._poll.unregister(fd)
+        if needed > LONGEST_BYTES:
+            sock.close()
+            return
         with self._lock:
-            if needed <= LONGEST_BYTES and len(self._talking) < _most_pending():
-                self._talking.append((sock, deliver))
-                return
-        sock.close()
+            self._talking.append((sock, deliver, head))
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._silent), None)
@@ -222,7 +235,8 @@ class Guard:
     def _ask(self) -> None:
         """Have a thread ask about those that talk: another than one that waits for the answer of a slow member."""
         with self._lock:
-            if self._asking == _MOST_ASKING or not self._talking:
+            asks = self._asking and time.monotonic() < self._asked_at + _ASKS_FOR_S
+            if asks or self._asking == _MOST_ASKING or not self._talking:
                 return
             self._asking += 1
         try:
@@ -236,21 +250,22 @@ class Guard:
         while True:
             with self._lock:
                 batch, self._talking = self._talking, []
+                self._asked_at = time.monotonic()
                 if not batch:
                     self._asking -= 1
                     return
             self._decide(batch)
 
-    def _decide(self, batch: list[tuple[socket.socket, Deliver]]) -> None:
-        pending: dict[Connection, tuple[socket.socket, Deliver]] = {}
-        for sock, deliver in batch:
+    def _decide(self, batch: list[tuple[socket.socket, Deliver, bytes]]) -> None:
+        pending: dict[Connection, tuple[socket.socket, Deliver, bytes]] = {}
+        for sock, deliver, head in batch:
             try:
-                pending[Connection(address(sock.getpeername()), address(sock.getsockname()))] = sock, deliver
+                pending[Connection(address(sock.getpeername()), address(sock.getsockname()))] = sock, deliver, head
             except OSError:  # the other end is gone
                 sock.close()
         try:
-            for connection in self.vouch(list(pending)):
-                sock, deliver = pending.pop(connection)
+            for connection in self.vouch({connection: head for connection, (_, _, head) in pending.items()}):
+                sock, deliver, _ = pending.pop(connection)
                 try:
                     deliver(sock)
                 except Exception as error:
@@ -262,8 +277,16 @@ class Guard:
         if pending:
             hosts = sorted({connection.here[0] for connection in pending})
             logger.warning("closed %d connections from %s that no member made", len(pending), ", ".join(hosts))
-        for sock, _ in pending.values():
+        for sock, *_ in pending.values():
             sock.close()
+
+    def look(self) -> set[Connection]:
+        """See ``own_connections``."""
+        came = time.monotonic()
+        with self._looking:
+            if self._looked_at <= came:
+                self._looked_at, self._own = time.monotonic(), set(_connections())
+            return self._own
 
 
 class Takeover:
@@ -294,8 +317,9 @@ class Takeover:
             where = self._private.getsockname()  # raises OSError after ``close``
             maker.bind(self._host)
             self._admit(maker)
+            before = set(_polled(self._epoll))
             maker.connect(where)
-            stand_in = _await(lambda: _peer_of(maker.getsockname()), until)
+            stand_in = _await(lambda: self._stand_in(maker.getsockname(), before), until)
             epoll, events, data = _await(lambda: self._reading(stand_in), until)
             self._admit()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -311,6 +335,15 @@ class Takeover:
                     sock.sendall(said)
             finally:
                 _epoll_ctl(epoll, _ADD, stand_in, events, data)
+
+    def _stand_in(self, maker: tuple[str, int], before: Collection[tuple[int, int]]) -> int | None:
+        """The descriptor that is connected to this socket. ``before``: those that the library polled before."""
+        for fd, inode in _polled(self._epoll):
+            if (fd, inode) not in before:
+                with contextlib.suppress(OSError), fork.borrowed(fd) as sock:
+                    if sock.getpeername() == maker:
+                        return fd
+        return None
 
     def _reading(self, stand_in: int) -> Registered | None:
         """How the library waits for what the stand-in receives. TensorPipe's ibv waits first until it can send."""
@@ -341,13 +374,18 @@ class Takeover:
 
 
 def own_connections() -> set[Connection]:
-    """The TCP connections of this process, those that are being made included."""
-    found = set()
+    """The TCP connections of this process, those that are being made included.
+
+    Callers share a look that began after they came: many members may ask at once.
+    """
+    return process_guard().look()
+
+
+def _connections() -> Iterator[Connection]:
     for _, sock in fork.own_sockets():
         with contextlib.suppress(OSError):
             if tcp.is_tcp(sock):
-                found.add(Connection(address(sock.getsockname()), address(sock.getpeername())))
-    return found
+                yield Connection(address(sock.getsockname()), address(sock.getpeername()))
 
 
 def made_here(connections: Collection[Connection]) -> list[Connection]:
@@ -359,15 +397,6 @@ def made_here(connections: Collection[Connection]) -> list[Connection]:
 def address(name: tuple[str, int]) -> fork.Address:
     """Host and port of a socket's name: without the scope of IPv6, and IPv4 always in its own form."""
     return name[0].partition("%")[0].removeprefix("::ffff:"), name[1]
-
-
-def _peer_of(name: tuple[str, int]) -> int | None:
-    """The descriptor that is connected to the socket of that name."""
-    for fd, sock in fork.own_sockets():
-        with contextlib.suppress(OSError):
-            if sock.getpeername() == name:
-                return fd
-    return None
 
 
 def _await(look: Callable[[], T | None], until: float) -> T:
@@ -409,6 +438,13 @@ def registered(epolls: Iterable[int] | None = None) -> dict[int, Registered]:
             for fd, events, data in _ENTRY.findall(file.read()):
                 found[int(fd)] = epoll, int(events, 16), int(data, 16)
     return found
+
+
+def _polled(epoll: int) -> Iterator[tuple[int, int]]:
+    """What an epoll set holds: descriptors and inodes."""
+    for fd in registered((epoll,)):
+        with contextlib.suppress(OSError):  # closed just now
+            yield fd, os.fstat(fd).st_ino
 
 
 def _epolls() -> Iterator[int]:

@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -93,9 +93,11 @@ class Members:
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.asked: list[Connection] = []
+        self.questions = 0
 
-    def __call__(self, connections: Sequence[Connection]) -> Iterator[Connection]:
+    def __call__(self, connections: Mapping[Connection, bytes]) -> Iterator[Connection]:
         self.asked.extend(connections)
+        self.questions += 1
         assert self.may_answer.wait(30)
         yield from (each for each in connections if each.here[1] in self.ports)
 
@@ -254,6 +256,72 @@ def test_a_member_that_is_slow_to_answer_holds_no_other_up(library: Library, mem
         assert slow.recv(10) == b"slow"
 
 
+def crowd_of(members: Members, where: tuple[str, int], count: int) -> list[socket.socket]:
+    """Connections that have sent "hello"; the first is asked about before the others come."""
+    made = []
+    for _ in range(count):
+        made.append(members.connect(where))
+        made[-1].sendall(b"hello")
+        wait_until(lambda: bool(members.asked), 10)
+    return made
+
+
+def test_no_member_of_a_crowd_is_hung_up_on(
+    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo gives up when it loses one of its connections."""
+    monkeypatch.setattr(guard, "MOST_PENDING", 5)
+    members.may_answer.clear()
+    crowd = crowd_of(members, library.where, 40)
+    wait_until(lambda: len(guarded._talking) >= 5, 10)
+    members.may_answer.set()
+    assert [sock.recv(5) for sock in crowd] == [b"hello"] * len(crowd)
+    for sock in crowd:
+        sock.close()
+
+
+def test_connections_that_come_together_are_asked_about_together(
+    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question goes to all members."""
+    monkeypatch.setattr(guard, "_ASKS_FOR_S", 60.0)
+    members.may_answer.clear()
+    crowd = crowd_of(members, library.where, 30)
+    wait_until(lambda: len(guarded._talking) == len(crowd) - 1, 10)
+    members.may_answer.set()
+    assert [sock.recv(5) for sock in crowd] == [b"hello"] * len(crowd)
+    assert members.questions == 2
+    for sock in crowd:
+        sock.close()
+
+
+def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks, may_look, came = 0, threading.Event(), threading.Semaphore(0)
+
+    def connections() -> Iterator[Connection]:
+        nonlocal looks
+        looks += 1
+        assert may_look.wait(30)
+        yield Connection(("192.0.2.1", looks), ("192.0.2.2", 1))
+
+    def ask() -> list[Connection]:
+        came.release()
+        return [*guard.own_connections()]
+
+    monkeypatch.setattr(guard, "_connections", connections)
+    with ThreadPoolExecutor(20) as threads:
+        answers = [threads.submit(ask) for _ in range(20)]
+        for _ in answers:
+            came.acquire()
+        may_look.set()
+        seen = [answer.result(30) for answer in answers]
+    assert looks < 10, "not one look for each"
+    assert {len(each) for each in seen} == {1}
+    assert guard.own_connections() == {Connection(("192.0.2.1", looks), ("192.0.2.2", 1))}, (
+        "who comes later, looks anew"
+    )
+
+
 def test_a_forked_child_with_the_stand_in_holds_no_connection_up(
     library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,14 +426,14 @@ def test_a_door_is_not_closed_while_a_connection_is_delivered(
 ) -> None:
     """The library closes its descriptors next, and their numbers become others'."""
     found, may_go_on = threading.Event(), threading.Event()
-    look = guard._peer_of
+    look = Takeover._stand_in
 
-    def peer_of(name: tuple[str, int]) -> int | None:
+    def stand_in(door: Takeover, *args: Any) -> int | None:
         found.set()
         assert may_go_on.wait(30)
-        return look(name)
+        return look(door, *args)
 
-    monkeypatch.setattr(guard, "_peer_of", peer_of)
+    monkeypatch.setattr(Takeover, "_stand_in", stand_in)
     door = next(iter(guarded._doors.values()))[1].__self__  # type: ignore[attr-defined]
     with members.connect(library.where) as sock:
         sock.sendall(b"hello")

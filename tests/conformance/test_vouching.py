@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -61,29 +62,40 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 def test_a_member_that_connects_before_this_one_knows_it_is_waited_for(local: Any) -> None:
     timer = threading.Timer(0.1, local.form)
     timer.start()
-    assert list(vouched(local, {}, [THEIRS])) == [THEIRS]
+    assert list(vouched(local, {}, {THEIRS: b""})) == [THEIRS]
     timer.join()
 
 
 def test_the_end_of_the_group_ends_that_wait(local: Any) -> None:
     local.peers.close()
-    assert list(vouched(local, {}, [THEIRS])) == []
+    assert list(vouched(local, {}, {THEIRS: b""})) == []
 
 
 def test_a_member_that_does_not_answer_is_waited_for_once(local: Any) -> None:
     local.form()
     slow: dict[str, float] = {}
-    assert list(vouched(local, slow, [STRANGERS])) == []
+    assert list(vouched(local, slow, {STRANGERS: b""})) == []
     local.asked.clear()
     began = time.monotonic()
     for _ in range(10):
-        assert list(vouched(local, slow, [STRANGERS])) == []
+        assert list(vouched(local, slow, {STRANGERS: b""})) == []
     assert time.monotonic() - began < 0.2
     assert set(local.asked) == {"quick"}
     local.unanswered[0].settle(Message((protocol.OK,), ([],)))  # type: ignore[arg-type]
     local.asked.clear()
-    assert list(vouched(local, slow, [STRANGERS])) == []
+    assert list(vouched(local, slow, {STRANGERS: b""})) == []
     assert local.asked == ["quick", "frozen"], "it has answered"
+
+
+def test_the_member_whose_rank_a_connection_begins_with_is_asked_first(local: Any) -> None:
+    """As gloo's do: each of n members would ask n others about n connections."""
+    local.form()
+    first, second = ((rank).to_bytes(8, sys.byteorder) for rank in (1, 2))
+    assert list(vouched(local, {}, {THEIRS: first})) == [THEIRS]
+    assert local.asked == ["quick"]
+    began = time.monotonic()
+    assert list(vouched(local, {}, {THEIRS: second})) == [THEIRS], "of a group of some members, whose ranks are others"
+    assert time.monotonic() - began < 2 and local.asked[1] == "frozen"
 
 
 def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
@@ -93,5 +105,5 @@ def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
     local.peers = SimpleNamespace(
         members=members, route=local.peers.route, wait_for_route=local.peers.wait_for_route, close=local.peers.close
     )
-    assert list(vouched(local, {}, [THEIRS])) == [THEIRS]
+    assert list(vouched(local, {}, {THEIRS: b""})) == [THEIRS]
     assert local.asked == ["quick"]

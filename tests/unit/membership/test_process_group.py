@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -260,3 +262,19 @@ def test_a_listener_of_gloos_that_cannot_be_guarded_ends_the_attempt() -> None:
         GuardedListeners().look_at(published.ljust(128, b"\0"))  # as NCCL's id, whose listener is none of gloo's
         with pytest.raises(BootstrapError, match=r"gloo's listener, .* cannot be guarded"):
             GuardedListeners().look_at(published.ljust(154, b"\0"))
+
+
+def test_a_process_group_over_gloo_has_room_for_its_connections() -> None:
+    """In a process of its own: gloo ends the process when it cannot accept one."""
+    program = """
+import resource
+from raytorchrpc.membership.process_group import Collectives, ProcessGroupInfo
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1500))
+for size in (500, 2000):
+    ranks = {f"m{rank}": rank for rank in range(size)}
+    Collectives("m1").prepare(ProcessGroupInfo("gloo", 1, ranks, 30.0), False, 30.0)
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout == "True\n"
+    assert "ConfigurationError: a process group of 2000 members over gloo takes 4000 file descriptors" in ended.stderr
