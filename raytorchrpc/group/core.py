@@ -270,11 +270,12 @@ class Core:
         self._members[name] = _Member(peer.member.rank, peer.member.incarnation, self.view.version)
         self._drop(name)
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
-        """What to do next, in order. ``now``: ``time.monotonic()``."""
+    def handle(self, events: Iterable[Event], now: float) -> list[Instruction]:
+        """What to do next, in order. ``now``: ``time.monotonic()``. What these events change is announced at once."""
         self._now, self._out = now, []
         before = self.view.version
-        self._handlers[type(event)](event)
+        for event in events:
+            self._handlers[type(event)](event)
         if self.view.version != before:
             for name, member in self._members.items():
                 if member.version < self.view.version and name not in self.lost:

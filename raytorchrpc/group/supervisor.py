@@ -101,6 +101,7 @@ class Supervisor:
         """Notified when members may be ready, and at the end."""
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[tuple[str, int], Callable[[], Answer]]] = queue.SimpleQueue()
+        self._reported: deque[core.Event] = deque()
         self._todo: deque[core.Instruction] = deque()
         """Instructions to carry out. One that fails for lack of memory or threads stays."""
         self._events = EventBus(roster.name)
@@ -396,10 +397,18 @@ class Supervisor:
 
     def _report(self, event: core.Event) -> None:
         """Have the thread handle an event."""
-        self._submit(lambda: self._handle(event))
+        self._reported.append(event)
+        self._submit(self._note_reports)
 
-    def _handle(self, event: core.Event) -> None:
-        self._todo.extend(self._core.handle(event, time.monotonic()))
+    def _note_reports(self) -> None:
+        """Handle what was reported by now together: each change goes to all members."""
+        if events := list(self._reported):
+            self._handle(*events)
+            for _ in events:
+                self._reported.popleft()
+
+    def _handle(self, *events: core.Event) -> None:
+        self._todo.extend(self._core.handle(events, time.monotonic()))
         self._carry_out()
         with self._changed:
             self._changed.notify_all()

@@ -35,7 +35,7 @@ class Supervised:
         """What is to be done, but for announcements to members that answer, and what follows from their answers."""
         self.now += after_s
         done = []
-        todo = self.core.handle(event, self.now)
+        todo = self.core.handle([event], self.now)
         while todo:
             its = todo.pop(0)
             if isinstance(its, core.Announce):
@@ -43,7 +43,7 @@ class Supervised:
                 answers = {
                     key: Answer(its.delta.version, None) for key in its.members.items() if key[0] not in self.silent
                 }
-                todo += self.core.handle(core.Answered(answers), self.now)
+                todo += self.core.handle([core.Answered(answers)], self.now)
             else:
                 done.append(its)
         return done
@@ -95,6 +95,17 @@ def test_losses_that_come_together_are_announced_together(its: Supervised) -> No
     assert its.tell(core.Tick()) == [core.AskRay([A, B], [])]
     assert [change[1] for change in reported(its.said(Fate.ENDED, A, B))] == [(A,), (B,)]
     assert len(its.asked) == 1
+
+
+def test_members_that_are_found_lost_one_by_one_are_announced_together(its: Supervised) -> None:
+    """Each announcement goes to all members: a tenth of n, each by itself, would take time with n^2."""
+    lost = its.names[:3]
+    for name in lost:
+        its.tell(core.Broke(name, 0, "connection closed"))
+        its.said(Fate.SAME, name)
+    refused = [core.Dialled(name, 0, "refused", refused=True) for name in lost]
+    (told,) = [each for each in its.core.handle(refused, its.now) if isinstance(each, core.Announce)]
+    assert len(told.delta.states) == 3 and {*told.members} == {*its.names} - {*lost}
 
 
 def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised) -> None:
@@ -342,7 +353,7 @@ class World:
         return self.group.roster.records[name].member.incarnation
 
     def tell(self, event: core.Event) -> None:
-        for its in self.core.handle(event, self.now):
+        for its in self.core.handle([event], self.now):
             match its:
                 case core.Announce():
                     for name, incarnation in its.members.items():
@@ -469,17 +480,17 @@ def test_members_that_all_miss_a_change_follow_while_more_changes_go_on() -> Non
     supervised, now, rounds = Core(group.roster.peers(group.prepared)), 0.0, 0
     members = {name: group.follower(rank) for rank, name in enumerate(group.roster.records)}
     for name in members:
-        supervised.handle(core.Dialled(name, 0, None), now)
+        supervised.handle([core.Dialled(name, 0, None)], now)
     lost = [f"worker_{rank}" for rank in range(26)]
     asked = list[core.Instruction]()
     for name in lost:  # one after another, each before anybody has answered the one before
-        supervised.handle(core.Broke(name, 0, "closed"), now)
-        asked += supervised.handle(core.RaySaid({name: (Fate.ENDED, "")}), now)
+        supervised.handle([core.Broke(name, 0, "closed")], now)
+        asked += supervised.handle([core.RaySaid({name: (Fate.ENDED, "")})], now)
         now += 5.0
-        asked += supervised.handle(core.Tick(), now)
+        asked += supervised.handle([core.Tick()], now)
     while announced := [its for its in asked if isinstance(its, core.Announce)]:
         rounds += 1
         answers = {key: members[key[0]].follow(its.delta) for its in announced for key in its.members.items()}
-        asked = supervised.handle(core.Answered(answers), now)
+        asked = supervised.handle([core.Answered(answers)], now)
     assert rounds <= 2 and {*supervised.unready()} == {*lost}
     assert all(len(members[name].absent) == 26 for name in members if name not in lost)
