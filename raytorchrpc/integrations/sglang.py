@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, divide, load_whole, updating
 from raytorchrpc.integrations.recording import check_filled, distinct, memory_of, record
-from raytorchrpc.integrations.versions import outside
+from raytorchrpc.integrations.versions import report
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ def _bring(model: Any, request: Mapping[str, Any]) -> None:
         layout = store.layout(version, timeout=progress.left())
         plan = _plans.get(model)
         if plan is None:
-            _check_release()
+            report("sglang", *FOLLOWS, logger)
         if plan is None or plan.key != _key(model, layout, into):
             plan = _plans[model] = _Plan(model, layout, into)
         device = next(iter(model.parameters())).device
@@ -221,8 +220,3 @@ def _bring(model: Any, request: Mapping[str, Any]) -> None:
                 model.post_load_weights()
         if device.type != "cpu":
             torch.accelerator.synchronize()  # a version that is reported is there
-
-
-def _check_release() -> None:
-    if (difference := outside("sglang", *FOLLOWS)) is not None:
-        logger.warning("process %d: %s: check that updated models generate what they should", os.getpid(), difference)

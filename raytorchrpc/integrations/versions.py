@@ -28,6 +28,12 @@ def outside(package: str, oldest: str, before: str, installed: str | None = None
     return f"{package} {installed} is installed, and this adapter was tested with {package}>={oldest},<{before}"
 
 
+def report(package: str, oldest: str, before: str, log: logging.Logger, installed: str | None = None) -> None:
+    """Log a warning if a version of a package lies outside; see ``outside``."""
+    if (difference := outside(package, oldest, before, installed)) is not None:
+        log.warning("%s: check that updated models have the weights that were published", difference)
+
+
 @contextmanager
 def adapted_to(package: str, oldest: str, before: str) -> Iterator[None]:
     """Import a package inside of this block: ``with adapted_to("torchrl", "0.14", "0.15"): ...``.
@@ -44,6 +50,4 @@ def adapted_to(package: str, oldest: str, before: str) -> Iterator[None]:
         if difference is None:
             raise
         raise ImportError(f"{difference}: {error}") from error
-    difference = outside(package, oldest, before)
-    if difference is not None:
-        logger.warning("%s: if weights do not arrive, install such a version", difference)
+    report(package, oldest, before, logger)

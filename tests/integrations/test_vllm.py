@@ -24,6 +24,7 @@ from tests.integrations.vllm_actors import (
     Server,
     ShardedTrainer,
     Trainer,
+    die_in_next_update,
     dtype_and_sum,
     fail_midway,
     fail_to_wait,
@@ -229,8 +230,11 @@ def test_two_engines_of_which_one_is_stopped(llama: Callable[..., str], pair: tu
         ray.kill(other)
 
 
-def test_a_trainer_of_two_processes_with_fsdp(llama: Callable[..., str], cluster: None, tmp_path: Path) -> None:
-    """vLLM's own client and factory drive it; each process publishes its shards, and no process gathers the model."""
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_trainer_of_two_processes_with_fsdp(
+    llama: Callable[..., str], cluster: None, tmp_path: Path, shards: bool
+) -> None:
+    """vLLM's own client and factory drive it. Each process publishes its shards; a state_dict comes from rank 0."""
     path = llama()
     trainers = [
         ray.remote(ShardedTrainer).options(num_cpus=0).remote(path, rank, str(tmp_path / "rendezvous"))
@@ -238,12 +242,14 @@ def test_a_trainer_of_two_processes_with_fsdp(llama: Callable[..., str], cluster
     ]
     engine = ray.remote(Engine).options(num_cpus=0).remote(path)
     try:
-        with rtr.init_group({"t0": trainers[0], "t1": trainers[1], "engine": engine}, name="sharded"):
-            ray.get([trainer.connect.remote([engine], store="sharded") for trainer in trainers], timeout=120)
+        with rtr.init_group({"t0": trainers[0], "t1": trainers[1], "engine": engine}, name="sharded") as group:
+            ray.get([trainer.connect.remote([engine], shards, store="sharded") for trainer in trainers], timeout=120)
             for _ in range(2):
                 ray.get([trainer.step.remote() for trainer in trainers], timeout=120)
                 assert agree(trainers[0], engine)
             assert ray.get(engine.weight_version.remote()) == "3"
+            publishers = {row.member for row in group.stats().weights if row.published}
+            assert publishers == ({"t0", "t1"} if shards else {"t0"})
     finally:
         for actor in (*trainers, engine):
             ray.kill(actor)
@@ -253,14 +259,14 @@ def test_a_trainer_of_two_processes_with_fsdp(llama: Callable[..., str], cluster
 
 
 def test_a_worker_in_a_child_process_joins_the_group(llama: Callable[..., str], cluster: None) -> None:
-    """vLLM's default. A worker that is killed leaves the group, and a new engine is up to date after one update."""
+    """vLLM's default. If the worker dies in an update, the engine says so, and a new one is updated."""
     path = llama()
     with group_of(path, in_process=False) as (trainer, engine):
         ray.get(engine.connect.remote())
         ray.get(engine.update.remote(ray.get(trainer.step.remote())))
         assert agree(trainer, engine)
-        (worker,) = (member for member in rtr.get_group().members if member.name.startswith("engine."))
-        os.kill(int(worker.name.partition(".")[2]), signal.SIGKILL)
+        assert [member.name for member in rtr.get_group().members if member.name.startswith("engine.")]
+        ray.get(engine.run.remote(die_in_next_update))
         with pytest.raises(ray.exceptions.RayTaskError, match=r"failed|Engine"):
             ray.get(engine.update.remote(ray.get(trainer.step.remote())), timeout=60)
         rtr.get_group().remove(["engine"])

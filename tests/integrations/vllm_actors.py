@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -171,7 +172,8 @@ class ShardedTrainer:
             fully_shard(layer)
         fully_shard(self.model)
 
-    def connect(self, engines: list[Any], **options: Any) -> None:
+    def connect(self, engines: list[Any], shards: bool, **options: Any) -> None:
+        """Publish this process's shards, or else rank 0's whole tensors."""
         from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.plugins import load_general_plugins
@@ -182,7 +184,7 @@ class ShardedTrainer:
         self.sync = WeightTransferTrainerFactory.trainer_init(
             TrainerInit(rank=self.rank, **options),
             client=RayVLLMWeightSyncClient(engines),
-            source=ModelSource(self.model),
+            source=ModelSource(self.model if shards else self.whole.state_dict()),
         )
 
     def step(self) -> None:
@@ -315,6 +317,15 @@ def fail_midway(engine: Engine) -> None:
         raise rtr.PeerLost("trainer", "the test says so", True)
 
     group.pull = fail
+
+
+def die_in_next_update(engine: Engine) -> None:
+    """Have the worker be killed when it pulls next."""
+
+    def spoil(worker: Any) -> None:
+        worker.weight_transfer_engine._update._groups[0].pull = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    engine.llm.collective_rpc(spoil)
 
 
 def fail_to_wait(engine: Engine, rank: int) -> None:

@@ -6,11 +6,8 @@ in ``raytorchrpc_vllm.py``. This module imports neither vLLM nor torch, so that 
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
-
-from raytorchrpc.integrations.versions import outside
 
 #: The tests ran with these releases of vLLM: from the first up to before the second.
 TESTED = "0.32", "0.33"
@@ -50,9 +47,3 @@ def update_status(worker: Any) -> UpdateStatus | None:
     """
     status: UpdateStatus | None = worker.weight_transfer_engine.status()
     return status
-
-
-def check_version(version: str, logger: logging.Logger) -> None:
-    """Log a warning if this release of vLLM is not one that the tests ran with. vLLM's CPU build has other metadata."""
-    if (difference := outside("vllm", *TESTED, installed=version)) is not None:
-        logger.warning("%s: check that updated models generate what they should", difference)

@@ -17,7 +17,8 @@ from vllm.logger import init_logger
 
 import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, updating
-from raytorchrpc.integrations.vllm import UpdateStatus, check_version
+from raytorchrpc.integrations.versions import report
+from raytorchrpc.integrations.vllm import TESTED, UpdateStatus
 from raytorchrpc.integrations.vllm.updates import CheckpointUpdate, Target, Update
 
 logger = init_logger("vllm.raytorchrpc")
@@ -79,7 +80,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if init_info.into not in INTO:
             raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
-        check_version(vllm.__version__, logger)
+        report("vllm", *TESTED, logger, vllm.__version__)  # its CPU build has other metadata
         self._info, self._update = init_info, None
         become_member(init_info.group, init_info.timeout)
         self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)

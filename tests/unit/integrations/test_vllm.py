@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc.integrations.vllm import UpdateStatus, check_version
+from raytorchrpc.integrations.versions import report
+from raytorchrpc.integrations.vllm import TESTED, UpdateStatus
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,6 +71,6 @@ def test_a_status_says_which_way_and_why() -> None:
     ("version", "known"), [("0.32.0", True), ("0.32.1rc2", True), ("0.31.2", False), ("0.33.0", False)]
 )
 def test_another_release_of_vllm_is_reported(version: str, known: bool, caplog: pytest.LogCaptureFixture) -> None:
-    check_version(version, logging.getLogger("raytorchrpc"))
+    report("vllm", *TESTED, logging.getLogger("raytorchrpc"), version)
     messages = [record.getMessage() for record in caplog.records]
     assert not messages if known else f"vllm {version} is installed" in messages[0]
