@@ -288,7 +288,7 @@ def simulate(me: endpoint.Endpoint, members: int, hosts: int) -> dict[str, float
         far = endpoint.Interface(name="eth0", up=True, addresses=(address,))
         copied = {"name": name, "pid": rank, "boot_id": f"host-{host}", "node_ip": address, "interfaces": (far,)}
         there = pickle.loads(pickle.dumps(me.changed(copied)))  # as a member sends it: nothing is shared
-        probes[name] = Probe(there, f"{host:056x}", rank, None, None, None, None, None)
+        probes[name] = Probe(there, f"{host:056x}", rank, None, None, None, None, None, "")
     alone = Roster("planned", rtr.GroupConfig(), Owner("job", None), me)
     took: dict[str, float] = {"members": members, "hosts": hosts}
     took["plan_s"], roster = _timed(lambda: alone.admit(dict.fromkeys(probes), probes))

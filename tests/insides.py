@@ -20,7 +20,6 @@ from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import exposed, gates
 from raytorchrpc.group import detached, group
 from raytorchrpc.group.changes import EventBus
-from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.membership import join
@@ -80,7 +79,6 @@ FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
     },
     "wait": (Requests, "next", 20, lambda *_: True),
     "post": (ray_internals, "store", 1, lambda key, value: key.startswith("groups/") and value is not None),
-    "connect": (ControlConnections, "watch", 9, lambda *_: True),
     "supervise": (EventBus, "start", 1, lambda *_: True),
     "return": (Patience, "__exit__", 1, lambda *_: True),
     "describe": (group.Group, "__init__", 1, lambda *_: True),

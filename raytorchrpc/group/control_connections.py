@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -105,7 +104,7 @@ class ControlConnections:
 
         return lambda ended: pending.add_done_callback(partial(over, ended))
 
-    def dial(self, work: Mapping[str, Callable[[], None]]) -> list[threading.Thread]:
+    def dial(self, work: Mapping[str, Callable[[], None]]) -> None:
         """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage if
         there is none; then nothing has run.
         """
@@ -119,11 +118,10 @@ class ControlConnections:
                     return
                 connect()
 
-        threads_of_work = [threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")]
+        threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")
         with suppress(threads.ThreadShortage):  # then fewer connect at a time
             for _ in range(min(len(work), _AT_A_TIME) - 1):
-                threads_of_work.append(threads.start(run, name="raytorchrpc-dial"))
-        return threads_of_work
+                threads.start(run, name="raytorchrpc-dial")
 
     def ask(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], names: Iterable[str], done: Answered

@@ -18,7 +18,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import described, find, keys_of
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.group import ray_calls, worker_ids
 from raytorchrpc.group.control_connections import Arguments
 from raytorchrpc.group.roster import Roster, is_actor
@@ -38,6 +38,10 @@ _UNDO_S = 5.0
 _LONG = 16 << 10
 #: The name of a driver that is a member.
 DRIVER = "driver"
+
+#: The probes of actors that this process has put into groups, by their ids: they are not probed for the next one.
+_known: dict[str, Probe] = {}
+_MOST_KNOWN = 4096
 
 
 def current_owner() -> Owner:
@@ -133,6 +137,7 @@ class Formation:
         by_reference: bool = True,
         attempt: str | None = None,
         leaves_out_failures: bool = False,
+        uses_known: bool = False,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
@@ -141,12 +146,13 @@ class Formation:
         which ``call_all`` then takes. ``by_reference``: ``call_all`` takes references to Ray's objects.
         ``attempt``: see JoinSpec; None: a new one.
         ``leaves_out_failures``: the others join without members that cannot be probed or prepared, unless that is all
-        of them.
+        of them. ``uses_known``: probe no actors that all were probed for an earlier group; if they have changed, this
+        attempt fails.
         """
         self.participants = participants
         self.left_out: list[str] = []
         """Former participants that have failed."""
-        self._leaves_out_failures = leaves_out_failures
+        self._leaves_out_failures, self._uses_known = leaves_out_failures, uses_known
         self.roster = self._before = roster
         self.timeout_s = timeout_s
         self._began, self._patience = time.monotonic(), patience
@@ -164,9 +170,15 @@ class Formation:
     def probe(self) -> None:
         """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
         lanes = registry.foreign(self.roster.config.lanes)
-        arguments = {member: (member, lanes) for member in self.participants}
-        found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
-        probes: dict[str, Probe] = {member: found[member] for member in self.participants}
+        self._uses_known &= not lanes and all(
+            handle is not None and ray_internals.actor_id_of(handle) in _known for handle in self.participants.values()
+        )
+        if self._uses_known:
+            probes = {name: _known[ray_internals.actor_id_of(handle)] for name, handle in self.participants.items()}
+        else:
+            arguments = {member: (member, lanes) for member in self.participants}
+            found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
+            probes = {member: found[member] for member in self.participants}
         self._refuse_taken(probes)
         elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
         roster = replace(self.roster, highest_id=max(self.roster.highest_id, elsewhere))
@@ -199,7 +211,10 @@ class Formation:
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
         group = self._shared(self.roster.description)
-        specs = {member: (self.roster.spec(member, self._attempt), group(member)) for member in self.participants}
+        specs = {
+            name: (self.roster.spec(name, self._attempt, is_known=self._uses_known), group(name))
+            for name in self.participants
+        }
         prepared: dict[str, Prepared] = self._ask("could not start", join.prepare, specs)
         records = self.roster.records
         if others := tuple(name for name, its in prepared.items() if its.pid != records[name].probe.pid):
@@ -207,15 +222,32 @@ class Formation:
                 f"group {self.roster.name!r} {self._begun()}: Ray restarted {', '.join(others)} meanwhile",
                 members=others,
             )
+        highest = max(its.agent.highest_id for its in prepared.values())
+        self.roster = replace(self.roster, highest_id=max(self.roster.highest_id, highest))
         return prepared
 
-    def raise_unless_restarted(self, error: BootstrapError) -> None:
+    def remember(self, prepared: Mapping[str, Prepared]) -> None:
+        """Have a later attempt use what the participants have published now."""
+        if len(_known) > _MOST_KNOWN:
+            _known.clear()
+        for name, handle in self.participants.items():
+            if is_actor(handle):
+                probe, agent = self.roster.records[name].probe, prepared[name].agent
+                _known[ray_internals.actor_id_of(handle)] = probe._replace(
+                    group=None, generation=None, owner=None, agent=agent
+                )
+
+    def raise_unless_restarted(self, error: RayTorchRpcError) -> None:
         """Raise the error of this attempt, unless another one may succeed.
 
         An actor that went away for a restart after it was probed returns as another process.
         """
+        if self._uses_known:
+            for handle in self.participants.values():
+                _known.pop(ray_internals.actor_id_of(handle), None)
+            return
         restarts = isinstance(error.__cause__, ActorUnavailableError) or self.has_restarted()
-        if not restarts or time.monotonic() >= self.deadline:
+        if isinstance(error, ConfigurationError) or not restarts or time.monotonic() >= self.deadline:
             raise error
 
     def has_restarted(self) -> bool:
@@ -324,18 +356,21 @@ def form_group(
     try:
         with ray_calls.Patience(roster.name, timeout_s) as patience:
             while True:
-                formation = Formation(roster, participants, timeout_s, ray_calls.call_all, patience=patience)
+                formation = Formation(
+                    roster, participants, timeout_s, ray_calls.call_all, patience=patience, uses_known=True
+                )
                 try:
                     formation.probe()
                     try:
                         prepared = formation.prepare()
                         info = formation.roster.info(prepared)
                         formation.commit(info, prepared)
+                        formation.remember(prepared)
                         return finish(formation.roster, info, prepared)
                     except BaseException:
                         formation.roll_back()
                         raise
-                except BootstrapError as error:
+                except (BootstrapError, ConfigurationError) as error:
                     formation.raise_unless_restarted(error)
     except BaseException:
         ray_calls.ended_here.append(roster.generation)  # Ctrl-C may have ended the rollback, too

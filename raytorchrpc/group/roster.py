@@ -195,8 +195,10 @@ class Roster:
         its = self.records[member].probe.endpoint
         return self.config.always_tcp or not its.same_network(endpoint or self.watcher)
 
-    def spec(self, member: str, attempt: str = "") -> JoinSpec:
-        """What only this member needs in order to prepare. ``attempt``: see JoinSpec."""
+    def spec(self, member: str, attempt: str = "", *, is_known: bool = False) -> JoinSpec:
+        """What only this member needs in order to prepare. ``attempt``: see JoinSpec. ``is_known``: its probe is an
+        earlier one.
+        """
         record = self.records[member]
         me = record.member
         return JoinSpec(
@@ -206,6 +208,7 @@ class Roster:
             replaces=record.probe.generation,
             renew_agent=record.renew_agent,
             supervised_by_tcp=self.reached_by_tcp(member),
+            edition=record.probe.edition if is_known else None,
         )
 
     @property

@@ -114,8 +114,7 @@ class Supervisor:
         try:
             self._reserve(len(roster.records))
             self._restarts.post(roster)
-            for thread in self._dial(core.Dial(list(roster.records), _CONNECT_S)):
-                thread.join()
+            self._dial(core.Dial(list(roster.records), _CONNECT_S))  # a loss by then is found when it has connected
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
@@ -490,7 +489,7 @@ class Supervisor:
             fates[name] = fate, actor.cause
         self._handle(core.RaySaid(fates, time.monotonic() - began))
 
-    def _dial(self, its: core.Dial) -> list[threading.Thread]:
+    def _dial(self, its: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self.prepared()
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
@@ -501,11 +500,10 @@ class Supervisor:
             self._connections.set_address(name, token, prepared[name].addresses["socket"])
             work[name] = partial(self._connect, name, member.incarnation, its.patience_s)
         try:
-            return self._connections.dial(work)
+            self._connections.dial(work)
         except threads.ThreadShortage as error:
             for name in its.names:
                 self._report(core.Dialled(name, roster.records[name].member.incarnation, str(error)))
-            return []
 
     def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
         dialled, watch = core.Dialled(name, incarnation, None), None

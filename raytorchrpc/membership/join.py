@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.pairs import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology.device_map import inverse, way_back
+from raytorchrpc.topology.endpoint import OWN, Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +76,19 @@ _membership: Membership | None = None
 _given_up: deque[str] = deque(maxlen=64)
 
 
+_published: tuple[str, Endpoint | None] = "", None
+"""The edition of the latest probe, and what was in it."""
+
+
 def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
+    global _published
     local, info = current_local(), group_info()
+    found = endpoint(name, asked_for_gpu(instance), lanes)
+    if (alike := found.changed(OWN)) != _published[1]:
+        _published = uuid.uuid4().hex, alike
     return Probe(
-        endpoint=endpoint(name, asked_for_gpu(instance), lanes),
+        endpoint=found,
         node_id=place().node_id,
         pid=os.getpid(),
         group=local.group if local else None,
@@ -86,6 +96,7 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
         owner=info.owner if info else None,
         agent=process_fabric().identity,
         autograd_id=torch_internals.autograd_id(),
+        edition=_published[0],
     )
 
 
@@ -97,11 +108,17 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
     info: GroupInfo = unpacked(group)
     settings = settings_of(spec, info)
     with _changing:
+        if spec.edition is not None:
+            now, me = probe(instance, spec.name), spec.member
+            known = now.agent and (now.agent.name, now.agent.worker_id)
+            if now.edition != spec.edition or known != (me.rpc_name, me.worker_id):
+                raise BootstrapError(f"{spec.name!r} has changed since its last group")
         local = _start(instance, spec, info, settings.agent)
         addresses: dict[str, Any] = {}
         open_lanes(spec, settings, local, addresses)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
-        return Prepared(AgentIdentity(local.me.rpc_name, local.me.worker_id), addresses, retries, os.getpid())
+        agent = process_fabric().identity or AgentIdentity(local.me.rpc_name, local.me.worker_id)
+        return Prepared(agent, addresses, retries, os.getpid())
 
 
 def _worker_of_rank(rank: int) -> str | None:

@@ -32,6 +32,8 @@ class Probe(NamedTuple):
     """The process that formed that group."""
     agent: AgentIdentity | None
     autograd_id: int | None
+    edition: str
+    """Another one whenever ``endpoint`` has changed."""
 
 
 class JoinSpec(NamedTuple):
@@ -48,6 +50,8 @@ class JoinSpec(NamedTuple):
     """Another member has the id of its running torchrpc agent: start a new agent."""
     supervised_by_tcp: bool
     """The supervisor cannot reach it by Unix socket."""
+    edition: str | None
+    """Of an earlier probe, which the process was not asked to repeat; None: it was."""
 
     @property
     def name(self) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from raytorchrpc.process import fork
 
@@ -68,12 +69,17 @@ def listening() -> dict[int, int]:
     return found
 
 
-def networks(texts: Iterable[str]) -> list[Network]:
+def networks(texts: Iterable[str]) -> tuple[Network, ...]:
     """Parse addresses and networks in CIDR notation, merged. Raises ValueError, which names a bad one."""
+    return _networks(tuple(texts))
+
+
+@functools.lru_cache(maxsize=8)  # a member's next group has mostly the same hosts
+def _networks(texts: tuple[str, ...]) -> tuple[Network, ...]:
     each = {ipaddress.ip_network(text.partition("%")[0], strict=False) for text in texts}
     four = ipaddress.collapse_addresses(net for net in each if isinstance(net, ipaddress.IPv4Network))
     six = ipaddress.collapse_addresses(net for net in each if isinstance(net, ipaddress.IPv6Network))
-    return [*four, *six]
+    return *four, *six
 
 
 def admit_only(listener: socket.socket, admitted: Collection[Network]) -> None:
@@ -81,7 +87,7 @@ def admit_only(listener: socket.socket, admitted: Collection[Network]) -> None:
 
     Raises OSError if the kernel rejects the program, or its length; the listener then keeps its previous filter.
     """
-    _attach(listener, _program(_version(listener), admitted))
+    _attach(listener, _program(_version(listener), tuple(admitted)))
 
 
 def admit_one(listener: socket.socket, sender: tuple[str, int]) -> None:
@@ -101,7 +107,8 @@ def _version(sock: socket.socket) -> int:
     return 6 if sock.family == socket.AF_INET6 else 4
 
 
-def _program(version: int, admitted: Collection[Network]) -> list[tuple[int, int, int, int]]:
+@functools.lru_cache(maxsize=8)
+def _program(version: int, admitted: tuple[Network, ...]) -> tuple[tuple[int, int, int, int], ...]:
     program = []
     for network in admitted:
         if network.version != version:
@@ -118,10 +125,10 @@ def _program(version: int, admitted: Collection[Network]) -> list[tuple[int, int
             ]
         program.append((_RETURN, 0, 0, _EVERYTHING))
     program.append((_RETURN, 0, 0, _NOTHING))
-    return program
+    return tuple(program)
 
 
-def _attach(sock: socket.socket, program: list[tuple[int, int, int, int]]) -> None:
+def _attach(sock: socket.socket, program: Sequence[tuple[int, int, int, int]]) -> None:
     if len(program) > _MAX_INSTRUCTIONS:
         raise OSError(f"{len(program)} instructions exceed the limit of some kernels")
     steps = (struct.pack("HBBI", code, yes, no, value & _EVERYTHING) for code, yes, no, value in program)

@@ -171,6 +171,10 @@ class Judge:
         self.common = [numbers.setdefault(i if own else kind.common(), len(numbers)) for i, kind in enumerate(kinds)]
         """By kind: equal where only host, containers and GPUs may make a difference."""
 
+    def fits(self, config: GroupConfig, kinds: Sequence[Kind], lanes: Sequence[Candidate]) -> bool:
+        """Whether it was made for these."""
+        return (self._config, self._kinds, self._lanes) == (config, kinds, lanes)
+
     def route(self, a: str, kind_a: int, b: str, kind_b: int) -> PairRoute:
         """The route between two members of these kinds."""
         first, second = self._kinds[kind_a].endpoint, self._kinds[kind_b].endpoint

@@ -21,6 +21,10 @@ from raytorchrpc.topology import device_map
 _TABLE_LIMIT = 8
 
 
+#: The latest: a process sees the plan of one group several times, and that of the same members in their next group.
+_judges: collections.deque[Judge] = collections.deque(maxlen=2)
+
+
 @dataclass(frozen=True)
 class RoutePlan:
     """What the members of a group published, and what follows from it: the settings of each member's agent, and the
@@ -42,7 +46,12 @@ class RoutePlan:
 
     @functools.cached_property
     def _judge(self) -> Judge:
-        return Judge(self.config, self.kinds, (*self.foreign, *candidates(self.config)))
+        lanes = (*self.foreign, *candidates(self.config))
+        found = next((judge for judge in _judges if judge.fits(self.config, self.kinds, lanes)), None)
+        if found is None:
+            found = Judge(self.config, self.kinds, lanes)
+            _judges.appendleft(found)
+        return found
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from tests.unit.clusters import Cluster
 
 def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
     return {
-        name: Probe(endpoint, f"node-{endpoint.boot_id}", 1000 * life + rank, None, None, None, None, None)
+        name: Probe(endpoint, f"node-{endpoint.boot_id}", 1000 * life + rank, None, None, None, None, None, "")
         for rank, (name, endpoint) in enumerate(cluster.items())
     }
 
@@ -108,7 +108,7 @@ def test_a_law_has_no_negative_term() -> None:
 def form(first: Endpoint, second: Endpoint, watcher: Endpoint, across_users: bool = False) -> Roster:
     endpoints = {"a": first, "b": second}
     probes = {
-        name: Probe(endpoint, f"node-{endpoint.boot_id}", rank, None, None, None, None, None)
+        name: Probe(endpoint, f"node-{endpoint.boot_id}", rank, None, None, None, None, None, "")
         for rank, (name, endpoint) in enumerate(endpoints.items())
     }
     roster = Roster("default", GroupConfig(across_users=across_users), Owner("job", None), watcher)
