@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple
 
@@ -147,11 +149,38 @@ class RequestedChange:
         """Block for the result of ``work``; BootstrapError after ``patience_s`` seconds."""
         try:
             wait([self._done], patience_s)
-        except BaseException:  # Ctrl-C
-            self._done.cancel()
+        except BaseException:  # Ctrl-C; a change that has begun is quick
+            if not self._done.cancel():
+                wait([self._done], patience_s)
             raise
         if self._done.done():
             return self._done.result()
         if self._done.cancel():
             raise BootstrapError(f"group {self._group!r} is busy with another change; this one did not begin")
         raise BootstrapError(f"group {self._group!r}: this change began and has not finished after {patience_s:g} s")
+
+
+class Joining:
+    """Those that are being added to a group. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.handles: Mapping[str, Any] = {}
+        """By name."""
+
+    @contextlib.contextmanager
+    def of(self, handles: dict[str, Any], deadline: float, check: Callable[..., object]) -> Iterator[None]:
+        """These are, within the block. Blocks while others are being added under their names, and then for ``check``,
+        which raises if they cannot be added to the group as it is then, nor to others that are being added.
+        """
+        with self._changed:
+            left_s = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: not self.handles.keys() & handles.keys(), left_s)
+            check(handles, self.handles)
+            self.handles = {**self.handles, **handles}
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.handles = {name: its for name, its in self.handles.items() if name not in handles}
+                self._changed.notify_all()

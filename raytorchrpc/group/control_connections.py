@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -75,6 +76,16 @@ class ControlConnections:
         if ping.take().header[0] != protocol.OK:
             raise PeerLost(name, "another process listens at its address", may_have_run=False)
 
+    def is_over(self, name: str, patience_s: float) -> bool:
+        """Whether nothing listens any more where this process did. Blocks."""
+        for _ in range(2):  # the first may only find that the connection has ended
+            try:
+                self.ping(name, patience_s)
+            except RayTorchRpcError as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    return True
+        return False
+
     def send(self, name: str, function: Callable[..., Any]) -> None:
         """Have a process run a function, as ``call_all`` does. Waits for no answer, and does not raise."""
         with suppress(RayTorchRpcError):
@@ -104,7 +115,7 @@ class ControlConnections:
 
         return lambda ended: pending.add_done_callback(partial(over, ended))
 
-    def dial(self, work: Mapping[str, Callable[[], None]]) -> None:
+    def dial(self, work: Mapping[str, Callable[[], None]]) -> list[threading.Thread]:
         """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage if
         there is none; then nothing has run.
         """
@@ -118,10 +129,11 @@ class ControlConnections:
                     return
                 connect()
 
-        threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")
+        threads_of_work = [threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")]
         with suppress(threads.ThreadShortage):  # then fewer connect at a time
             for _ in range(min(len(work), _AT_A_TIME) - 1):
-                threads.start(run, name="raytorchrpc-dial")
+                threads_of_work.append(threads.start(run, name="raytorchrpc-dial"))
+        return threads_of_work
 
     def ask(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], names: Iterable[str], done: Answered

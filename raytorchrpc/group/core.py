@@ -91,9 +91,15 @@ class Answered(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """These have prepared to join; the other members are to prepare for them."""
+    """These have prepared to join, with the view as it is; the other members are to prepare for them."""
 
     peers: Sequence[Peer]
+
+
+class Connecting(NamedTuple):
+    """These are told where the other members listen, and connect."""
+
+    names: Sequence[str]
 
 
 class Arrived(NamedTuple):
@@ -101,13 +107,16 @@ class Arrived(NamedTuple):
 
     kind: Literal["added", "back"]
     names: Sequence[str]
+    version: int
+    """``Core.promised`` after their ``Coming``."""
 
 
 class Failed(NamedTuple):
     """An attempt to admit these has failed."""
 
     names: Sequence[str]
-    """Those that may try again later; the others at once."""
+    later: Sequence[str] = ()
+    """Those of them that may try again later; the others at once."""
 
 
 class Removed(NamedTuple):
@@ -117,14 +126,16 @@ class Removed(NamedTuple):
 
 
 class Overdue(NamedTuple):
-    """The supervisor does not wait any longer for members to follow the view."""
+    """The supervisor does not wait any longer for members to follow that version of the view."""
+
+    version: int
 
 
 class Tick(NamedTuple):
     """The time of ``Core.due`` has come."""
 
 
-Event = Broke | Dialled | RaySaid | Answered | Coming | Arrived | Failed | Removed | Overdue | Tick
+Event = Broke | Dialled | RaySaid | Answered | Coming | Connecting | Arrived | Failed | Removed | Overdue | Tick
 
 
 class Announce(NamedTuple):
@@ -186,6 +197,8 @@ class Phase(Enum):
     """Announced. It can only come back as another process."""
     RESTARTED = auto()
     """Ray has restarted the actor, and its new process listens for requests."""
+    RETURNING = auto()
+    """That process is being admitted."""
 
 
 class _Loss:
@@ -210,7 +223,7 @@ class _Loss:
 
     @property
     def absence(self) -> Absence:
-        return Absence(self.cause, False, self.phase in (Phase.ENDED, Phase.RESTARTED))
+        return Absence(self.cause, False, self.phase in (Phase.ENDED, Phase.RESTARTED, Phase.RETURNING))
 
 
 class _Member:
@@ -235,7 +248,7 @@ class _Pending(NamedTuple):
 
 
 class Core:
-    """Used by one thread, but for ``unready``, ``causes`` and ``away``."""
+    """Used by one thread, but for what any thread may ask."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         """``peers``: the members of a group that has formed."""
@@ -246,28 +259,32 @@ class Core:
         """Members that have not answered yet, and when they were asked; the oldest first."""
         self._behind: dict[str, float] = {}
         """Members that have not acknowledged the view, and when they may be asked."""
-        self._coming: tuple[Peer, ...] = ()
+        self._coming: dict[str, Peer] = {}
+        self._connecting = set[str]()
+        self.promised = 0
+        """The version at which those join that have announced themselves last."""
         self._reports: deque[_Pending] = deque()
         self._now = 0.0
         self._out: list[Instruction] = []
-        for peer in (entry.peer for entry in self.view.entries.values()):
-            self._add(peer)
+        for entry in self.view.entries.values():
+            self._add(entry.peer, self.view.version)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Broke: self._broke,
             Dialled: self._dialled,
             RaySaid: self._ray_said,
             Answered: self._answered,
             Coming: self._prepare_for,
+            Connecting: lambda event: self._connecting.update(event.names),
             Arrived: self._arrived,
             Failed: self._failed,
             Removed: self._removed,
-            Overdue: lambda event: self._stop_waiting(self.view.version),
+            Overdue: lambda event: self._stop_waiting(event.version),
             Tick: self._poll,
         }
 
-    def _add(self, peer: Peer) -> None:
+    def _add(self, peer: Peer, version: int) -> None:
         name = peer.member.name
-        self._members[name] = _Member(peer.member.rank, peer.member.incarnation, self.view.version)
+        self._members[name] = _Member(peer.member.rank, peer.member.incarnation, version)
         self._drop(name)
 
     def handle(self, events: Iterable[Event], now: float) -> list[Instruction]:
@@ -288,29 +305,27 @@ class Core:
 
     def due(self) -> float | None:
         """When ``Tick`` is due (``time.monotonic``); None: not before another event."""
-        times = [loss.next_poll for loss in self.lost.values()]
+        times = [loss.next_poll for loss in self.lost.values() if loss.phase is not Phase.RETURNING]
         times += [when for name, when in self._behind.items() if when > self._now and name not in self._asked]
         times += [when + _ASK_AGAIN_S for when in list(self._asked.values())[:1]]
         times += [pending.until for pending in list(self._reports)[:1]]
         return min(times, default=None)
 
-    def waits_for(self, version: int | None = None) -> bool:
-        """Whether a member that answers in time has not followed the view, or that version of it."""
-        version = self.view.version if version is None else version
-        found = (self._members[name] for name in self._behind)
-        return any(member.version < version and member.is_watched and not member.is_slow for member in found)
+    def awaited(self, version: int) -> set[str]:
+        """The members that answer in time and have not followed that version of the view. Any thread may ask."""
+        found = ((name, self._members.get(name)) for name in self._behind.copy())
+        return {name for name, its in found if its and its.version < version and its.is_watched and not its.is_slow}
 
-    @property
-    def behind(self) -> set[str]:
-        """The members that have not followed the view."""
-        return {*self._behind}
+    def listening(self) -> dict[str, Prepared]:
+        """Where each member listens. Any thread may ask."""
+        return {its.peer.member.name: its.peer.prepared for its in self.view.entries.copy().values()}
 
     def causes(self) -> dict[str, str]:
         """Why each lost member is lost, by name. Any thread may ask."""
         return {name: loss.cause for name, loss in self.lost.copy().items()}
 
     def away(self) -> dict[str, str]:
-        """The same of those whose loss was announced."""
+        """The same of those whose loss was announced. Any thread may ask."""
         return {name: loss.cause for name, loss in self.lost.copy().items() if loss.is_announced}
 
     def unready(self) -> dict[str, str]:
@@ -349,7 +364,8 @@ class Core:
                 self._return(name, answer.prepared)
             elif answer.prepared is not None and answer.prepared != self.view.entries[member.rank].peer.prepared:
                 moved[member.rank] = answer.prepared
-        if moved and self._coming:  # those that come get it when they join, and nobody else needs it
+        # Those that come get it when they connect, and nobody else needs it.
+        if moved and self._coming and not self._connecting:
             self.view.amend(moved)
         elif moved:
             self.view.describe(moved)
@@ -388,7 +404,7 @@ class Core:
     def _report(self) -> None:
         while self._reports:
             version, until, change = self._reports[0]
-            if self.waits_for(version):
+            if self.awaited(version):
                 if self._now < until:
                     return
                 self._stop_waiting(version)
@@ -407,7 +423,11 @@ class Core:
         while self._asked and (oldest := next(iter(self._asked.items())))[1] + _ASK_AGAIN_S <= self._now:
             del self._asked[oldest[0]]
             self._members[oldest[0]].is_slow = True
-        polled = [name for name, loss in self.lost.items() if loss.next_poll <= self._now]
+        polled = [
+            name
+            for name, loss in self.lost.items()
+            if loss.next_poll <= self._now and loss.phase is not Phase.RETURNING
+        ]
         for name in polled:
             loss = self.lost[name]
             loss.next_poll = self._now + (_POLL_S if self._now - loss.since < _SLOW_AFTER_S else _SLOW_POLL_S)
@@ -418,7 +438,7 @@ class Core:
     def _ray_said(self, event: RaySaid) -> None:
         dead, ended = dict[str, _Loss](), list[str]()
         for name, (fate, cause) in event.fates.items():
-            if (loss := self.lost.get(name)) is None:
+            if (loss := self.lost.get(name)) is None or loss.phase is Phase.RETURNING:
                 continue
             loss.next_poll += 2 * event.took_s  # Ray's control store is busy while it restarts many actors
             if fate is Fate.DEAD:
@@ -502,36 +522,46 @@ class Core:
 
     def _readmit(self) -> None:
         # Together, but for those that have failed more often: one that does not answer holds up all that come with it.
-        back = {name: loss.patience_s for name, loss in self.lost.items() if loss.phase is Phase.RESTARTED}
-        if back:
-            least = min(back.values())
-            self._out.append(Admit([name for name, patience_s in back.items() if patience_s == least], least))
+        # So do those that come while it is waited for.
+        returning = {loss.patience_s for loss in self.lost.values() if loss.phase is Phase.RETURNING}
+        back: dict[float, list[str]] = {}
+        for name, loss in self.lost.items():
+            if loss.phase is Phase.RESTARTED and loss.patience_s not in returning:
+                back.setdefault(loss.patience_s, []).append(name)
+        for patience_s, names in sorted(back.items()):
+            for name in names:
+                self.lost[name].phase = Phase.RETURNING
+            self._out.append(Admit(names, patience_s))
 
     def _prepare_for(self, event: Coming) -> None:
-        self._coming = tuple(event.peers)
+        self._coming.update({peer.member.name: peer for peer in event.peers})
         self.view.admit(event.peers, JOINING)
+        self.promised = self.view.promise()
 
     def _arrived(self, event: Arrived) -> None:
-        """They have joined at the version that the view gets now."""
-        arrived = [peer for peer in self._coming if peer.member.name in event.names]
-        self.view.mark({peer.member.rank: None for peer in arrived})
+        arrived = [self._coming.pop(name) for name in event.names]
+        self._connecting.difference_update(event.names)
+        self.view.arrive(arrived, event.version)
         for peer in arrived:
             self.lost.pop(peer.member.name, None)
-            self._add(peer)
-        self._coming = ()
+            self._add(peer, event.version)
         self._out.append(Dial(event.names, _CONNECT_S))
         self._report_later(Change(event.kind, tuple(event.names)))
 
     def _failed(self, event: Failed) -> None:
-        lost = {its.member.rank: self.lost[its.member.name] for its in self._coming if its.member.name in self.lost}
-        new = [its.member.rank for its in self._coming if its.member.rank not in lost]
-        self._coming = ()
+        came = [its.member for name in event.names if (its := self._coming.pop(name, None)) is not None]
+        self._connecting.difference_update(event.names)
+        lost = {its.rank: self.lost[its.name] for its in came if its.name in self.lost}
         if lost:
             self.view.mark({rank: loss.absence for rank, loss in lost.items()})
-        if new:
+        if new := [its.rank for its in came if its.rank not in lost and its.rank in self.view.entries]:
             self.view.remove(dict.fromkeys(new))
         for name in event.names:
-            if (loss := self.lost.get(name)) is not None:
+            if (loss := self.lost.get(name)) is None or loss.phase is not Phase.RETURNING:
+                continue
+            if name in event.later:
                 loss.phase = Phase.ENDED  # others that return by then do not wait for it
                 loss.next_poll = self._now + min(_FIRST_RETRY_S * loss.backoff, _LONGEST_RETRY_S)
                 loss.backoff *= 2
+            else:
+                loss.phase, loss.next_poll = Phase.RESTARTED, self._now

@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.peers import described, find, keys_of
+from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
@@ -150,6 +150,10 @@ class Formation:
         attempt fails.
         """
         self.participants = participants
+        self.others: Mapping[str, Prepared] = {}
+        """Where the members listened when the participants were announced to them."""
+        self.is_done = False
+        """The participants are members."""
         self.left_out: list[str] = []
         """Former participants that have failed."""
         self._leaves_out_failures, self._uses_known = leaves_out_failures, uses_known
@@ -168,26 +172,41 @@ class Formation:
         return self._deadline if self._patience is None else self._patience.deadline
 
     def probe(self) -> None:
-        """Have every process describe itself, and decide routes and device maps. Changes nothing there."""
+        """Have every process describe itself. Changes nothing there."""
         lanes = registry.foreign(self.roster.config.lanes)
-        self._uses_known &= not lanes and all(
-            handle is not None and ray_internals.actor_id_of(handle) in _known for handle in self.participants.values()
+        handles = self.participants.values()
+        self._uses_known = (
+            self._uses_known
+            and not lanes
+            and all(is_actor(handle) and ray_internals.actor_id_of(handle) in _known for handle in handles)
         )
         if self._uses_known:
-            probes = {name: _known[ray_internals.actor_id_of(handle)] for name, handle in self.participants.items()}
+            found = {name: _known[ray_internals.actor_id_of(handle)] for name, handle in self.participants.items()}
         else:
             arguments = {member: (member, lanes) for member in self.participants}
             found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
-            probes = {member: found[member] for member in self.participants}
-        self._refuse_taken(probes)
-        elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
-        roster = replace(self.roster, highest_id=max(self.roster.highest_id, elsewhere))
-        self.roster = roster.admit(self.participants, probes)
-        records = self.roster.records
-        if any(records[name].probe.agent is None or records[name].renew_agent for name in self.participants):
-            # All of them: whoever has known an id that a newcomer gets must not meet another process under it, even if
-            # the group is not formed in the end.
-            worker_ids.record(each.member for each in records.values())
+        self._probes: dict[str, Probe] = {member: found[member] for member in self.participants}
+        self._refuse_taken(self._probes)
+        self._elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *handles])
+
+    def assign(self, roster: Roster) -> None:
+        """Give the participants ranks and ids, beside the members of ``roster``, and decide routes and device maps."""
+        self._before = roster
+        highest = max(roster.highest_id, self._elsewhere)
+        self.roster = replace(roster, highest_id=highest).admit(self.participants, self._probes)
+
+    def has_others(self, roster: Roster) -> bool:
+        """Whether ``roster`` has other members, the participants aside, than the participants were told; then they are
+        told those by the next ``prepare``.
+        """
+
+        def others(of: Roster) -> dict[str, Member]:
+            return {name: its.member for name, its in of.records.items() if name not in self.participants}
+
+        if others(roster) == others(self.roster):
+            return False
+        self._before, self.roster = roster, roster.with_members(self.roster, self.participants)
+        return True
 
     def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}
@@ -210,13 +229,17 @@ class Formation:
 
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
+        records = self.roster.records
+        if any(records[name].probe.agent is None or records[name].renew_agent for name in self.participants):
+            # All of them: whoever has known an id that a newcomer gets must not meet another process under it, even if
+            # the group is not formed in the end.
+            worker_ids.record(each.member for each in records.values())
         group = self._shared(self.roster.description)
         specs = {
             name: (self.roster.spec(name, self._attempt, is_known=self._uses_known), group(name))
             for name in self.participants
         }
         prepared: dict[str, Prepared] = self._ask("could not start", join.prepare, specs)
-        records = self.roster.records
         if others := tuple(name for name, its in prepared.items() if its.pid != records[name].probe.pid):
             raise BootstrapError(
                 f"group {self.roster.name!r} {self._begun()}: Ray restarted {', '.join(others)} meanwhile",
@@ -265,7 +288,6 @@ class Formation:
 
     def commit(
         self,
-        info: GroupInfo,
         prepared: Mapping[str, Prepared],
         away: Mapping[str, str] | None = None,
         silent: Collection[str] = (),
@@ -276,8 +298,8 @@ class Formation:
         """
         left = max(1.0, self.deadline - time.monotonic())
         peers = {name: prepared[name] for name in self.roster.records}
-        message = Listening(info.name, info.generation, peers, left, dict(away or {}), tuple(silent), version)
-        listening = self._shared(message)
+        group = self.roster.name, self.roster.generation
+        listening = self._shared(Listening(*group, peers, left, dict(away or {}), tuple(silent), version))
         arguments = {member: (listening(member),) for member in self.participants}
         self._ask("could not reach the others", join.commit, arguments)
 
@@ -350,7 +372,7 @@ def form_group(
     roster: Roster,
     participants: dict[str, Any],
     timeout_s: float,
-    finish: Callable[[Roster, GroupInfo, Mapping[str, Prepared]], T],
+    finish: Callable[[Roster, Mapping[str, Prepared]], T],
 ) -> T:
     """Form a new group; returns what ``finish`` makes of it. Leaves nothing behind if either fails."""
     try:
@@ -361,12 +383,12 @@ def form_group(
                 )
                 try:
                     formation.probe()
+                    formation.assign(roster)
                     try:
                         prepared = formation.prepare()
-                        info = formation.roster.info(prepared)
-                        formation.commit(info, prepared)
+                        formation.commit(prepared)
                         formation.remember(prepared)
-                        return finish(formation.roster, info, prepared)
+                        return finish(formation.roster, prepared)
                     except BaseException:
                         formation.roll_back()
                         raise

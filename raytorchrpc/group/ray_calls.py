@@ -16,7 +16,6 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.group.control_connections import Arguments
-from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join, restarted
 from raytorchrpc.process.fan_out import Answers, Outcome, ask_all, in_thread
 
@@ -171,11 +170,6 @@ def _why_silent(actor_id: str, method: str | None) -> str:
         return "waiting for the arguments of its __init__"
     needs = ", ".join(f"{name}: {amount:g}" for name, amount in ray_internals.required_resources(actor_id).items())
     return f"pending resources {{{needs}}}" if needs else "starting"
-
-
-def ask_to_leave(roster: Roster, handles: Mapping[str, Any]) -> None:
-    """Does not block; ``have_leave`` waits for them, unless its caller is interrupted."""
-    call_all(handles, join.leave, dict.fromkeys(handles, (roster.generation,)), time.monotonic())
 
 
 def have_leave(

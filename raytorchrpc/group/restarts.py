@@ -17,7 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group.control_connections import Arguments, ControlConnections
-from raytorchrpc.group.roster import Roster, is_actor
+from raytorchrpc.group.core import Fate
+from raytorchrpc.group.roster import MemberRecord, Roster, is_actor
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import restarted
@@ -97,6 +98,19 @@ class RestartedActors:
                 its.process.post(None)
         if self._connections is not None:
             self._connections.close()
+
+    def fate(self, record: MemberRecord, ended: bool) -> tuple[Fate, str]:
+        """What Ray says of a lost member's actor, with the cause of a death. ``ended``: see core.AskRay."""
+        if isinstance(record.handle, JoinedProcess):
+            return Fate.UNKNOWN, ""
+        actor, fate = ray_internals.actor_state(ray_internals.actor_id_of(record.handle)), Fate.ENDED
+        if actor.state == "DEAD":
+            fate = Fate.DEAD
+        elif actor.state == "ALIVE" and (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id):
+            fate = Fate.SAME
+        elif actor.state == "ALIVE" and ended and self.is_listening(record.handle, actor):
+            fate = Fate.RESTARTED
+        return fate, actor.cause
 
     def is_listening(self, handle: Any, there: ray_internals.ActorState) -> bool:
         """Whether the actor's current process has answered a request since the last attempt to readmit it.

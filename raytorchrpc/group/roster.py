@@ -115,14 +115,20 @@ class Roster:
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
         """This roster after an attempt to admit these members, which some member may know: ids and ranks are taken."""
         incarnations = {name: attempt.records[name].member.incarnation for name in names if name in attempt.records}
-        tried, highest_id, next_rank = {**self.tried, **incarnations}, attempt.highest_id, attempt.next_rank
-        return replace(self, tried=tried, highest_id=highest_id, next_rank=next_rank)
+        highest_id, next_rank = max(self.highest_id, attempt.highest_id), max(self.next_rank, attempt.next_rank)
+        return replace(self, tried={**self.tried, **incarnations}, highest_id=highest_id, next_rank=next_rank)
+
+    def with_members(self, other: Roster, names: Iterable[str]) -> Roster:
+        """This roster with these members as they are in the other one."""
+        found = {**self.records, **{name: other.records[name] for name in names}}
+        records = {name: found[name] for name in sorted(found, key=lambda name: found[name].member.rank)}
+        plan = self.plan.merged(other.plan.part(names), records) if self.plan.kind_of else other.plan.part(names)
+        return replace(self, records=records, plan=plan).after_failure(other, names)
 
     def with_former(self, before: Roster, names: Iterable[str]) -> Roster:
         """This roster with these members as they were before, as their admission has failed."""
-        former = {name: before.records[name] for name in names if name in self.records}
-        plan = self.plan.merged(before.plan.part(former), self.records)
-        return replace(self, records={**self.records, **former}, plan=plan).after_failure(self, former)
+        former = [name for name in names if name in self.records]
+        return self.with_members(before, former).after_failure(self, former)
 
     @property
     def credentials(self) -> Credentials:
@@ -135,13 +141,12 @@ class Roster:
             tls=self.tls,
         )
 
-    def check_newcomers(self, handles: dict[str, Any]) -> dict[str, Any]:
-        """Return these. Raises ConfigurationError for actors or names that are members already."""
-        known: dict[str | None, str] = {
-            its: name for name, handle in self.handles.items() if (its := _actor_id(handle))
-        }
+    def check_newcomers(self, handles: dict[str, Any], joining: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return these. Raises ConfigurationError for actors or names that are members already, or are joining."""
+        members = {**self.handles, **(joining or {})}
+        known: dict[str | None, str] = {its: name for name, handle in members.items() if (its := _actor_id(handle))}
         for name, handle in handles.items():
-            if name in self.records:
+            if name in members:
                 raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
             if (taken := known.get(_actor_id(handle))) is not None:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")

@@ -22,11 +22,11 @@ from raytorchrpc.calls.peers import process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import core, ray_calls
-from raytorchrpc.group.changes import Change, EventBus, RequestedChange
+from raytorchrpc.group.changes import Change, EventBus, Joining, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.core import Core, Fate
+from raytorchrpc.group.core import Core
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
-from raytorchrpc.group.process_groups import check_backend, create_process_group
+from raytorchrpc.group.process_groups import ProcessGroups, check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
@@ -34,7 +34,7 @@ from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import join
 from raytorchrpc.membership.here import endpoint
-from raytorchrpc.membership.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest, Prepared
+from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.membership.tickets import consent
 from raytorchrpc.membership.view import Answer
@@ -84,17 +84,16 @@ def form(
 
 
 class Supervisor:
-    """One per group. ``add``, ``remove`` and readmissions run on its thread, one after another."""
+    """One per group. All that changes the group happens on its thread, which never waits for a member: whoever asks for
+    a change waits, and readmissions have threads of their own.
+    """
 
     def __init__(
-        self,
-        roster: Roster,
-        info: GroupInfo,
-        prepared: Mapping[str, Prepared],
-        register: Callable[[Supervisor], object],
+        self, roster: Roster, prepared: Mapping[str, Prepared], register: Callable[[Supervisor], object]
     ) -> None:
-        self.roster, self.info = roster, info
+        self.roster, self.info = roster, roster.info(prepared)
         """The group as it is now."""
+        self._joining = Joining()
         self._core = Core(roster.peers(prepared))
         self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
         self._changed = threading.Condition()
@@ -105,14 +104,14 @@ class Supervisor:
         self._todo: deque[core.Instruction] = deque()
         """Instructions to carry out. One that fails for lack of memory or threads stays."""
         self._events = EventBus(roster.name)
-        self._process_group_lock, self._process_groups = threading.Lock(), 0
-        """One is created at a time; how many there were."""
+        self._process_groups = ProcessGroups(roster.name)
         self._connections = ControlConnections(roster.credentials)
         self._restarts = RestartedActors(roster, None if roster.config.joinable_by == "nobody" else self.take_in)
         self._tracing = Tracing(self._connections)
         self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
+        self._readmissions: list[threading.Thread] = []
         try:
-            self._reserve(len(roster.records))
+            self._reserve(roster.records)
             self._restarts.post(roster)
             self._dial(core.Dial(list(roster.records), _CONNECT_S))  # a loss by then is found when it has connected
             fork.register(self)
@@ -130,30 +129,44 @@ class Supervisor:
     def add(self, actors: Any, timeout_s: float) -> tuple[str, ...]:
         """Admit actors; returns their names."""
         deadline = time.monotonic() + timeout_s
-
-        def add() -> tuple[str, ...] | None:
-            """None: Ray has restarted one of them."""
-            formation = Formation(self.roster, self._newcomers(actors), timeout_s, deadline=deadline)
+        self._check_running()
+        while True:
+            ray_calls.wait_for_answers(self._newcomers(actors), deadline)  # they may be busy, or restart
+            newcomers = self._request(lambda: self._newcomers(actors))
+            formation = Formation(self.roster, newcomers, timeout_s, deadline=deadline)
             try:
                 self._admit("added", formation)
+                return tuple(newcomers)
             except BootstrapError as error:
                 formation.raise_unless_restarted(error)
-                return None
-            return tuple(formation.participants)
-
-        self._check_running()
-        # Newcomers may be busy or restart. This thread waits for them: the supervisor's has to detect losses.
-        ray_calls.wait_for_answers(self._newcomers(actors), deadline)
-        names = self._request(add, timeout_s + _CHANGE_S)
-        return self.add(actors, max(0.0, deadline - time.monotonic())) if names is None else tuple(names)
 
     def _newcomers(self, actors: Any) -> dict[str, Any]:
-        return self.roster.check_newcomers(participants_of(actors, False, first_rank=self.roster.next_rank))
+        joining = self._joining.handles
+        first_rank = self.roster.next_rank + len(joining)
+        return self.roster.check_newcomers(participants_of(actors, False, first_rank=first_rank), joining)
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
-        leaving = self._request(lambda: self._remove(tuple(names)), timeout_s + _CHANGE_S)
-        ray_calls.have_leave(self.roster.name, self.roster.generation, leaving, until)
+        roster = self._part_with(names)
+        leaving = {name: roster.records[name].handle for name in names if name not in roster.by_themselves}
+        try:
+            self._await_members(GAP_S, GAP_S)
+        finally:
+            ray_calls.have_leave(roster.name, roster.generation, leaving, until)
+
+    def _part_with(self, names: Sequence[str]) -> Roster:
+        """Remove these members; returns the roster that still had them."""
+        self._request(lambda: self.roster.check_leavers(names))
+        self._send_off(names)
+
+        def remove() -> Roster:
+            roster = self.roster
+            roster.check_leavers(names)
+            self._handle(core.Removed(names))
+            return roster
+
+        roster: Roster = self._request(remove)
+        return roster
 
     def take_in(self, request: JoinRequest | LeaveRequest) -> None:
         """Carry out the request of a process that joins or leaves by itself. Blocks."""
@@ -161,52 +174,35 @@ class Supervisor:
         if not known and not (isinstance(request, JoinRequest) and self.roster.config.joinable_by == "cluster"):
             raise NotAMember(f"group {self.roster.name!r} takes in only processes that its members have started")
         if isinstance(request, LeaveRequest):
-            self._request(lambda: self._part_with(request), _CHANGE_S)
+            record = self.roster.records.get(request.name)
+            is_here = record is not None and record.member.incarnation == request.incarnation
+            if is_here and request.name in self.roster.by_themselves and len(self.roster.records) > 1:
+                self._part_with((request.name,))
+                self._await_members(GAP_S, GAP_S)
             return
         check_name("join(name=...)", request.name)
         newcomer, patience_s = {request.name: request.process}, min(request.timeout_s, _CHANGE_S)
-
-        def admit() -> None:
+        try:
+            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
             self._strike_ended(request.name)
-            self.roster.check_newcomers(newcomer)
             call_all, attempt = self._restarts.call_all, request.attempt
             formation = Formation(self.roster, newcomer, patience_s, call_all, by_reference=False, attempt=attempt)
             self._admit("added", formation)
-
-        try:
-            # One that is suspended is not to hold up the supervisor's thread.
-            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
-            self._request(admit, request.timeout_s)
             # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
             with contextlib.suppress(RayTorchRpcError):  # it is found lost like others
                 self._connections.ping(request.name, patience_s)
             self._check_running()  # if the group ends, the end may have come too early to tell this one
         except (PeerLost, RpcTimeout) as error:
-            message = (
-                f"group {self.roster.name!r} cannot reach the process that would join as {request.name!r}: {error}"
-            )
-            raise BootstrapError(message) from error
+            process = f"the process that would join as {request.name!r}"
+            raise BootstrapError(f"group {self.roster.name!r} cannot reach {process}: {error}") from error
         finally:
             self._restarts.forget(request.process.key)
 
     def _strike_ended(self, name: str) -> None:
         """Take a process off the roster that joined by itself and has ended: another one wants its name."""
         record = self.roster.records.get(name)
-        if record is None or not isinstance(record.handle, JoinedProcess):
-            return
-        for _ in range(2):  # the first may only find that the connection has ended
-            try:
-                self._connections.ping(name, _PING_S)
-            except RayTorchRpcError as error:
-                if isinstance(error.__cause__, ConnectionRefusedError):
-                    self._handle(core.Dialled(name, record.member.incarnation, "its process ended", ended=True))
-                    return
-
-    def _part_with(self, request: LeaveRequest) -> None:
-        record = self.roster.records.get(request.name)
-        is_here = record is not None and record.member.incarnation == request.incarnation
-        if is_here and request.name in self.roster.by_themselves and len(self.roster.records) > 1:
-            self._remove((request.name,))
+        if record is not None and isinstance(record.handle, JoinedProcess) and self._connections.is_over(name, _PING_S):
+            self._report(core.Dialled(name, record.member.incarnation, "its process ended", ended=True))
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
         """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
@@ -222,23 +218,15 @@ class Supervisor:
         self, backend: str, timeout_s: float, collective_s: float, names: Sequence[str] | None = None
     ) -> ProcessGroupInfo:
         """Create a process group across these members, or all."""
-        # On the caller's thread: the supervisor's has to detect losses meanwhile.
         deadline = time.monotonic() + timeout_s
-        if not self._process_group_lock.acquire(timeout=timeout_s):
-            raise BootstrapError(f"group {self.roster.name!r}: another process group is being created")
-        try:
-            check_backend(backend, {})  # a wrong name is refused before the wait
-            if away := self.wait_ready(timeout_s, names):
-                reasons = ", ".join(f"{name} ({cause})" for name, cause in away.items())
-                raise BootstrapError(f"group {self.roster.name!r}: members are away: {reasons}", members=tuple(away))
+        check_backend(backend, {})  # a wrong name is refused before the wait
+        if away := self.wait_ready(timeout_s, names):
+            reasons = ", ".join(f"{name} ({cause})" for name, cause in away.items())
+            raise BootstrapError(f"group {self.roster.name!r}: members are away: {reasons}", members=tuple(away))
+        with self._process_groups.next(deadline) as number:
             self._check_running()
-            self._process_groups += 1
             left = max(1.0, deadline - time.monotonic())
-            return create_process_group(
-                self.roster, self._connections, self._process_groups, backend, left, collective_s, names
-            )
-        finally:
-            self._process_group_lock.release()
+            return create_process_group(self.roster, self._connections, number, backend, left, collective_s, names)
 
     def stats(self, timeout_s: float) -> GroupStats:
         """What all members have counted, by peer."""
@@ -258,7 +246,7 @@ class Supervisor:
 
     def directory(self, endpoint: Endpoint) -> Directory:
         """See guest.Host."""
-        return self.roster.directory(self.prepared(), endpoint)
+        return self.roster.directory(self._core.listening(), endpoint)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
@@ -271,7 +259,7 @@ class Supervisor:
         self._send_off(self.roster.handles, for_good=True)
         self.stop()
         dismissed = self._dismiss(until, but=())
-        for thread in self._threads:
+        for thread in (*self._threads, *self._readmissions):
             if thread is not threading.current_thread():  # a callback may end the group
                 thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
         self._dismiss(until, but=dismissed)  # those that the thread was admitting
@@ -318,8 +306,8 @@ class Supervisor:
             fork.forked_from(f"the process that formed group {self.roster.name!r}")
         return ()
 
-    def _request(self, work: Callable[[], Any], patience_s: float) -> Any:
-        """Have the thread make a change; returns or raises what came of it."""
+    def _request(self, work: Callable[[], Any]) -> Any:
+        """Have the thread make a change, which waits for nobody; returns or raises what came of it."""
 
         def checked() -> Any:
             self._check_running()
@@ -329,7 +317,7 @@ class Supervisor:
         self._tasks.put(change.run)
         if self._stopped:  # the thread may have ended already
             self._drain()
-        return change.result(patience_s)
+        return change.result(_CHANGE_S)
 
     def _check_running(self) -> None:
         if self._ends or self._stopped:
@@ -388,9 +376,8 @@ class Supervisor:
         else:
             self.stop()
 
-    def _reserve(self, count: int) -> None:
-        """Have room for the connections to so many members. Raises ConfigurationError."""
-        reserve_descriptors(count, f"watching {count} members of group {self.roster.name!r}")
+    def _reserve(self, members: Collection[str]) -> None:
+        reserve_descriptors(len(members), f"watching {len(members)} members of group {self.roster.name!r}")
 
     # --- events and instructions --------------------------------------------------------------------------------------
 
@@ -420,7 +407,7 @@ class Supervisor:
             core.Dial: self._dial,
             core.Forget: lambda its: self._connections.forget(its.names),
             core.Strike: self._strike,
-            core.Admit: self._readmit,
+            core.Admit: self._begin_to_readmit,
             core.Report: self._tell,
         }
         while self._todo:
@@ -434,64 +421,52 @@ class Supervisor:
                 logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
 
     def _announce(self, its: core.Announce) -> None:
-        def answered(name: str, result: Callable[[], Answer]) -> None:
-            self._answers.put(((name, its.members[name]), result))
+        def answered(name: str, outcome: Callable[[], Answer]) -> None:
+            self._answers.put(((name, its.members[name]), outcome))
             self._submit(self._note_answers)
 
         self._connections.ask(join.follow, (its.delta,), its.members, answered)
 
     def _note_answers(self) -> None:
-        self._take_answers(0.0)
-
-    def _take_answers(self, timeout_s: float) -> bool:
-        """Handle the answers that are there; blocks until there is one, at most so long. False if there was none."""
+        """Handle all answers that are there."""
         answers = dict[tuple[str, int], Answer | None]()
-        while True:
-            try:
-                key, result = self._answers.get(timeout=0.0 if answers else timeout_s)
-            except queue.Empty:
-                break
-            try:
-                answers[key] = result()
-            except Exception as error:
-                answers[key] = None
-                if not isinstance(error, PeerLost):  # that is reported by its connection
-                    logger.info("%s could not follow a change of its group yet: %s", key[0], error)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                key, outcome = self._answers.get_nowait()
+                try:
+                    answers[key] = outcome()
+                except Exception as error:
+                    answers[key] = None
+                    if not isinstance(error, PeerLost):  # that is reported by its connection
+                        logger.info("%s could not follow a change of its group yet: %s", key[0], error)
         if answers:
             self._handle(core.Answered(answers))
-        return bool(answers)
 
     def _await_members(self, first_s: float, gap_s: float) -> None:
-        """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after the last
-        answer, or ``first_s`` after none.
+        """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after another
+        one has, or ``first_s`` after none. Not on the supervisor's thread.
         """
-        until = time.monotonic() + first_s
-        limit = until + first_s
-        while self._core.waits_for() and self._take_answers(max(0.0, min(until, limit) - time.monotonic())):
-            until = time.monotonic() + gap_s
-        self._handle(core.Overdue())
+        version, until = self._core.view.version, time.monotonic() + first_s
+        limit, before = until + first_s, self._core.awaited(version)
+
+        def moves() -> bool:
+            return self._stopped or self._core.awaited(version) != before
+
+        with self._changed:
+            while before and not self._stopped:
+                if not self._changed.wait_for(moves, max(0.0, min(until, limit) - time.monotonic())):
+                    self._report(core.Overdue(version))
+                    return
+                before, until = self._core.awaited(version), time.monotonic() + gap_s
 
     def _ask_ray(self, its: core.AskRay) -> None:
-        fates, began = dict[str, tuple[Fate, str]](), time.monotonic()
-        for name in its.names:
-            record = self.roster.records[name]
-            if isinstance(record.handle, JoinedProcess):
-                fates[name] = Fate.UNKNOWN, ""
-                continue
-            actor = ray_internals.actor_state(ray_internals.actor_id_of(record.handle))
-            fate = Fate.ENDED
-            if actor.state == "DEAD":
-                fate = Fate.DEAD
-            elif actor.state == "ALIVE" and (actor.pid, actor.node_id) == (record.probe.pid, record.probe.node_id):
-                fate = Fate.SAME
-            elif actor.state == "ALIVE" and name in its.ended and self._restarts.is_listening(record.handle, actor):
-                fate = Fate.RESTARTED
-            fates[name] = fate, actor.cause
+        began = time.monotonic()
+        fates = {name: self._restarts.fate(self.roster.records[name], name in its.ended) for name in its.names}
         self._handle(core.RaySaid(fates, time.monotonic() - began))
 
     def _dial(self, its: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
-        roster, prepared = self.roster, self.prepared()
+        roster, prepared = self.roster, self._core.listening()
         self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         work = dict[str, Callable[[], None]]()
         for name in its.names:
@@ -529,68 +504,98 @@ class Supervisor:
             logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
         self._events.put(change)
 
-    def prepared(self) -> dict[str, Prepared]:
-        """Where each member listens."""
-        return {its.peer.member.name: its.peer.prepared for its in self._core.view.entries.copy().values()}
-
     # --- changes ----------------------------------------------------------------------------------------------------
 
     def _strike(self, its: core.Strike) -> None:
-        prepared = self.prepared()
+        prepared = self._core.listening()
         roster = self.roster.without(self.roster.records.keys() - prepared.keys())
         self.roster, self.info = roster, roster.info(prepared)
         self._restarts.post(roster)
 
+    def _begin_to_readmit(self, its: core.Admit) -> None:
+        thread = threads.start(self._readmit, its, name=f"raytorchrpc-admit-{self.roster.name}")
+        self._readmissions = [*(each for each in self._readmissions if each.is_alive()), thread]
+
     def _readmit(self, its: core.Admit) -> None:
-        handles = {name: self.roster.records[name].handle for name in its.names}
-        patience_s = its.patience_s + _ADMIT_EACH_S * len(self.roster.records)
+        roster = self.roster
+        handles = {name: roster.records[name].handle for name in its.names if name in roster.records}
+        patience_s = its.patience_s + _ADMIT_EACH_S * len(roster.records)
         call_all = self._restarts.call_all
         formation = Formation(
-            self.roster, handles, patience_s, call_all, _UNDO_S, by_reference=False, leaves_out_failures=True
+            roster, handles, patience_s, call_all, _UNDO_S, by_reference=False, leaves_out_failures=True
         )
-        failed = list(handles)
+        failed, later = list(its.names), list(its.names)
         try:
             self._admit("back", formation)
-            failed = formation.left_out
+            failed = later = formation.left_out
         except Exception as error:
-            logger.warning("group %r: %s could not return yet: %s", self.roster.name, ", ".join(handles), error)
-            failed = [name for name in handles if name in getattr(error, "members", handles)] or failed
-        self._handle(core.Failed(failed))
+            logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
+            later = [name for name in handles if name in getattr(error, "members", handles)] or failed
+        threads.persist(lambda: self._report(core.Failed(failed, later)), _REPORT_S)
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
-        self._reserve(len(formation.participants))
-        formation.probe()
-        try:
-            coming = formation.prepare()
-            roster = formation.roster
-            self._handle(core.Coming(roster.peers({**self.prepared(), **coming}, coming)))
-            self._await_members(_FIRST_S, GAP_S)
-            prepared = {**self.prepared(), **coming}
-            info = roster.info(prepared)
-            away = {name: cause for name, cause in self._core.away().items() if name not in coming}
-            silent = {*self._core.unready()}.difference(away, coming)
-            formation.commit(info, prepared, away, silent, self._core.view.version + 1)
-            self._check_running()
-        except BaseException:
-            formation.roll_back()
-            self.roster = self.roster.after_failure(formation.roster, formation.participants)
+        """Have the participants join. Blocks: not on the supervisor's thread."""
+        newcomers = formation.participants
+        with contextlib.ExitStack() as stack:
             if kind == "added":
-                self._handle(core.Failed(()))
-            raise
-        self.roster, self.info = roster, info
-        self._restarts.admitted(formation.participants)
-        self._restarts.post(roster)
-        self._handle(core.Arrived(kind, list(formation.participants)))
+                stack.enter_context(self._joining.of(newcomers, formation.deadline, self._check_newcomers))
+            self._reserve(newcomers)
+            formation.probe()
+            self._request(lambda: self._assign(formation))
+            try:
+                self._join(kind, formation)
+            except BaseException:
+                if not formation.is_done:  # else Ctrl-C came too late
+                    formation.roll_back()
+                    if kind == "added":
+                        self._report(core.Failed(list(newcomers)))
+                raise
         if kind == "added":
             self._await_members(GAP_S, GAP_S)
 
-    def _remove(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Returns the handles of those that were asked to leave."""
-        self.roster.check_leavers(names)
-        self._send_off(names)
-        roster = self.roster
-        leaving = {name: roster.records[name].handle for name in names if name not in roster.by_themselves}
-        self._handle(core.Removed(names))
-        self._await_members(GAP_S, GAP_S)
-        ray_calls.ask_to_leave(roster, leaving)
-        return leaving
+    def _check_newcomers(self, newcomers: dict[str, Any], joining: Mapping[str, Any]) -> None:
+        self.roster.check_newcomers(newcomers, joining)
+
+    def _join(self, kind: Literal["added", "back"], formation: Formation) -> None:
+        while True:
+            coming = formation.prepare()
+            version = self._request(partial(self._announce_coming, formation, coming))
+            if version is not None:
+                break
+        self._await_members(_FIRST_S, GAP_S)
+        prepared, away, silent = self._request(lambda: self._others_of(formation, coming))
+        formation.commit(prepared, away, silent, version)
+        self._request(lambda: self._take(kind, formation, version))
+
+    def _assign(self, formation: Formation) -> None:
+        formation.assign(self.roster)
+        self.roster = self.roster.after_failure(formation.roster, formation.participants)  # ids and ranks are taken
+
+    def _announce_coming(self, formation: Formation, coming: Mapping[str, Prepared]) -> int | None:
+        """The version of the view at which they join; None: they are to prepare again, as the members have changed."""
+        if formation.has_others(self.roster):
+            return None
+        formation.others = self._core.listening()
+        self._handle(core.Coming(formation.roster.peers({**self._core.listening(), **coming}, coming)))
+        return self._core.promised
+
+    def _others_of(
+        self, formation: Formation, coming: Mapping[str, Prepared]
+    ) -> tuple[dict[str, Prepared], dict[str, str], set[str]]:
+        """Where all members listen, those that are away, and those that do not answer."""
+        self._handle(core.Connecting(list(coming)))
+        gone = dict.fromkeys(formation.roster.records.keys() - self._core.listening().keys(), "it has left the group")
+        away = {name: cause for name, cause in {**self._core.away(), **gone}.items() if name not in coming}
+        silent = {*self._core.unready()}.difference(away, coming)
+        return {**formation.others, **self._core.listening(), **coming}, away, silent
+
+    def _take(self, kind: Literal["added", "back"], formation: Formation, version: int) -> None:
+        """They have joined."""
+        names = list(formation.participants)
+        if kind == "back" and (gone := [name for name in names if name not in self.roster.records]):
+            raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
+        self.roster, formation.is_done = self.roster.with_members(formation.roster, names), True
+        self._handle(core.Arrived(kind, names, version))
+        self.info = self.roster.info(self._core.listening())
+        self._restarts.admitted(formation.participants)
+        self._restarts.post(self.roster)

@@ -82,6 +82,8 @@ class View:
         self.departed: dict[int, State] = {}
         self._forgotten = 0
         """Departures up to this version are not kept any more."""
+        self._promised = 0
+        """The latest version that was promised to newcomers."""
         for peer in peers:
             self._put(peer, 1, 1, None)
 
@@ -90,16 +92,36 @@ class View:
         self.entries.pop(rank, None)
         self.entries[rank] = Entry(peer, entered, described, State(rank, absence, self.version))
 
+    def _grow(self) -> None:
+        self.version = max(self.version, self._promised) + 1
+
+    def promise(self) -> int:
+        """A version for processes that join with the view as it is now. No other change gets it."""
+        self._promised = max(self.version, self._promised) + 1
+        return self._promised
+
+    def arrive(self, peers: Iterable[Peer], promised: int) -> None:
+        """These have joined at the version that they were promised."""
+        if self._promised > promised:  # others that were promised one later do not know these
+            self.admit(peers)
+        elif self.version > promised:
+            self.mark({peer.member.rank: None for peer in peers})
+        else:  # nothing has changed meanwhile: they are up to date
+            self.version = promised
+            for peer in peers:
+                old = self.entries[peer.member.rank]
+                self._put(old.peer, old.entered, old.described, None)
+
     def admit(self, peers: Iterable[Peer], absence: Absence | None = None) -> None:
         """Add processes: new members, restarted ones, and those that were unreachable."""
-        self.version += 1
+        self._grow()
         for peer in peers:
             self.departed.pop(peer.member.rank, None)
             self._put(peer, self.version, self.version, absence)
 
     def describe(self, prepared: Mapping[int, Prepared]) -> None:
         """Note that these members listen elsewhere."""
-        self.version += 1
+        self._grow()
         for rank, its in prepared.items():
             old = self.entries[rank]
             self._put(old.peer._replace(prepared=its), old.entered, self.version, old.state.absence)
@@ -112,14 +134,14 @@ class View:
 
     def mark(self, absences: Mapping[int, Absence | None]) -> None:
         """Set whether these members can be called."""
-        self.version += 1
+        self._grow()
         for rank, absence in absences.items():
             old = self.entries[rank]
             self._put(old.peer, old.entered, old.described, absence)
 
     def remove(self, departed: Mapping[int, Absence | None]) -> None:
         """Remove members: by a user (None), or because they died."""
-        self.version += 1
+        self._grow()
         for rank, absence in departed.items():
             del self.entries[rank]
             self.departed[rank] = State(rank, absence, self.version)

@@ -61,6 +61,10 @@ def leave() -> None:
     rtr.get_group("trained").leave()
 
 
+def member_names() -> list[str]:
+    return [member.name for member in rtr.get_group("trained").members]
+
+
 def call(target: str, method: str, *args: Any) -> Any:
     return getattr(rtr.rpc_sync(target), method)(*args)
 
@@ -345,6 +349,39 @@ def test_a_process_that_fails_while_it_joins(
     ray.get(trainer.run.remote(children.wait, "victim"))
     assert in_child(children.join, "engine").name == "engine"
     assert ray.get(actors["other"].run.remote(call, "engine", "pid")) == in_child(os.getpid)
+
+
+@pytest.mark.parametrize("step", ["probe", "prepare", "commit"])
+def test_a_process_that_is_suspended_while_it_joins_holds_up_no_other_change(
+    group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any], step: str
+) -> None:
+    """The group waits 10 s for it; others join and leave meanwhile, which it learns when it goes on."""
+    trainer = actors["trainer"]
+    ray.get(trainer.run.remote(children.start, "late"))
+
+    def suspended() -> str:
+        insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        return children.join("late").name
+
+    pid = ray.get(trainer.run.remote(children.do, "late", os.getpid))
+    ray.get(trainer.run.remote(children.begin, "late", suspended))
+    assert wait_until(lambda: is_suspended(pid), 30)
+    began = time.monotonic()
+    try:
+        in_child(children.join, "engine")
+        assert ray.get(actors["other"].run.remote(call, "engine", "pid")) == in_child(os.getpid)
+        in_child(leave)
+        assert time.monotonic() - began < 8
+        in_child(children.join, "engine_2")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ray.get(trainer.run.remote(children.answer, "late"))
+    assert ray.get(actors["other"].run.remote(call, "late", "pid")) == pid
+    group.wait_ready(20)
+    assert ray.get(trainer.run.remote(children.do, "late", member_names)) == [member.name for member in group.members]
+    in_child(leave)
+    ray.get(trainer.run.remote(children.do, "late", leave))
+    ray.get(trainer.run.remote(children.end, "late"))
 
 
 def test_a_member_that_does_not_answer_keeps_its_name(

@@ -15,12 +15,23 @@ from tests.unit.group.test_roster import formed, prepared_of, probes_of
 class Follower:
     """One process of a member, which joined at that version of the view."""
 
-    def __init__(self, rank: int, roster: Roster, view: View, version: int | None = None) -> None:
-        prepared = {its.peer.member.name: its.peer.prepared for its in view.entries.values()}
+    def __init__(
+        self,
+        rank: int,
+        roster: Roster,
+        view: View,
+        version: int | None = None,
+        prepared: Mapping[str, Prepared] | None = None,
+    ) -> None:
+        """``prepared``: where the members of ``roster`` listen; None: those of the view, as the view has it."""
+        listening = {its.peer.member.name: its.peer.prepared for its in view.entries.values()}
         members = tuple(view.entries[rank].peer.member for rank in sorted(view.entries))
+        if prepared is not None:
+            members, listening = roster.description.members, {name: prepared[name] for name in roster.records}
         info = roster.description._replace(members=members)
-        self.rank, self.table = rank, Table(info, prepared, view.version if version is None else version)
-        self.absent = {r: its.state.absence for r, its in view.entries.items() if its.state.absence and r != rank}
+        self.rank, self.table = rank, Table(info, listening, view.version if version is None else version)
+        known = {member.rank for member in members} - {rank}
+        self.absent = {r: its.state.absence for r, its in view.entries.items() if its.state.absence and r in known}
         self.seen = {rank: member.incarnation for rank, member in self.table.members.items()}
         self.reconnected: list[str] = []
 

@@ -13,6 +13,7 @@ import pytest
 
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
+from raytorchrpc.membership.messages import Prepared
 from raytorchrpc.membership.view import Answer
 from tests.unit.group.followers import Follower, Group, elsewhere
 
@@ -60,7 +61,7 @@ class Supervised:
     def admit(self, *names: str) -> None:
         peers = self.group.restarted(*names)
         self.tell(core.Coming(peers))
-        self.tell(core.Arrived("back", names))
+        self.tell(core.Arrived("back", names, self.core.promised))
         for peer in peers:
             self.tell(core.Dialled(peer.member.name, peer.member.incarnation, None))
 
@@ -196,7 +197,7 @@ def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervi
     assert reported(its.tell(core.Tick(), 0.2)) == [("lost", (A,), "closed")]
     assert its.core.unready() == {A: "closed", B: BEHIND}
     its.lose(C)  # which is reported at once: nobody waits for B any more
-    assert not its.core.waits_for()
+    assert not its.core.awaited(its.core.view.version)
     first = its.asked[0].delta
     its.silent.clear()
     its.tell(core.Answered({(B, 0): Answer(first.version, None)}))
@@ -254,8 +255,8 @@ def test_members_that_are_back_together_come_together(its: Supervised) -> None:
     its.lose(A, B)
     assert its.said(Fate.RESTARTED, A, B) == [core.Admit([A, B], 2.0)]
     its.tell(core.Coming(its.group.restarted(A, B)))
-    assert not its.core.waits_for() and len(its.asked[-1].delta.entries) == 2
-    done = its.tell(core.Arrived("back", [A, B]))
+    assert not its.core.awaited(its.core.view.version) and len(its.asked[-1].delta.entries) == 2
+    done = its.tell(core.Arrived("back", [A, B], its.core.promised))
     assert done == [core.Dial([A, B], 2.0), core.Report(core.Change("back", (A, B)))]
     assert its.core.unready() == {} and set(its.asked[-1].members) == {*its.names} - {A, B}
     assert its.tell(core.Broke(A, 0, "late")) == [] and its.core.unready() == {}, "of its former process"
@@ -267,13 +268,33 @@ def test_one_that_failed_comes_later_and_holds_up_nobody(its: Supervised) -> Non
     its.lose(A, B, C)
     assert its.said(Fate.RESTARTED, A, B, C) == [core.Admit([A, B, C], 2.0)]
     its.tell(core.Coming(its.group.restarted(B, C)))
-    its.tell(core.Arrived("back", [B, C]))
-    assert its.tell(core.Failed([A])) == []
+    its.tell(core.Arrived("back", [B, C], its.core.promised))
+    assert its.tell(core.Failed([A], [A])) == []
     assert its.core.due() == pytest.approx(its.now + 0.1)
     its.lose(B)
-    assert its.said(Fate.RESTARTED, A, B) == [core.Admit([B], 2.0)]
+    assert its.said(Fate.RESTARTED, A, B) == [core.Admit([B], 2.0), core.Admit([A], 4.0)]
     its.admit(B)
+    assert its.said(Fate.RESTARTED, A) == [], "it is being admitted"
+    its.tell(core.Failed([A]))
     assert its.said(Fate.RESTARTED, A) == [core.Admit([A], 4.0)]
+
+
+def test_changes_go_on_while_one_is_being_admitted(its: Supervised) -> None:
+    its.lose(A)
+    its.said(Fate.RESTARTED, A)
+    (peer,) = its.group.restarted(A)
+    its.tell(core.Coming([peer]))
+    promised = its.core.promised
+    follower = Follower(0, its.group.roster, its.core.view, promised)
+    its.lose(B, C)
+    assert its.said(Fate.RESTARTED, C) == [], "it would come with those that come now"
+    its.tell(core.Removed(["worker_3"]))
+    its.tell(core.Arrived("back", [A], promised))
+    its.tell(core.Dialled(A, 1, None))
+    (told,) = [asked for asked in its.asked if A in asked.members and asked.delta.base == promised]
+    follower.follow(told.delta)
+    assert {*follower.absent} == {1, 2} and "worker_3" not in follower.table.peers
+    assert its.said(Fate.RESTARTED, C) == [core.Admit([C], 2.0)]
 
 
 @pytest.mark.parametrize("kind", ["back", "added"])
@@ -287,7 +308,7 @@ def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
     member = its.group.follower(1)
     (peer,) = its.group.restarted(name)
     its.tell(core.Coming([peer]))
-    its.tell(core.Failed([A] if kind == "back" else []))
+    its.tell(core.Failed([name], [name]))
     for told in its.asked:
         member.follow(told.delta)
     if kind == "back":
@@ -323,7 +344,7 @@ class World:
         self.troubled = True
         self.processes = {name: self.group.follower(rank) for rank, name in enumerate(self.group.roster.records)}
         """Of members, if they live."""
-        self.unreachable, self.restarted = set[str](), set[str]()
+        self.unreachable, self.restarted, self.joining = set[str](), set[str](), set[str]()
         self.changes: list[core.Change] = []
         for name in self.processes:
             self.tell(core.Dialled(name, 0, None))
@@ -402,31 +423,51 @@ class World:
         return Fate.RESTARTED
 
     def admit(self, kind: Any, names: Sequence[str]) -> None:
+        """Several attempts may go on at once, and all else meanwhile."""
         before = self.group.roster
         peers = self.group.restarted(*names)
-        arriving = [peer for peer in peers if not self.often(0.1)]
-        if arriving:
-            self.tell(core.Coming(arriving))
-            while self.core.waits_for() and self._later:
-                self.now, _, work = heapq.heappop(self._later)
-                work()
-            self.tell(core.Overdue())
-        if not arriving or self.often(0.2):
-            self.group.roster = before.after_failure(self.group.roster, names)
-            self.tell(core.Failed(names))
+        attempt, self.group.roster = self.group.roster, before.after_failure(self.group.roster, names)
+        arriving = {peer.member.name: peer for peer in peers if not self.often(0.1)}
+        self.joining |= {*names}
+        if not arriving:
+            self.fail(names)
             return
-        came = [peer.member.name for peer in arriving]
-        self.group.roster = self.group.roster.with_former(before, {*names}.difference(came))
-        version = self.core.view.version + 1
-        self.tell(core.Arrived(kind, came))
-        for peer in arriving:
-            self.unreachable.discard(peer.member.name)
-            self.restarted.discard(peer.member.name)
-            follower = self.processes[peer.member.name] = Follower(
-                peer.member.rank, self.group.roster, self.core.view, version
-            )
-            follower.seen = {}
-        self.tell(core.Failed([name for name in names if name not in came]))
+        listened = self.listening()
+        self.tell(core.Coming([*arriving.values()]))
+        promised, followers = self.core.promised, dict[str, Follower]()
+
+        def connect() -> None:
+            self.tell(core.Connecting([*arriving]))
+            listening = {**listened, **self.listening()}
+            members = before.with_members(attempt, arriving)
+            for name, peer in arriving.items():
+                its = followers[name] = Follower(peer.member.rank, members, self.core.view, promised, listening)
+                for other in arriving.values():
+                    its.absent.pop(other.member.rank, None)  # they connect to each other
+
+        def finish() -> None:
+            away = kind == "back" and not arriving.keys() <= self.group.roster.records.keys()
+            if away or self.often(0.2):
+                self.fail(names)
+                return
+            self.group.roster = self.group.roster.with_members(attempt, arriving)
+            self.processes.update(followers)
+            self.unreachable.difference_update(arriving)
+            self.restarted.difference_update(arriving)
+            self.tell(core.Arrived(kind, [*arriving], promised))
+            self.joining.difference_update(arriving)
+            self.fail([name for name in names if name not in arriving])
+
+        begin_s = self.chance.random() * 3
+        self.later(begin_s, connect)
+        self.later(begin_s + self.chance.random() * 3, finish)
+
+    def listening(self) -> dict[str, Prepared]:
+        return {its.peer.member.name: its.peer.prepared for its in self.core.view.entries.values()}
+
+    def fail(self, names: Sequence[str]) -> None:
+        self.joining.difference_update(names)
+        self.tell(core.Failed(names, names))
 
     def trouble(self) -> None:
         """Something goes wrong with a member, or a user changes the group."""
@@ -447,7 +488,8 @@ class World:
                 del self.processes[name]
                 self.tell(core.Removed([name]))
             case 5:
-                missing = [name for name in self.group.cluster if name not in self.group.roster.records]
+                known = {*self.group.roster.records, *self.joining}
+                missing = [name for name in self.group.cluster if name not in known]
                 if missing:
                     self.admit("added", missing[:1])
 

@@ -165,6 +165,7 @@ def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.M
         actor_state=lambda actor_id: ActorState("ALIVE", 1, "node", ""),
     )
     monkeypatch.setattr(ray_calls, "ray_internals", alive)
+    monkeypatch.setattr(formation, "ray_internals", alive)
     roster = Roster("g", GroupConfig(), Owner("job", None), clusters.member(0))
     began = time.monotonic()
     with pytest.raises(
