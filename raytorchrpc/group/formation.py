@@ -268,7 +268,8 @@ class Formation:
         if self._uses_known:
             for handle in self.participants.values():
                 _known.pop(ray_internals.actor_id_of(handle), None)
-            return
+            if time.monotonic() < self.deadline:
+                return
         restarts = isinstance(error.__cause__, ActorUnavailableError) or self.has_restarted()
         if isinstance(error, ConfigurationError) or not restarts or time.monotonic() >= self.deadline:
             raise error

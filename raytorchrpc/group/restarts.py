@@ -101,6 +101,8 @@ class RestartedActors:
 
     def fate(self, record: MemberRecord, ended: bool) -> tuple[Fate, str]:
         """What Ray says of a lost member's actor, with the cause of a death. ``ended``: see core.AskRay."""
+        if record.handle is None:  # this process
+            return Fate.SAME, ""
         if isinstance(record.handle, JoinedProcess):
             return Fate.UNKNOWN, ""
         actor, fate = ray_internals.actor_state(ray_internals.actor_id_of(record.handle)), Fate.ENDED
