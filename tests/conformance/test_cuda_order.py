@@ -355,6 +355,7 @@ def test_a_page_stays_registered_as_long_as_it_is_used(sender: Sender, gpu: Gpu)
     """A tensor that is shared returns its memory by the page, also after its owner has left."""
     kept = [sender.mapped]
     del sender.mapped
+    kept[0].copied.write(1, 1, RECEIVING)
     before = len(gpu.registered)
     sender.receiver.forget("sender", keep_page=False)
     assert not wait_until(lambda: len(gpu.registered) < before, 0.1)
@@ -370,11 +371,24 @@ def test_an_old_driver_is_refused(gpu: Gpu) -> None:
         Pages().open((0,))
 
 
-def test_a_page_that_cannot_be_registered_is_not_unregistered(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_registered_when_a_gpu_first_uses_it(sender: Sender, gpu: Gpu) -> None:
+    """Before, its process may have no CUDA context."""
+    assert not gpu.registered
+    number, out = sender.send()
+    sender.mapped.state[number] = UNUSED
+    sender.exports.reap()
+    assert len(gpu.registered) == 1 and not len(sender.exports)
+    sender.read(*sender.send())
+    assert len(gpu.registered) == 2 and out.serial == 1
+
+
+def test_a_page_that_cannot_be_registered_is_not_unregistered(
+    sender: Sender, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(address: int, size: int) -> None:
         raise LaneUnavailable("cuda_ipc", "no locked memory")
 
     monkeypatch.setattr(gpu, "register", fail)
     with pytest.raises(LaneUnavailable, match="no locked memory"):
-        Pages().open((0,))
-    assert not gpu.registered
+        sender.send()
+    assert not gpu.registered and not len(sender.exports)

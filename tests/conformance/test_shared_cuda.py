@@ -317,6 +317,25 @@ def _current_device_after_export_and_fetch() -> list[int]:
     return seen
 
 
+def test_a_member_that_exchanges_no_cuda_tensor_needs_no_context() -> None:
+    process = Process()
+    try:
+        assert process.run(_uses_cuda_after_open) == [False, True]
+    finally:
+        process.kill()
+
+
+def _uses_cuda_after_open() -> list[bool]:
+    lane = CudaIpcLane((0,))
+    lane.connect([PeerAddress("b", lane.open())])
+    seen = [torch.cuda.is_initialized()]
+    lane.export([torch.ones(100_000, device="cuda")], "b", {0: 0}).cancel()
+    seen.append(torch.cuda.is_initialized())
+    lane.disconnect("b")
+    lane.close()
+    return seen
+
+
 # --- small tensors ---------------------------------------------------------------------------------------------------
 
 

@@ -75,6 +75,8 @@ class CudaIpcLane(WindowLane):
         self._exports = Exports(self._pages)
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
         """By device and CUDA handle: making a Stream object each time takes longer."""
+        self._returning: dict[int, torch.cuda.Stream] = {}
+        """By device: where the last uses of shared tensors are awaited."""
         self._handles: dict[int, bytes] = {}
 
     @property
@@ -82,10 +84,7 @@ class CudaIpcLane(WindowLane):
         return len(self._exports)
 
     def open(self) -> SharedAddress:
-        driver()
-        address = self._pages.open(self._devices)
-        self._returning = {index: torch.cuda.Stream(index) for index in self._devices}  # type: ignore[no-untyped-call]
-        return address
+        return self._pages.open(self._devices)
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         self._pages.peers.update((peer.peer, peer.address) for peer in peers)
@@ -191,7 +190,12 @@ class CudaIpcLane(WindowLane):
                     arrived = self._copy(mapped, offer.places, shapes, into, device, raw)
                     _read_on(raw, page, offer)
                     return arrived
-            loan = Loan(lambda: self._release(page, offer, stream))
+            # Prepare what the release needs: a finalizer does it, and may take no lock.
+            page.shared.on_gpus()
+            if target not in self._returning:
+                self._returning[target] = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
+            returning = self._returning[target]
+            loan = Loan(lambda: _release(page, offer, stream, returning))
             return [
                 torch.empty(shape[1], dtype=shape[0], device=device)
                 if mapping is None
@@ -273,14 +277,6 @@ class CudaIpcLane(WindowLane):
         copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, cuda), stream)
         return packing.unpack(arrived, [place[3] for place in places], shapes)
 
-    def _release(self, page: Page, offer: Offer, stream: torch.cuda.Stream) -> None:
-        """Tell the sender that the last tensor over its memory has died. Called on any thread. Takes no lock."""
-        returning = self._returning[offer.target]
-        returning.wait_stream(stream)
-        returning.wait_stream(torch.cuda.current_stream(stream.device))
-        with driver().on(offer.target):
-            _read_on(returning.cuda_stream, page, offer)
-
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):
             return
@@ -332,6 +328,14 @@ def _read_on(stream: int, page: Page, offer: Offer) -> None:
     """Tell the sender that what is queued on this stream reads its memory for the last time."""
     page.copied.write(offer.number, offer.serial, stream)
     page.state[offer.number] = QUEUED
+
+
+def _release(page: Page, offer: Offer, stream: torch.cuda.Stream, returning: torch.cuda.Stream) -> None:
+    """Tell the sender that the last tensor over its memory has died. Called on any thread. Takes no lock."""
+    returning.wait_stream(stream)
+    returning.wait_stream(torch.cuda.current_stream(stream.device))
+    with driver().on(offer.target):
+        _read_on(returning.cuda_stream, page, offer)
 
 
 def make(setup: LaneSetup) -> CudaIpcLane:

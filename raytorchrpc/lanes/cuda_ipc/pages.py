@@ -33,11 +33,42 @@ PAGE_BYTES = NUMBERS * (_WORDS * _WORD + _BYTES)
 _SHORT_S, _LONG_S, _CHECK_S = 20e-6, 1e-3, 10e-3
 
 
+class SharedWords:
+    """Host memory whose words GPUs write. Registered with CUDA when one first does, so that a member that exchanges no
+    CUDA tensors needs no CUDA context.
+    """
+
+    def __init__(self, memory: numpy.ndarray, devices: Sequence[int]) -> None:
+        """``devices``: those of this process's GPUs that write to it."""
+        self._memory, self._devices = memory, devices
+        self._lock = threading.Lock()
+        self._address = 0
+
+    def on_gpus(self) -> int:
+        """Return its address for the GPUs. Takes a lock the first time only. Raises LaneUnavailable."""
+        if not self._address:
+            with self._lock, driver().on(self._devices[0]):
+                if not self._address:
+                    driver().register(self._memory.ctypes.data, self._memory.nbytes)
+                    self._address = driver().address_on_gpus(self._memory.ctypes.data)
+        return self._address
+
+    def __del__(self) -> None:
+        if not self._address or fork.forked():
+            return
+        with contextlib.suppress(Exception):  # the process may be ending
+            for index in self._devices:
+                torch.cuda.synchronize(index)  # rare: one may still have to write to it
+            with driver().on(self._devices[0]):
+                driver().unregister(self._memory.ctypes.data)
+
+
 class Word:
     """One word of each export of a page. A GPU sets it to the export's serial number."""
 
-    def __init__(self, words: numpy.ndarray, address: int) -> None:
-        self._words, self._address = words, address
+    def __init__(self, words: numpy.ndarray, shared: SharedWords, offset: int) -> None:
+        """``offset``: of the words in ``shared`` (bytes)."""
+        self._words, self._shared, self._offset = words, shared, offset
 
     def has(self, number: int, serial: int) -> bool:
         """Whether the word has reached this serial number, in the cyclic order of 32 bits."""
@@ -45,11 +76,11 @@ class Word:
 
     def write(self, number: int, serial: int, stream: int) -> None:
         """Have a stream of the GPU whose context is current set the word, behind all that is queued on it."""
-        driver().write(self._address + _WORD * number, serial, stream)
+        driver().write(self._shared.on_gpus() + self._offset + _WORD * number, serial, stream)
 
     def wait(self, number: int, serial: int, stream: int) -> None:
         """Have such a stream wait until the word has reached this serial number."""
-        driver().wait(self._address + _WORD * number, serial, stream)
+        driver().wait(self._shared.on_gpus() + self._offset + _WORD * number, serial, stream)
 
     def set(self, number: int, serial: int) -> None:
         """Set the word from the CPU, unless it has been: streams that wait for it go on."""
@@ -61,15 +92,11 @@ class Page:
     """One member's exports, as its process and that of a peer see them."""
 
     def __init__(self, memory: numpy.ndarray, devices: Sequence[int]) -> None:
-        """``devices``: those of this process's GPUs that write to it. Raises LaneUnavailable."""
-        begin = memory.ctypes.data
-        with driver().on(devices[0]):
-            driver().register(begin, memory.nbytes)
-            address = driver().address_on_gpus(begin)
-        self._memory, self._devices = memory, devices
+        """``devices``: see SharedWords."""
+        self.shared = SharedWords(memory, devices)
         words, flags = memory[: _WORDS * _WORD * NUMBERS].view(numpy.uint32), memory[_WORDS * _WORD * NUMBERS :]
         self.ready, self.copied, self.used = (
-            Word(words[at : at + NUMBERS], address + _WORD * at) for at in range(0, _WORDS * NUMBERS, NUMBERS)
+            Word(words[at : at + NUMBERS], self.shared, _WORD * at) for at in range(0, _WORDS * NUMBERS, NUMBERS)
         )
         """By the sender's GPU: the tensors can be read. By the receiver's: it has read them, or released shared ones;
         the method that they were passed to has used them.
@@ -77,15 +104,6 @@ class Page:
         self.state = flags[:NUMBERS]
         self.is_used = flags[NUMBERS:]
         """Whether the receiver's GPU will set ``used``."""
-
-    def __del__(self) -> None:
-        if fork.forked() or not hasattr(self, "_memory"):
-            return
-        with contextlib.suppress(Exception):  # the process may be ending
-            for index in self._devices:
-                torch.cuda.synchronize(index)  # rare: one may still have to write to it
-            with driver().on(self._devices[0]):
-                driver().unregister(self._memory.ctypes.data)
 
 
 class Pages:
