@@ -96,6 +96,11 @@ class ModelTensors:
     def specs(self) -> dict[str, BufferSpec]:
         return self.known.specs
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether looking at the model runs code of its own, such as FSDP's, which needs the program's thread."""
+        return self._state.runs_code
+
     def _make_specs(self, shards: Mapping[str, Shard]) -> dict[str, BufferSpec]:
         for name, tensor in self.local.items():
             if not _is_plain(tensor):
@@ -228,6 +233,7 @@ class ModelBuffers:
         self.names: frozenset[str] = frozenset()  # names of the tensors that the version has
         self.specs: dict[str, BufferSpec] = {}
         self.known: KnownSpecs | None = None  # of the model, as it was at its last prefetch
+        self.may_look_aside = False  # whether another thread may look at the model
         self.tensors: dict[str, torch.Tensor] = {}
         self.prefetch: Callable[[], Any] = lambda: None
         """Returns the handle of the last prefetch into them, if it is still in use."""
@@ -340,14 +346,11 @@ class BuffersByModel:
         self._lock = threading.Lock()
         self._buffers = WeakIdKeyDictionary()
 
-    def of(self, model: Model, store: str) -> tuple[ModelBuffers, ModelTensors]:
-        """The buffers of a model (of a mapping: as long as its first tensor lives), and its tensors."""
+    def of(self, model: Model) -> ModelBuffers:
+        """The buffers of a model; of a mapping, as long as its first tensor lives."""
         key = model if isinstance(model, torch.nn.Module) else next(iter(_state_of(model).saved.values()), None)
         if not isinstance(key, (torch.nn.Module, torch.Tensor)):  # no tensor, or no model
-            return ModelBuffers(), ModelTensors(model, store)
+            return ModelBuffers()
         with self._lock:
-            found = self._buffers.get(key) or ModelBuffers()  # type: ignore[no-untyped-call]
-        tensors = ModelTensors(model, store, found.known)
-        found.known = tensors.known
-        with self._lock:
-            return self._buffers.setdefault(key, found), tensors  # type: ignore[no-untyped-call]
+            found: ModelBuffers = self._buffers.setdefault(key, ModelBuffers())  # type: ignore[no-untyped-call]
+            return found

@@ -21,6 +21,7 @@ class ModuleState(NamedTuple):
     saved: dict[str, torch.Tensor]  # what ``state_dict(keep_vars=True)`` returns
     passing: list[torch.Tensor]  # parameters and buffers that are not saved
     made: frozenset[str]  # names of what is saved, and is neither a parameter nor a buffer
+    runs_code: bool = False  # whether ``state_dict`` runs code of the module's own
 
     @staticmethod
     def of(module: torch.nn.Module) -> ModuleState:
@@ -32,7 +33,7 @@ class ModuleState(NamedTuple):
         ids = set(map(id, (*registered.values(), *passing)))
         made = frozenset(name for name, tensor in saved.items() if id(tensor) not in ids)
         ids = set(map(id, saved.values()))
-        return ModuleState(saved, [its for its in (*registered.values(), *passing) if id(its) not in ids], made)
+        return ModuleState(saved, [its for its in (*registered.values(), *passing) if id(its) not in ids], made, True)
 
 
 def _walk(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], bool]:

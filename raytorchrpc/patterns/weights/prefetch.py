@@ -38,7 +38,6 @@ class Transfer:
     timeout: float | None
     options: dict[str, Any]  # see ``WeightStore.pull``
     buffers: ModelBuffers
-    specs: dict[str, BufferSpec]
     wanted: bool = True
     brought: bool = False  # whether the buffers have the version; False if the model has it already
     handle: Callable[[], WeightPrefetch | None] = lambda: None  # returns None once no handle refers to this
@@ -77,13 +76,16 @@ class Transfer:
                 f"{wait_s:.3g} s"
             )
         try:
-            if not self.wanted or self.handle() is None:
+            handle = self.handle()
+            if not self.wanted or handle is None:
                 raise _cancelled(self.store.name)
-            return self._pull_into_buffers(until)
+            specs = handle.tensors().specs
+            del handle
+            return self._pull_into_buffers(until, specs)
         finally:
             self.buffers.writing.release()
 
-    def _pull_into_buffers(self, until: float) -> int:
+    def _pull_into_buffers(self, until: float, specs: dict[str, BufferSpec]) -> int:
         buffers, store, options = self.buffers, self.store, Options.of(**self.options)
         if self.since is not None or buffers.reader is None:
             newest: int = store.wait(0, _left(until))  # binds the handle
@@ -91,7 +93,7 @@ class Transfer:
                 return self.since
         if buffers.reader is None:
             buffers.reader = copy.copy(store)  # of its own, so that it knows the layout of the version it pulled
-        with buffers.writable(self.specs) as held:
+        with buffers.writable(specs) as held:
             tensors, held = buffers.as_model(), held if options == buffers.options and not options.only else None
             pulled: int = buffers.reader.pull(tensors, self.version, since=held, timeout=_left(until), **self.options)
         names = buffers.names
@@ -122,9 +124,10 @@ class WeightPrefetch:
     prefetch writes to them.
     """
 
-    def __init__(self, store: str, model: ModelTensors, buffers: ModelBuffers, transfer: Transfer) -> None:
+    def __init__(self, store: str, model: Model, buffers: ModelBuffers, transfer: Transfer) -> None:
         """Made by ``begin``."""
         self._store, self._model, self._buffers, self._transfer = store, model, buffers, transfer
+        self._tensors: ModelTensors | None = None
         self._lock = threading.Lock()
         self._swapped = self._is_cancelled = False
 
@@ -204,11 +207,12 @@ class WeightPrefetch:
                 )
             if self._transfer.brought:
                 with self._buffers.writing:
-                    tensors = self._model.now()
+                    before = self.tensors()
+                    tensors = before.now()
                     if in_place:
                         self._buffers.copy_into(tensors)
                     else:
-                        holds_version = tensors is self._model and tensors.is_unwritten()
+                        holds_version = tensors is before and tensors.is_unwritten()
                         self._buffers.exchange(tensors, self._transfer.version_of_model() if holds_version else None)
             self._swapped = True
         return version
@@ -216,7 +220,16 @@ class WeightPrefetch:
     def check_replaceable(self) -> None:
         """Note whether the model's tensors can be replaced, on the thread that pulls."""
         with suppress(ConfigurationError):  # ``swap`` raises it, unless it is to copy
-            self._model.check_replaceable(self._buffers.names)
+            self.tensors().check_replaceable(self._buffers.names)
+
+    def tensors(self) -> ModelTensors:
+        """The model's tensors, as they were when this was first called. Raises ConfigurationError."""
+        if self._tensors is None:
+            buffers = self._buffers
+            buffers.may_look_aside = False  # unless it succeeds
+            self._tensors = ModelTensors(self._model, self._store, buffers.known)
+            buffers.known, buffers.may_look_aside = self._tensors.known, not self._tensors.runs_code
+        return self._tensors
 
     @property
     def _is_open(self) -> bool:
@@ -247,8 +260,11 @@ def begin(
 ) -> WeightPrefetch:
     """Have a thread pull; see ``WeightStore.prefetch``."""
     fork.check_process()  # a child has none of the threads
-    buffers, tensors = models.of(model, store.name)
-    transfer = Transfer(store, version, since, timeout, options, buffers, tensors.specs)
+    buffers = models.of(model)
+    transfer = Transfer(store, version, since, timeout, options, buffers)
+    handle = WeightPrefetch(store.name, model, buffers, transfer)
+    if since is not None or not buffers.may_look_aside:  # else the pull's thread looks at the model: that takes long
+        handle.tensors()
     with _beginning:
         before = buffers.prefetch()
         if before is not None and before._is_open:
@@ -256,7 +272,6 @@ def begin(
                 f"a prefetch of this model from {store.name!r} was neither swapped nor cancelled: call swap() or "
                 f"cancel() on its handle first"
             )
-        handle = WeightPrefetch(store.name, tensors, buffers, transfer)
         buffers.prefetch = transfer.handle = weakref.ref(handle)
     try:
         _workers.submit(transfer.run)

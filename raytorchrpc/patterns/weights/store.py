@@ -493,7 +493,8 @@ class WeightStore(Handle):
 
         Raises:
             ConfigurationError: this is not a model, a version is not a number, or the model has a prefetch that was
-                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result.
+                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result, and
+                so is what is wrong with the model, if it had a prefetch before.
         """
         version, since = checked_version("version", version), checked_version("since", since)
         options = {"convert": convert, "strict": strict, "mapping": mapping, "only": globs_of(only) or None}

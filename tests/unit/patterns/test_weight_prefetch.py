@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +254,33 @@ def test_what_the_pulls_thread_has_found_is_looked_at_again(
         with pytest.raises(rtr.ConfigurationError, match=reason):
             handle.swap()
         assert model.first.weight[0, 0].item() == -1.0
+
+
+def test_a_known_model_is_looked_at_on_the_pulls_thread(members: Members) -> None:
+    publish(members, 1.0)
+    model = Net(-1.0)
+    with members.acting("a"):
+        store_of(members).prefetch(model).swap()
+        model.first.bias = torch.nn.Parameter(torch.zeros(3, device="meta"))
+        handle = store_of(members).prefetch(model)
+        for ask in (handle.wait, handle.swap):
+            with pytest.raises(rtr.ConfigurationError, match=r"'first\.bias' .* is not a dense tensor with memory"):
+                ask()
+        with pytest.raises(rtr.ConfigurationError, match=r"'first\.bias' .* is not a dense tensor with memory"):
+            store_of(members).prefetch(model)
+        model.first.bias = torch.nn.Parameter(torch.zeros(3))
+        assert store_of(members).prefetch(model).swap() == 1 and holds(model, 1.0)
+
+
+def test_code_of_a_model_runs_on_the_programs_thread(members: Members) -> None:
+    """FSDP's hooks exchange data with other ranks."""
+    publish(members, 1.0)
+    model, ran = Net(-1.0), set[int]()
+    model.register_state_dict_post_hook(lambda *args: ran.add(threading.get_ident()))
+    with members.acting("a"):
+        for _ in range(3):
+            store_of(members).prefetch(model).swap()
+    assert holds(model, 1.0) and ran == {threading.get_ident()}
 
 
 def test_a_swap_that_fails_changes_nothing(members: Members) -> None:
