@@ -120,7 +120,9 @@ class Node:
     def prove(self, stream: Stream) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
-        return handshake.offer(stream, SECRET, stranger.peer(stranger.instance, "a test"), self.identity, 5)
+        return handshake.run(
+            stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), 5
+        )
 
     def _spawn(self, work: Callable[[], None]) -> None:
         threading.Thread(target=work, daemon=True).start()

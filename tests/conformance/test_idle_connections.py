@@ -89,16 +89,16 @@ def test_a_full_backlog_keeps_no_member_out() -> None:
     """As that of a member that hundreds call for the first time at once: they wait until it accepts them."""
     with Node("socket over unix", "b", 1) as callee, Node("socket over unix", "a", 0) as caller:
         caller.lane.connect([PeerAddress("b", callee.address)])
-        (listener,) = callee.lane._acceptor.listeners.values()  # type: ignore[attr-defined]
+        lane: Any = callee.lane
+        (listener,) = lane._acceptor._listeners.values()
         listener.listen(0)
-        selector = callee.lane._selector  # type: ignore[attr-defined]
-        selector.enable(listener.fileno(), 0)  # it accepts none
+        lane._selector.enable(lane._acceptor.fd, 0)  # it accepts none
         with socket.socket(socket.AF_UNIX) as first:
             first.connect("\0" + callee.address.unix)
             asked = in_thread(lambda: caller.call("echo"))
             with pytest.raises(AssertionError):
                 asked(0.2)
-            selector.enable(listener.fileno())
+            lane._selector.enable(lane._acceptor.fd)
             assert asked(PATIENCE_S).header == ("echo",)
 
 
@@ -160,7 +160,9 @@ def test_a_connection_stays_while_a_reply_is_outstanding(kind: str, limits: Call
             answer(lost)
 
 
-def test_calls_that_race_with_closing_arrive_once(kind: str, limits: Callable[..., None]) -> None:
+def test_calls_that_race_with_closing_arrive_once(
+    kind: str, limits: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """None is lost, none is sent twice, each is over once, and no peer seems lost."""
     limits(sweep_s=0.001, idle_s=0.0, most=0)
     names, rounds, callers = NAMES[:5], 100, 8
@@ -169,7 +171,7 @@ def test_calls_that_race_with_closing_arrive_once(kind: str, limits: Callable[..
     lock = threading.Lock()
     with caller_of_many(kind, len(names)) as (caller, callee):
         made = spied_connects(caller)
-        close_now_and_then(caller)
+        close_now_and_then(monkeypatch, caller)
 
         def ended(what: bytes) -> None:
             with lock:
@@ -217,18 +219,19 @@ def spied_connects(caller: Node) -> list[str]:
     return made
 
 
-def close_now_and_then(caller: Node) -> None:
+def close_now_and_then(monkeypatch: pytest.MonkeyPatch, caller: Node) -> None:
     """Close a connection at the worst time, as another thread may: after a call has chosen it, before it is used."""
+    ask_all(caller, NAMES[:1])
     lane: Any = caller.lane
-    choose, chosen = lane._connection, itertools.count()
+    kind, chosen = type(lane._made[NAMES[0]]), itertools.count()
+    call = kind.call
 
-    def connection(*args: Any) -> Any:
-        found = choose(*args)
+    def closed(connection: Any, *args: Any) -> Any:
         if next(chosen) % 3 == 0:
-            found.end_idle()
-        return found
+            connection.end_idle()
+        return call(connection, *args)
 
-    lane._connection = connection
+    monkeypatch.setattr(kind, "call", closed)
 
 
 @pytest.mark.parametrize("closes", [True, False])

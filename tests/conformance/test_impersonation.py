@@ -79,7 +79,7 @@ def shake_hands(expected: Identity, actual: Identity, between: Callable[[bytes],
 
     def accept() -> None:
         try:
-            outcome.append(handshake.accept(far, SECRET, actual, 5))
+            outcome.append(handshake.run(far, handshake.accept(SECRET, actual), 5))
         except (OSError, handshake.Refused) as error:
             outcome.append(error)
         far.close()
@@ -87,7 +87,8 @@ def shake_hands(expected: Identity, actual: Identity, between: Callable[[bytes],
     thread = threading.Thread(target=accept)
     thread.start()
     try:
-        offered: Any = handshake.offer(Changed(), SECRET, RIGHT._replace(rank=0, address="a caller's"), expected, 5)
+        caller = RIGHT._replace(rank=0, address="a caller's")
+        offered: Any = handshake.run(Changed(), handshake.offer(SECRET, caller, expected), 5)
     except (OSError, handshake.Refused) as error:
         offered = error
     near.close()

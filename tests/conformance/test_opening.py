@@ -27,12 +27,12 @@ def test_a_listener_that_could_not_be_opened_is_opened_later(kind: str) -> None:
     """With its address, which the members of other hosts connect to."""
     with Node(kind, "b", 1) as callee, Node(kind.split()[0] + " over tcp", "a", 0) as caller:
         lane: Any = callee.lane
-        before = lane._acceptor.address
-        poll, lane._poll = lane._poll, Failing([OSError(28, "no room in the epoll set")], lane._poll)
+        before, epoll = lane._acceptor.address, lane._acceptor._epoll
+        lane._acceptor._epoll = SimpleNamespace(register=Failing([OSError(28, "no room in the epoll set")], print))
         with pytest.raises(LaneUnavailable, match="no room"):
             lane.reach("127.0.0.1", frozenset())
-        assert lane._acceptor.address == before and len(lane._acceptor.listeners) == 1
-        lane._poll = poll
+        lane._acceptor._epoll = epoll
+        assert lane._acceptor.address == before and len(lane._acceptor._listeners) == 1
         address = lane.reach("127.0.0.1", frozenset())
         assert caller.meet("b", address).call("echo").header == ("echo",)
 

@@ -161,15 +161,15 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
     echo(friend)
     with dial(member) as sock:
         sock.sendall(b"raytorchrpc/2\0\0\0")
-        assert wait_until(
-            lambda: any(thread.name.startswith("raytorchrpc-b-handshake") for thread in threading.enumerate()), 5
-        )
+        lane: Any = member.lane
+        assert wait_until(lambda: len(lane._acceptor._arrivals) == 1, 5)
         friend.lane.close()
         member.lane.close()
         gone = wait_until(
             lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 2
         )
         assert gone
+        assert hears_nothing_and_is_hung_up_on(sock)
 
 
 @pytest.fixture(params=KINDS)

@@ -116,7 +116,7 @@ def recorded(door: Door, known: Credentials) -> bytes:
     assert door.identity is not None
     with door.dial() as sock:
         recorder = _Recorder(sock)
-        handshake.offer(recorder, known.secret, known.peer(known.instance, "a test"), door.identity, 10)
+        handshake.run(recorder, handshake.offer(known.secret, known.peer(known.instance, "a test"), door.identity), 10)
         return recorder.sent
 
 

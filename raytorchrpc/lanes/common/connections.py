@@ -6,30 +6,32 @@ import contextlib
 import errno
 import logging
 import os
+import select
 import socket
 import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused
+from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished, run
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
 
-#: Longest time to connect and authenticate (seconds); the deadline of a call may shorten it.
+#: Longest time of one attempt to connect and authenticate (seconds); the deadline of a call may shorten it.
 CONNECT_TIMEOUT_S = 10.0
 #: Handshakes that may be pending, beyond one for each peer: all peers may connect at once, for instance to a member
 #: that has restarted.
 _HANDSHAKES = 16
-_ATTEMPTS = 3
+#: Pause before the second attempt to connect, and the longest one (seconds): each is twice as long as the last.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 #: How often the connections to peers are looked at, and how long one may be idle (seconds).
 SWEEP_S, IDLE_S = 10.0, 60.0
 #: Connections to peers that may be idle from one sweep to the next: to make one anew takes a millisecond at both ends,
@@ -38,6 +40,7 @@ MOST_IDLE = 256
 _IDLE = "it was idle"
 _TIMEVAL = struct.Struct("@ll")
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 class SocketAddress(NamedTuple):
@@ -56,11 +59,42 @@ def listener_identity(service: str, credentials: Credentials, address: SocketAdd
     return credentials.peer(address.instance, f"{service} {where}")
 
 
+class _Arrival:
+    """An accepted connection whose other end has not authenticated itself yet."""
+
+    def __init__(self, sock: socket.socket, steps: Steps[Protection | None]) -> None:
+        self.sock, self._steps, self.since = sock, steps, time.monotonic()
+        _, self._size = next(steps)  # the accepting end listens first
+        self.protection: Protection | None = None
+
+    def proceed(self) -> bool:
+        """Run the handshake as far as its data has arrived; returns whether to its end. Never blocks.
+
+        Raises Refused or OSError.
+        """
+        while True:
+            received = b""
+            if self._size:
+                try:
+                    received = self.sock.recv(self._size, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                if not received:
+                    raise HungUp("it hung up")
+            try:
+                sending, self._size = self._steps.send(received)
+            except StopIteration as done:
+                self.protection = done.value
+                return True
+            if (data := b"".join(sending)) and self.sock.send(data, _AT_ONCE) < len(data):
+                raise Refused("it does not read")
+
+
 class Acceptor:
     """The listening sockets of one lane, and accepted connections whose other end has not authenticated itself yet.
 
-    Each of those runs its handshake on a thread of its own. Beyond a limit the oldest is dropped, so that strangers
-    which send nothing cannot keep members out. Thread-safe.
+    One thread runs all their handshakes, each as far as its data has arrived. Beyond a limit the oldest is dropped, so
+    that strangers which send nothing cannot keep members out. Thread-safe.
     """
 
     def __init__(
@@ -71,17 +105,18 @@ class Acceptor:
         peers: Callable[[], int],
         admit: Callable[[socket.socket, Protection | None], object],
     ) -> None:
-        """``service``: names the lane in handshakes. ``me``: this member, for thread names and logs. ``peers``: returns
-        how many members may connect at once. ``admit``: takes over an authenticated connection, on a thread of its own;
-        may raise OSError or RayTorchRpcError to refuse it.
+        """``service``: names the lane in handshakes. ``me``: this member, for logs. ``peers``: returns how many members
+        may connect at once. ``admit``: takes over an authenticated connection without blocking; may raise to refuse it.
         """
         self._service, self._me, self._credentials = service, me, credentials
         self._peers, self._admit = peers, admit
         self._lock = threading.Lock()
-        self._pending: dict[socket.socket, None] = {}  # oldest first
-        self._closed = False
-        self.listeners: dict[int, socket.socket] = {}
-        """By descriptor. They do not block: poll them, and call ``accept`` when one is readable."""
+        self._arrivals: dict[int, _Arrival] = {}  # by descriptor, oldest first
+        self._listeners: dict[int, socket.socket] = {}  # by descriptor
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        """Call ``handle`` when it is readable."""
+        self.closed = False
         self.address = SocketAddress("", None, credentials.instance)
 
     def open(self, tcp_host: str | None) -> SocketAddress:
@@ -102,77 +137,102 @@ class Acceptor:
         try:
             listener.bind(address)
             listener.listen(socket.SOMAXCONN)
+            listener.setblocking(False)
+            self._listeners[listener.fileno()] = listener
+            self._epoll.register(listener, select.EPOLLIN)
         except OSError as error:
+            self._listeners.pop(listener.fileno(), None)
             listener.close()
             raise OSError(error.errno, f"cannot listen on {address!r}: {error.strerror or error}") from error
-        listener.setblocking(False)
-        self.listeners[listener.fileno()] = listener
         return listener
 
-    def accept(self, fd: int) -> bool:
-        """Accept one connection of a listener, and start its handshake. Never blocks.
+    def handle(self) -> bool:
+        """Accept connections, and run handshakes. Never blocks.
 
-        Returns False if the process has no descriptor for it; it then stays in the backlog. Raises ThreadShortage
-        after closing it.
+        Returns False if the process has no descriptor for a connection, which then stays in the backlog.
         """
+        has_room = True
+        with self._lock:
+            for fd, _ in () if self.closed else self._epoll.poll(0):
+                if fd in self._listeners:
+                    has_room = self._accept(self._listeners[fd]) and has_room
+                elif (arrival := self._arrivals.get(fd)) is not None:
+                    self._proceed(arrival)
+        return has_room
+
+    def _accept(self, listener: socket.socket) -> bool:
         try:
-            sock, _ = self.listeners[fd].accept()
+            sock, _ = listener.accept()
         except OSError as error:  # also if the other end has closed it already
             return error.errno not in _NO_ROOM
-        oldest = None
-        with self._lock:
-            if not (closed := self._closed):
-                if len(self._pending) >= _HANDSHAKES + self._peers():
-                    oldest = next(iter(self._pending))
-                    del self._pending[oldest]
-                self._pending[sock] = None
-        if closed:
-            sock.close()
-            return True
-        if oldest is not None:
-            _hang_up(oldest)
-        try:
-            threads.start(self._authenticate, sock, name=f"raytorchrpc-{self._me}-handshake")
-        except BaseException:  # closing it informs the other end
-            self._is_pending(sock)
-            sock.close()
-            raise
-        return True
-
-    def _is_pending(self, sock: socket.socket) -> bool:
-        """Whether the connection was still pending, which it is no more."""
-        with self._lock:
-            return self._pending.pop(sock, True) is None
-
-    def _authenticate(self, sock: socket.socket) -> None:
+        while len(self._arrivals) >= _HANDSHAKES + self._peers():
+            oldest = next(iter(self._arrivals.values()))
+            if not self._proceed(oldest):
+                self.refuse(oldest.sock, HungUp("others are waiting"))
         try:
             me = listener_identity(self._service, self._credentials, self.address, sock.family)
-            protection = secure(sock, self._credentials, me, None, CONNECT_TIMEOUT_S)
-            if not self._is_pending(sock):
-                raise Refused("its handshake took too long")
-            self._admit(sock, protection)
+            arrival = _Arrival(sock, secure(sock, self._credentials, me))
+            self._epoll.register(sock, select.EPOLLIN)
+            self._arrivals[sock.fileno()] = arrival
         except Exception as error:
-            self._is_pending(sock)
-            sock.close()
-            if not isinstance(error, (OSError, RayTorchRpcError)):
-                raise
-            logger.debug("%s refused a connection: %s", self._me, error)
+            self.refuse(sock, error)
+        else:
+            self._proceed(arrival)
+        return True
 
-    def retract(self, known: Collection[int], address: SocketAddress) -> None:
-        """Stop listening but by these descriptors, at this address."""
-        for fd in self.listeners.keys() - known:
-            self.listeners.pop(fd).close()
-        self.address = address
+    def _proceed(self, arrival: _Arrival) -> bool:
+        """Returns whether it is no longer pending."""
+        try:
+            if not arrival.proceed():
+                return False
+            self._remove(arrival.sock)
+            self._admit(arrival.sock, arrival.protection)
+        except Exception as error:
+            self.refuse(arrival.sock, error)
+        return True
+
+    def _remove(self, sock: socket.socket) -> None:
+        if self._arrivals.pop(sock.fileno(), None) is not None:
+            self._epoll.unregister(sock)
+
+    def refuse(self, sock: socket.socket, error: Exception) -> None:
+        """Close an accepted connection."""
+        self._remove(sock)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # else TCP reports a reset if it has sent more, and not that no reply came
+        sock.close()
+        if isinstance(error, (OSError, RayTorchRpcError)):
+            logger.debug("%s refused a connection: %s", self._me, error)
+        else:
+            threads.report(error, f"{self._me} refused a connection")
+
+    def drop_late(self) -> bool:
+        """Drop connections whose handshake takes too long. Returns whether others are pending."""
+        with self._lock:
+            for arrival in list(self._arrivals.values()):
+                if time.monotonic() - arrival.since < CONNECT_TIMEOUT_S:
+                    return True
+                self.refuse(arrival.sock, Refused("it did not complete the handshake in time"))
+        return False
 
     def close(self) -> None:
         """Stop listening, and drop pending handshakes. Idempotent."""
-        for listener in self.listeners.values():
-            listener.close()
         with self._lock:
-            self._closed = True
-            pending = list(self._pending)
-        for sock in pending:
-            _hang_up(sock)
+            self.closed = True
+            for arrival in list(self._arrivals.values()):
+                self.refuse(arrival.sock, HungUp("this member left the group"))
+            for listener in self._listeners.values():
+                listener.close()
+            self._epoll.close()
+
+
+class Request(NamedTuple):
+    """What ``MessageLane.call`` was given."""
+
+    message: Message
+    deadline: float
+    caller_waits: bool
+    on_released: Released
 
 
 class ClosedWhileIdle(Exception):
@@ -189,6 +249,8 @@ class Connection(ABC):
         """By number: the calls in flight."""
         self._number = 0
         """Of the last call."""
+        self.first: Pending | None = None
+        """The call whose request was sent with the handshake."""
         self._seen, self._used = -1, 0.0  # see last_used
         self._ended: str | None = None
 
@@ -299,41 +361,48 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._made: dict[str, C] = {}  # by peer; some may have ended
         self._connecting: dict[str, threading.Lock] = {}  # by peer; held while a connection is made
         self._made_lock = threading.Lock()
-        self._sweeps = Timer(SWEEP_S)  # set while there are connections to peers
+        self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
-    @abstractmethod
-    def _poll(self, fd: int) -> None:
-        """Have ``_readable`` called when this descriptor, a listening socket or the timer, is readable."""
-
     def _readable(self, fd: int) -> bool:
-        """Returns False if this is to be called again after a pause: the process has no descriptor left."""
-        if fd in self._acceptor.listeners:
-            return self._acceptor.accept(fd) or self._close_idle()
+        """Call this when a descriptor of ``_polled`` is readable. Returns False if it is to be called again after a
+        pause: the process has no descriptor left.
+        """
         if fd == self._sweeps.fd:
             self._sweep()
-        return True
+            return True
+        has_room = self._acceptor.handle() or self._close_idle()
+        self._sweep_later()
+        return has_room
+
+    @property
+    def _polled(self) -> tuple[int, int]:
+        return self._sweeps.fd, self._acceptor.fd
 
     @abstractmethod
-    def _register(self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float) -> C:
+    def _register(
+        self,
+        sock: socket.socket,
+        protection: Protection | None,
+        peer: str | None,
+        first: Request | None,
+        deadline: float,
+    ) -> C:
         """Make the connection of an authenticated socket, which the caller closes if this raises.
 
-        ``peer``: the member at the other end; None if that made the connection. Raises PeerLost, Refused or OSError.
+        ``peer``: the member at the other end; None if that made the connection. ``first``: it has been sent. Raises
+        PeerLost, Refused or OSError.
         """
 
+    def _pack_first(self, message: Message) -> bytes:
+        """Return the first request of a connection, if it is small enough to be sent with the handshake."""
+        return b""
+
     def _listen(self, begin: Callable[[Any], SocketAddress], tcp_host: str | None) -> SocketAddress:
-        acceptor = self._acceptor
-        known, before = set(acceptor.listeners), acceptor.address
         try:
-            address = begin(tcp_host)
-            for fd in acceptor.listeners.keys() - known:
-                self._poll(fd)
-        except BaseException as error:
-            acceptor.retract(known, before)  # so that a later attempt begins anew
-            if isinstance(error, OSError):
-                raise LaneUnavailable(self.name, str(error)) from error
-            raise
-        return address
+            return begin(tcp_host)
+        except OSError as error:
+            raise LaneUnavailable(self.name, str(error)) from error
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
         self._by_tcp = by_tcp
@@ -357,18 +426,32 @@ class ConnectedLane(MessageLane, Generic[C]):
     ) -> Pending:
         deadline = time.monotonic() + timeout_s
         while True:
-            with contextlib.suppress(ClosedWhileIdle):
-                return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
+            connection = self._made.get(peer)
+            try:
+                if connection is not None and connection._ended is None:
+                    return connection.call(message, deadline, caller_waits, on_released)
+                pending = self._connect_in_turn(peer, Request(message, deadline, caller_waits, on_released))
+                if pending is not None:
+                    return pending
+            except ClosedWhileIdle:
+                continue
+
+    def _sweep_later(self) -> None:
+        with self._made_lock:
+            if not self._is_sweep_due and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
+                self._is_sweep_due = True
+                self._sweeps.set()
 
     def _sweep(self) -> None:
         """Close connections that have been idle for long, and those idle longest beyond the limit."""
         with self._made_lock:
-            if self._sweeps.fd < 0:  # the lane was closed meanwhile
+            if self._sweeps.fd < 0:
                 return
             self._sweeps.clear()
-            if self._made:
-                self._sweeps.set()
+            self._is_sweep_due = False
             made = list(self._made.values())
+        if self._acceptor.drop_late() or made:
+            self._sweep_later()
         now = time.monotonic()
         idle = sorted(
             ((used, connection) for connection in made if (used := connection.last_used(now)) < now),
@@ -386,42 +469,54 @@ class ConnectedLane(MessageLane, Generic[C]):
         with self._made_lock:
             self._sweeps.close()
 
-    def _connection(self, peer: str, deadline: float) -> C:
-        """Return the connection to a peer; make it if there is none. Blocks until the deadline at most.
+    def _connect_in_turn(self, peer: str, request: Request) -> Pending | None:
+        """Make the connection to a peer, unless another thread has just done so. Blocks until the deadline at most.
 
-        Raises PeerLost, with ``may_have_run`` False.
+        Returns None if the request is still to be sent. Raises PeerLost and RpcTimeout.
         """
-        connection = self._made.get(peer)
-        if connection is not None and connection._ended is None:
-            return connection
-        address = self._addresses.get(peer)
-        if address is None:
-            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
-        lock = self._connecting[peer]
-        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise PeerLost(peer, "no connection to it in time", may_have_run=False)
+        if (lock := self._connecting.get(peer)) is None:
+            raise self._unknown(peer)
+        if not lock.acquire(timeout=max(0.0, request.deadline - time.monotonic())):
+            raise RpcTimeout(f"no connection to {peer!r} by the deadline: other calls have been waiting for it too")
         try:
             connection = self._made.get(peer)
-            if connection is None or connection.ended:
-                until = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-                try:
-                    connection = self._connect(peer, address, until)
-                except OSError as error:
-                    if error.errno not in _NO_ROOM or not self._close_idle():
-                        raise
-                    connection = self._connect(peer, address, until)
-                with self._made_lock:
-                    if not self._made:
-                        self._sweeps.set()
-                    self._made[peer] = connection
-            return connection
-        except (OSError, Refused) as error:
-            raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+            if connection is not None and not connection.ended:
+                return None
+            connection = self._connect_in_time(peer, request)
+            with self._made_lock:
+                self._made[peer] = connection
+            self._sweep_later()
+            pending, connection.first = connection.first, None
+            return pending
         finally:
             lock.release()
 
-    def _connect(self, peer: str, address: SocketAddress, deadline: float) -> C:
-        """Connect, and authenticate both ends. Raises PeerLost, Refused or OSError."""
+    def _connect_in_time(self, peer: str, request: Request) -> C:
+        """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
+        pause_s = _PAUSE_S
+        while True:
+            if (address := self._addresses.get(peer)) is None:
+                raise self._unknown(peer)
+            if self._acceptor.closed:
+                raise self._left(peer)
+            try:
+                return self._connect(peer, address, request)
+            except (PeerLost, RpcTimeout):  # they are OSErrors too
+                raise
+            except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError) as error:
+                if time.monotonic() + pause_s >= request.deadline:
+                    raise RpcTimeout(f"no connection to {peer!r} by the deadline: {error}") from error
+            except (OSError, Refused) as error:
+                if getattr(error, "errno", None) not in _NO_ROOM or not self._close_idle():
+                    raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+            threads.pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _connect(self, peer: str, address: SocketAddress, request: Request) -> C:
+        """Connect, and authenticate both ends. A small request goes with the handshake.
+
+        Raises Refused or OSError if the request has not run, else PeerLost or RpcTimeout.
+        """
         by_tcp = peer in self._by_tcp
         if by_tcp and address.tcp is None:
             raise Refused("it does not listen for other hosts")
@@ -429,32 +524,37 @@ class ConnectedLane(MessageLane, Generic[C]):
         family = _family(where[0]) if by_tcp else socket.AF_UNIX
         own = self._acceptor.address
         me, its = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
-        for attempt in range(_ATTEMPTS):
-            sock = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                left = max(0.001, deadline - time.monotonic())
-                # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
-                sock.settimeout(left if by_tcp else None)
-                sock.connect(where)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
-                if by_tcp:
-                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                protection = secure(sock, self._credentials, me, its, left)
-            except (HungUp, ConnectionResetError, BrokenPipeError):  # a crowded listener hangs up
-                sock.close()
-                if attempt == _ATTEMPTS - 1:
-                    raise
-            except BaseException:
-                sock.close()
-                raise
-            else:
-                break
+        deadline = min(request.deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+        frame, sent = self._pack_first(request.message), False
+
+        def first() -> bytes:
+            nonlocal sent
+            sent = bool(frame)
+            return frame
+
+        sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            return self._register(sock, protection, peer, deadline)
-        except BaseException:
+            left = max(0.001, deadline - time.monotonic())
+            # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+            sock.settimeout(left if by_tcp else None)
+            sock.connect(where)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
+            if by_tcp:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            steps = secure(sock, self._credentials, me, its, first)
+            protection = run(sock, steps, max(0.001, deadline - time.monotonic()))
+            return self._register(sock, protection, peer, request if sent else None, deadline)
+        except BaseException as error:
             sock.close()
-            raise
+            # The peer reads no request before it has confirmed the handshake. Only on a path between hosts may a
+            # confirmation be lost when the connection is reset.
+            refused = (HungUp, BrokenPipeError) if by_tcp else (HungUp, BrokenPipeError, ConnectionResetError)
+            if not sent or isinstance(error, refused) or not isinstance(error, (OSError, Refused)):
+                raise
+            if time.monotonic() >= request.deadline:
+                raise RpcTimeout(f"{peer!r} did not confirm its connection by the deadline") from error
+            raise PeerLost(peer, f"its connection broke: {error}") from error
 
     def _discard(self, connection: C) -> None:
         """Forget a connection to a peer, if it is still the current one."""
@@ -463,7 +563,11 @@ class ConnectedLane(MessageLane, Generic[C]):
                 del self._made[connection.peer]
 
     def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
-        self._register(sock, protection, None, time.monotonic() + CONNECT_TIMEOUT_S)
+        """Take over a connection whose other end has authenticated itself. Must not block; may raise to refuse it."""
+        self._register(sock, protection, None, None, time.monotonic() + CONNECT_TIMEOUT_S)
+
+    def _unknown(self, peer: str) -> PeerLost:
+        return PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
 
     def _left(self, peer: str | None) -> PeerLost:
         return PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
@@ -476,8 +580,3 @@ class ConnectedLane(MessageLane, Generic[C]):
 
 def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)  # wakes the thread of its handshake, which closes it

@@ -4,6 +4,15 @@ Each proof covers fresh random numbers of both ends, the direction, and the iden
 rank, incarnation and listening address. A proof can therefore be neither replayed nor reflected, and a process that
 relays the messages between two members is refused, because each of them names the peer it expects. Both ends derive the
 same session keys, one for each direction, which authenticate the frames that follow where others could change them.
+
+    connecting end                                accepting end
+    hello, random number            ->
+                                    <-            random number, proof
+    identity, proof, first frame    ->
+                                    <-            confirmation
+
+The accepting end reads no frame before it has confirmed. The ends do no input or output themselves: each is a generator
+(``Steps``), so that one thread can run many.
 """
 
 from __future__ import annotations
@@ -13,10 +22,17 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
+
+T = TypeVar("T")
+
+#: One end of a handshake. Yields the parts to send and then the most bytes to receive, perhaps none, and is sent what
+#: has been received: at least one byte. Returns its outcome; raises Refused.
+Steps = Generator[tuple[tuple[bytes, ...], int], bytes, T]
 
 _HELLO = b"raytorchrpc/2\0\0\0"
 _NONCE, _PROOF = 32, 32
@@ -90,8 +106,12 @@ class Refused(RayTorchRpcError):
     """The other end is not the expected member of this group, or did not answer in time."""
 
 
-class HungUp(Refused):
-    """The other end closed the connection during the handshake. It may have too many pending: try again."""
+class Unfinished(Refused):
+    """The handshake was broken off. The other end may have too much to do: try again."""
+
+
+class HungUp(Unfinished):
+    """The other end closed the connection, and had not confirmed the handshake."""
 
 
 class SessionKeys(NamedTuple):
@@ -101,51 +121,82 @@ class SessionKeys(NamedTuple):
     receiving: bytes
 
 
-def offer(sock: Stream, secret: bytes, me: Identity, peer: Identity, timeout_s: float) -> SessionKeys:
-    """Run the connecting end of the handshake: prove to be ``me``, and verify that the other end is ``peer``.
+def _nothing(keys: SessionKeys) -> bytes:
+    return b""
 
-    Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close the connection then.
+
+def offer(
+    secret: bytes, me: Identity, peer: Identity, first: Callable[[SessionKeys], bytes] = _nothing
+) -> Steps[SessionKeys]:
+    """The connecting end: prove to be ``me``, and verify that the other end is ``peer``.
+
+    ``first``: called once that is verified; what it returns is sent with this end's own proof.
     """
-    deadline = time.monotonic() + timeout_s
     mine = os.urandom(_NONCE)
-    sock.settimeout(timeout_s)
-    sock.sendall(_HELLO + mine)
-    answer = _receive(sock, _NONCE + _PROOF, deadline)
+    answer = yield from receive(_NONCE + _PROOF, _HELLO + mine)
     its, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _mac(secret, b"accept", mine, its, peer.encode())):
         raise Refused("the process at that address does not have this group's secret, or is not the expected member")
     name = me.encode()
-    sock.sendall(_LENGTH.pack(len(name)) + name + _mac(secret, b"offer", its, mine, peer.encode(), name))
+    own = _LENGTH.pack(len(name)) + name + _mac(secret, b"offer", its, mine, peer.encode(), name)
     session = _mac(secret, b"session", mine, its, peer.encode(), name)
-    if not hmac.compare_digest(_receive(sock, _PROOF, deadline), _mac(session, b"ready")):
+    keys = SessionKeys(_mac(session, b"from the connecting end"), _mac(session, b"from the accepting end"))
+    if not hmac.compare_digest((yield from receive(_PROOF, own, first(keys))), _mac(session, b"ready")):
         raise Refused("the confirmation of the handshake was modified in transit")
-    sock.settimeout(None)
-    return SessionKeys(_mac(session, b"from the connecting end"), _mac(session, b"from the accepting end"))
+    return keys
 
 
-def accept(sock: Stream, secret: bytes, me: Identity, timeout_s: float) -> SessionKeys:
-    """Run the accepting end of the handshake: prove to be ``me``, and verify that the other end has the secret.
-
-    Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close the connection then.
-    """
-    deadline = time.monotonic() + timeout_s
-    sock.settimeout(timeout_s)
-    hello = _receive(sock, len(_HELLO) + _NONCE, deadline)
+def accept(secret: bytes, me: Identity) -> Steps[SessionKeys]:
+    """The accepting end: prove to be ``me``, and verify that the other end has the secret. Receives nothing beyond."""
+    hello = yield from receive(len(_HELLO) + _NONCE)
     if not hello.startswith(_HELLO):
         raise Refused("it does not speak this protocol")
     its, mine = hello[len(_HELLO) :], os.urandom(_NONCE)
-    sock.sendall(mine + _mac(secret, b"accept", its, mine, me.encode()))
-    size: int = _LENGTH.unpack(_receive(sock, _LENGTH.size, deadline))[0]
+    length = yield from receive(_LENGTH.size, mine + _mac(secret, b"accept", its, mine, me.encode()))
+    size: int = _LENGTH.unpack(length)[0]
     if size > _IDENTITY_BYTES:
         raise Refused("it does not speak this protocol")
-    answer = _receive(sock, size + _PROOF, deadline)
+    answer = yield from receive(size + _PROOF)
     name, proof = answer[:size], answer[size:]
     if not hmac.compare_digest(proof, _mac(secret, b"offer", mine, its, me.encode(), name)):
         raise Refused("it does not have this group's secret")
     session = _mac(secret, b"session", its, mine, me.encode(), name)
-    sock.sendall(_mac(session, b"ready"))
-    sock.settimeout(None)
+    yield (_mac(session, b"ready"),), 0
     return SessionKeys(_mac(session, b"from the accepting end"), _mac(session, b"from the connecting end"))
+
+
+def receive(size: int, *sending: bytes) -> Steps[bytes]:
+    """Send these parts, and receive so many bytes."""
+    data = b""
+    while len(data) < size:
+        data += yield sending, size - len(data)
+        sending = ()
+    return data
+
+
+def run(sock: Stream, steps: Steps[T], timeout_s: float) -> T:
+    """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds.
+
+    Raises Refused or OSError; close the connection then.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        sending, size = next(steps)
+        while True:
+            if data := b"".join(sending):
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                sock.sendall(data)
+            if size:
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (data := sock.recv(size)):
+                    raise HungUp("it hung up")
+            sending, size = steps.send(data)
+    except StopIteration as done:
+        sock.settimeout(None)
+        outcome: T = done.value
+        return outcome
+    except TimeoutError:
+        raise Unfinished("it did not complete the handshake in time") from None
 
 
 def check_user(sock: socket.socket, credentials: Credentials) -> None:
@@ -163,20 +214,3 @@ def check_user(sock: socket.socket, credentials: Credentials) -> None:
 def _mac(key: bytes, role: bytes, *parts: bytes) -> bytes:
     # Each part is prefixed by its length, so that no two lists of parts give the same bytes.
     return hmac.digest(key, b"".join(len(part).to_bytes(4, "little") + part for part in (role, *parts)), "sha256")
-
-
-def _receive(sock: Stream, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        try:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError
-            sock.settimeout(remaining)
-            part = sock.recv(size - len(data))
-        except TimeoutError:
-            raise Refused("it did not complete the handshake in time") from None
-        if not part:
-            raise HungUp("it hung up")
-        data += part
-    return data

@@ -16,13 +16,12 @@ import os
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Refused, SessionKeys, Stream
+from raytorchrpc.lanes.common.handshake import Credentials, Identity, Refused, SessionKeys, Steps
 
 TAG_BYTES = 16
 #: From this size on HMAC-SHA256 is faster than BLAKE2b (bytes; Python 3.11, a processor with SHA instructions).
@@ -31,6 +30,8 @@ _LARGE_BYTES = 2048
 _COPIED_BYTES = 4096
 #: Read from TLS at a time (bytes); a record has no more.
 _RECORD = 1 << 14
+#: Of a record, which ends with the size of its body (bytes).
+_HEADER = 5
 #: Buffers of a frame below this total size are encrypted as one (bytes).
 _JOINED_BYTES = 1 << 16
 #: Largest difference between the clocks of two hosts.
@@ -146,7 +147,7 @@ def _context(identity: bytes, accepting: bool) -> ssl.SSLContext:
 
 
 class TlsSession:
-    """TLS 1.3 over another stream: first the Stream of the handshake, then what protects the connection.
+    """TLS 1.3: first around the handshake, then what protects the connection.
 
     The process that forms the group makes one key and certificate, which reach the members together with the group's
     secret. Each end presents that certificate and accepts no other. It works on memory buffers, so that it suits
@@ -155,50 +156,41 @@ class TlsSession:
 
     incoming = None
 
-    def __init__(self, stream: Stream, identity: bytes, *, accepting: bool, timeout_s: float) -> None:
-        """Run TLS's own handshake. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError."""
-        self._stream: Stream | None = stream
+    def __init__(self, identity: bytes, *, accepting: bool) -> None:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: Any = _context(identity, accepting).wrap_bio(self._arrived, self._leaving, server_side=accepting)
         self._lock = threading.Lock()  # OpenSSL allows one thread at a time for a connection
-        self._until = time.monotonic() + timeout_s
-        self._do(self._tls.do_handshake)
 
-    # --- the handshake's stream ---------------------------------------------------------------------------
+    def around(self, steps: Steps[SessionKeys]) -> Steps[SessionKeys]:
+        """TLS's own handshake, and then this one inside. Each part that is sent is a record."""
+        yield from self._do(self._tls.do_handshake)
+        sending, size = next(steps)
+        while True:
+            for part in filter(None, sending):
+                self._tls.write(part)
+            if size:
+                received = yield from self._do(functools.partial(self._tls.read, size))
+            else:
+                received = yield (self._leaving.read(),), 0
+            try:
+                sending, size = steps.send(received)
+            except StopIteration as done:
+                keys: SessionKeys = done.value
+                return keys
 
-    def settimeout(self, seconds: float | None) -> None:
-        """See Stream. None ends the handshake."""
-        if seconds is not None:
-            self._until = time.monotonic() + seconds
-        elif self._stream is not None:
-            self._stream.settimeout(None)
-            self._stream = None
-
-    def sendall(self, data: bytes) -> None:
-        self._do(lambda: self._tls.write(data))
-
-    def recv(self, size: int) -> bytes:
-        return bytes(self._do(lambda: self._tls.read(size)))
-
-    def _do(self, step: Any) -> Any:
-        stream = self._stream
-        assert stream is not None
+    def _do(self, step: Callable[[], Any]) -> Steps[Any]:
         while True:
             try:
                 return step()
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as error:
-                raise Refused(f"TLS: {error.reason or error}; it does not have this group's certificate") from error
-            finally:
                 if self._leaving.pending:
-                    stream.settimeout(max(0.001, self._until - time.monotonic()))
-                    stream.sendall(self._leaving.read())
-            stream.settimeout(max(0.001, self._until - time.monotonic()))
-            data = stream.recv(_RECORD)
-            if not data:
-                raise HungUp("it hung up")
-            self._arrived.write(data)
+                    yield (self._leaving.read(),), 0  # it tells the other end why
+                raise Refused(f"TLS: {error.reason or error}; it does not have this group's certificate") from error
+            # One record: what follows the handshake is not to be received with it.
+            header = yield from handshake.receive(_HEADER, self._leaving.read())
+            self._arrived.write(header + (yield from handshake.receive(int.from_bytes(header[-2:], "big"))))
 
     # --- the connection's protection ----------------------------------------------------------------------
 
@@ -230,20 +222,33 @@ Protection = Tagged | TlsSession
 
 
 def secure(
-    sock: socket.socket, credentials: Credentials, me: Identity, peer: Identity | None, timeout_s: float
-) -> Protection | None:
+    sock: socket.socket,
+    credentials: Credentials,
+    me: Identity,
+    peer: Identity | None = None,
+    first: Callable[[], bytes] = bytes,
+) -> Steps[Protection | None]:
     """Authenticate both ends of a new connection: this one as ``me``, the other as ``peer``; None: any of the group.
 
-    ``peer`` is None at the accepting end. Returns what protects the connection from now on; None for a Unix socket,
-    which other processes cannot reach. Blocks for at most ``timeout_s`` seconds. Raises Refused or OSError; close it
-    then.
+    ``peer`` is None at the accepting end. ``first``: called when the connecting end sends its proof; returns a frame
+    that goes with it, or nothing. Returns what protects the connection; None for a Unix socket, which other processes
+    cannot reach.
     """
     handshake.check_user(sock, credentials)
-    local, tls = sock.family == socket.AF_UNIX, None
-    if not local and credentials.tls is not None:
-        tls = TlsSession(sock, credentials.tls, accepting=peer is None, timeout_s=timeout_s)
+    local, tagged = sock.family == socket.AF_UNIX, None
+    tls = None if local or credentials.tls is None else TlsSession(credentials.tls, accepting=peer is None)
+
+    def sealed_first(keys: SessionKeys) -> bytes:
+        nonlocal tagged
+        frame = first()
+        if local or tls is not None:
+            return frame
+        tagged = Tagged(keys)
+        return frame and b"".join(tagged.seal([frame]))
+
     if peer is None:
-        keys = handshake.accept(tls or sock, credentials.secret, me, timeout_s)
+        steps = handshake.accept(credentials.secret, me)
     else:
-        keys = handshake.offer(tls or sock, credentials.secret, me, peer, timeout_s)
-    return tls or (None if local else Tagged(keys))
+        steps = handshake.offer(credentials.secret, me, peer, sealed_first)
+    keys = yield from (steps if tls is None else tls.around(steps))
+    return tls or (None if local else tagged or Tagged(keys))

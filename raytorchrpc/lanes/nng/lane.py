@@ -20,8 +20,8 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import CONNECT_TIMEOUT_S, ConnectedLane, SocketAddress
-from raytorchrpc.lanes.common.handshake import Credentials, Refused
+from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
+from raytorchrpc.lanes.common.handshake import Credentials, HungUp
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng import sockets
 from raytorchrpc.lanes.nng.sockets import PairSocket
@@ -31,8 +31,8 @@ from raytorchrpc.tensors.codec import Encoded
 
 #: A reply that makes no progress for this long ends its connection (seconds).
 REPLY_PATIENCE_S = 10.0
-#: The connecting end sends it after the handshake. Until then the accepting end leaves the connection alone: with TLS,
-#: the other might read what nng sends as a part of the handshake.
+#: The accepting end sends it after the handshake, on the thread that takes over: the other would not notice that nng is
+#: not reached.
 _BEGIN = b"n"
 _CLOSED = "connection closed (the process ended or left the group)"
 #: Messages read from one connection before others are read.
@@ -160,7 +160,8 @@ class NngLane(ConnectedLane[Connection]):
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
-        self._poll(self._sweeps.fd)
+        for fd in self._polled:
+            self._epoll.register(fd, select.EPOLLIN)
         fork.register(self)
 
     # --- the interface -------------------------------------------------------------------------------------
@@ -214,21 +215,31 @@ class NngLane(ConnectedLane[Connection]):
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _poll(self, fd: int) -> None:
-        self._epoll.register(fd, select.EPOLLIN)
+    def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
+        def admit() -> None:  # nng's own greetings take a round trip
+            try:
+                super(NngLane, self)._admit(sock, protection)
+            except Exception as error:
+                self._acceptor.refuse(sock, error)
+
+        threads.start(admit, name=f"raytorchrpc-{self._me}-handshake")
 
     def _register(
-        self, connected: socket.socket, protection: Protection | None, peer: str | None, deadline: float
+        self,
+        connected: socket.socket,
+        protection: Protection | None,
+        peer: str | None,
+        first: Request | None,
+        deadline: float,
     ) -> Connection:
         if connected.family != socket.AF_UNIX:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             tcp.detect_silence(connected)
-        if peer is not None:
+        connected.settimeout(max(0.001, deadline - time.monotonic()))
+        if peer is None:
             connected.sendall(_BEGIN)
-        else:
-            connected.settimeout(CONNECT_TIMEOUT_S)
-            if connected.recv(len(_BEGIN)) != _BEGIN:
-                raise Refused("it hung up")
+        elif connected.recv(len(_BEGIN)) != _BEGIN:
+            raise HungUp("it hung up")
         sock = PairSocket(connected, deadline)
         connection = Connection(sock, protection, peer, self._forget)
         with self._lock:

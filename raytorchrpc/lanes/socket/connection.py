@@ -51,8 +51,9 @@ class Connection(connections.Connection):
         peer: str | None,
         protection: Protection | None,
         on_end: Callable[[Connection], None],
+        first: connections.Request | None = None,
     ) -> None:
-        """``on_end(connection)`` is called once, when it ends."""
+        """``on_end(connection)`` is called once, when it ends. ``first``: has been sent as the call number 1."""
         super().__init__(peer)
         self._selector, self.sock, self._on_end = selector, sock, on_end
         self.accepted = peer is None
@@ -64,7 +65,7 @@ class Connection(connections.Connection):
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
         self._reading = False
-        self._enabled = self.accepted
+        self.enabled = self.accepted or (first is not None and not first.caller_waits)
         """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
         that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
         its own reply, and those of others meanwhile.
@@ -74,6 +75,10 @@ class Connection(connections.Connection):
         """A caller has read it and is likely to again: the leader need not poll it."""
         self._callbacks = 0  # calls in flight that have a callback
         self._spinner = Spinner()
+        if first is not None:
+            self.first = pending = SocketPending(first.on_released, self._state)
+            pending.connection = self
+            self._begin(pending)
 
     # Calls.
 
@@ -98,14 +103,14 @@ class Connection(connections.Connection):
         """
         if self._callbacks:
             self._enable()
-        elif not (self._enabled or self._reading or self._enables_later):
+        elif not (self.enabled or self._reading or self._enables_later):
             self._selector.enable_later(self)
             self._enables_later = True
 
     def enable_if_unread(self) -> bool:
         with self._state:
             wanted = self.accepted or bool(self._pending)
-            again = wanted and self._read_lately and not self._enabled
+            again = wanted and self._read_lately and not self.enabled
             self._read_lately = False
             self._enables_later = again
             if wanted and not again:
@@ -114,15 +119,15 @@ class Connection(connections.Connection):
 
     def _enable(self) -> None:
         """Under ``_state``: have the leader poll it, unless a thread reads it."""
-        if not self._enabled and not self._reading and self._ended is None:
-            self._enabled = True
+        if not self.enabled and not self._reading and self._ended is None:
+            self.enabled = True
             self._selector.enable(self.fd)
 
     def enable_again(self) -> None:
         with self._state:
             self._enables_later = False
             if not self._reading and self._ended is None and (self.accepted or self._pending):
-                self._enabled = True
+                self.enabled = True
                 self._selector.enable(self.fd)
 
     def send(self, buffers: list[Any], deadline: float) -> None:
@@ -230,8 +235,8 @@ class Connection(connections.Connection):
     def exclude_selector(self) -> None:
         """Called by the reading thread, which is about to wait: the leader need not wake."""
         with self._state:
-            if self._enabled and self._ended is None:  # after the end its descriptor may have been reused
-                self._enabled = False
+            if self.enabled and self._ended is None:  # after the end its descriptor may have been reused
+                self.enabled = False
                 self._selector.enable(self.fd, 0)
 
     def release_read(self) -> None:

@@ -8,26 +8,29 @@ caller that waits reads its own connection meanwhile, so that a reply costs one 
 from __future__ import annotations
 
 import socket
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
-from raytorchrpc.lanes.common.connections import ClosedWhileIdle, ConnectedLane, SocketAddress
+from raytorchrpc.lanes.base import Capabilities, Message, Serve, Spawn
+from raytorchrpc.lanes.common import frames
+from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.connection import Connection, tune
 from raytorchrpc.lanes.socket.selector import Selector
 from raytorchrpc.process import fork, threads
+from raytorchrpc.tensors.codec import body_bytes
 
 Work = Callable[[], None]
 
 #: CPU tensors up to this size travel in band: two copies through the kernel cost less than a second message (bytes).
 IN_BAND_BYTES = 256 * 1024
+#: The first request of a connection goes with the handshake up to this size: the kernel takes it at once (bytes).
+FIRST_BYTES = 16 * 1024
 
 
 class SocketLane(ConnectedLane[Connection]):
@@ -41,7 +44,8 @@ class SocketLane(ConnectedLane[Connection]):
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._selector: Selector[Connection] = Selector(me, self._read, self._readable, self.close)
-        self._poll(self._sweeps.fd)
+        for fd in self._polled:
+            self._selector.listen_to(fd)
 
     # --- the interface -------------------------------------------------------------------------------------
 
@@ -55,16 +59,6 @@ class SocketLane(ConnectedLane[Connection]):
             self.close()
             raise LaneUnavailable(self.name, str(error)) from error
         return address
-
-    def call(  # as the other lanes' own, but fewer functions long: every small call passes here
-        self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
-    ) -> Pending:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                return self._connection(peer, deadline).call(message, deadline, caller_waits, on_released)
-            except ClosedWhileIdle:
-                continue
 
     def close(self) -> None:
         if not self._selector.close():
@@ -87,14 +81,22 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _poll(self, fd: int) -> None:
-        self._selector.listen_to(fd)
+    def _pack_first(self, message: Message) -> bytes:
+        if body_bytes(message.body) > FIRST_BYTES:
+            return b""
+        frame = b"".join(frames.pack(frames.REQUEST, 1, message))
+        return frame if len(frame) <= FIRST_BYTES else b""
 
     def _register(
-        self, sock: socket.socket, protection: Protection | None, peer: str | None, deadline: float
+        self,
+        sock: socket.socket,
+        protection: Protection | None,
+        peer: str | None,
+        first: Request | None,
+        deadline: float,
     ) -> Connection:
         tune(sock)
-        connection = Connection(self._selector, sock, peer, protection, self._discard)
+        connection = Connection(self._selector, sock, peer, protection, self._discard, first)
         if not self._selector.add(connection):
             raise self._left(peer)
         return connection

@@ -50,7 +50,7 @@ class Readable(Protocol):
     """A connection, as the selector sees it."""
 
     fd: int
-    accepted: bool
+    enabled: bool
 
     def enable_if_unread(self) -> bool:
         """Called soon after ``Selector.enable_later``. Returns whether to call it again."""
@@ -164,10 +164,10 @@ class Selector(Generic[R]):
         self._epoll.register(fd, _READ_ONCE)
 
     def add(self, connection: R) -> bool:
-        """Add a connection; accepted ones are polled from now on. Returns False after ``close``."""
+        """Add a connection; it is polled from now on if it is enabled. Returns False after ``close``."""
         with self._lock:
             if not self.closed:
-                self._epoll.register(connection.fd, _READ if connection.accepted else 0)
+                self._epoll.register(connection.fd, _READ if connection.enabled else 0)
                 self.connections[connection.fd] = connection
             return not self.closed
 
@@ -395,6 +395,8 @@ class Selector(Generic[R]):
                 return True
         me.began = time.monotonic()
         with self._lock:
+            if not self._tasks:  # another thread has taken it, as the selector was closed
+                return True
             me.keeps = self._brief
             if me.keeps:
                 if not self._takeover_runs:

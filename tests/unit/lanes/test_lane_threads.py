@@ -32,7 +32,7 @@ Task = Callable[[], None]
 class Source:
     """A connection that brings some methods each time it is readable."""
 
-    accepted = True
+    enabled = True
     ended = ""
 
     def __init__(self, *tasks: Task) -> None:

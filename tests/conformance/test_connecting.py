@@ -1,0 +1,243 @@
+"""How connections of the socket and nng lanes begin: what a handshake takes, and what follows one that breaks off."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from raytorchrpc.errors import PeerLost, RpcTimeout
+from raytorchrpc.lanes.common import connections
+from tests.conformance import peers
+from tests.conformance.on_path import Relay
+from tests.conformance.peers import PATIENCE_S, Node
+from tests.conformance.test_idle_connections import in_thread, spied_connects
+from tests.conformance.test_socket_strangers import dial, hears_nothing_and_is_hung_up_on
+from tests.polling import wait_until
+from tests.shortage import Failing
+
+KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp", *peers.ENCRYPTED]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(kind: str) -> Iterator[tuple[Node, Node]]:
+    """A caller, which has not connected yet, and its callee."""
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0) as caller:
+        caller.meet("b", callee.address)
+        yield caller, callee
+
+
+def breaks_off(monkeypatch: pytest.MonkeyPatch, times: int) -> list[BaseException]:
+    """The accepting ends of the next handshakes break off at once; returns what is left of the failures."""
+    failing = Failing([ConnectionResetError()] * times, connections._Arrival.proceed)
+    monkeypatch.setattr(connections._Arrival, "proceed", lambda arrival: failing(arrival))
+    return failing.errors
+
+
+def once_a_proof_comes(monkeypatch: pytest.MonkeyPatch, then: Callable[..., Any]) -> None:
+    """Accepting ends go on so, given the socket, the handshake and what it has received: two bytes of that proof."""
+    secure = connections.secure
+
+    def changed(sock: socket.socket, credentials: Any, me: Any, *rest: Any) -> Any:
+        steps = secure(sock, credentials, me, *rest)
+        if rest:  # the connecting end
+            return (yield from steps)
+        received = yield steps.send((yield next(steps)))
+        return (yield from then(sock, steps, received))
+
+    monkeypatch.setattr(connections, "secure", changed)
+
+
+def finish(_: socket.socket, steps: Any, received: bytes) -> Any:
+    try:
+        while True:
+            received = yield steps.send(received)
+    except StopIteration as done:
+        return done.value
+
+
+def ignore(*_: Any) -> Any:
+    while True:
+        yield (), 1
+
+
+def reset(sock: socket.socket, *_: Any) -> Any:
+    """As when the process ends: TCP may lose what was sent before."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(sock.detach())
+    yield from Failing([ConnectionResetError()], list)()
+
+
+# --- what a handshake takes ----------------------------------------------------------------------------------------
+
+
+def test_the_first_request_goes_with_the_proof() -> None:
+    """So one round trip precedes it."""
+    with Node("socket over tcp", "b", 1) as callee, Node("socket over tcp", "a", 0) as caller:
+        relay = Relay(socket.AF_INET, ("127.0.0.1", 0), callee.address.tcp)
+        try:
+            seen = callee.address._replace(tcp=relay.address)
+            callee.lane._acceptor.address = seen  # type: ignore[attr-defined]
+            pieces: list[bytes] = []
+            relay.tamper = lambda data: pieces.append(data) or data  # type: ignore[func-returns-value]
+            caller.meet("b", seen).call("keep")
+            assert len(pieces) == 2 and b"keep" in pieces[1]
+        finally:
+            relay.close()
+
+
+def test_handshakes_take_no_threads(kind: str) -> None:
+    with Node(kind, "b", 1) as callee, ExitStack() as stack:
+        lane: Any = callee.lane
+        callee.lane.connect([peers.PeerAddress(f"peer{number}", None) for number in range(30)])
+        before = threading.active_count()
+        begin = b"\x16" if kind.endswith("tls") else b"raytorchrpc/2\0\0\0"
+        for _ in range(30):
+            stack.enter_context(dial(callee)).sendall(begin)
+        assert wait_until(lambda: len(lane._acceptor._arrivals) == 30, PATIENCE_S)
+        assert threading.active_count() < before + 10
+
+
+def test_who_proves_nothing_is_hung_up_on_in_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
+    with Node(kind, "b", 1) as callee, dial(callee) as one, dial(callee) as other:
+        other.sendall(b"raytorchrpc/2\0\0\0")
+        assert hears_nothing_and_is_hung_up_on(one) and hears_nothing_and_is_hung_up_on(other)
+
+
+# --- what follows a handshake that breaks off ----------------------------------------------------------------------
+
+
+def test_a_handshake_that_breaks_off_is_begun_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, callee = pair
+    left = breaks_off(monkeypatch, 6)
+    assert caller.call("keep").header == ("kept",)
+    assert not left and len(callee.served) == 1
+
+
+def test_a_peer_that_hangs_up_on_every_attempt_is_not_reported_as_lost(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, _ = pair
+    breaks_off(monkeypatch, 100_000)
+    begun = time.monotonic()
+    with pytest.raises(RpcTimeout, match="no connection to 'b' by the deadline"):
+        caller.call("echo", timeout_s=0.5)
+    assert time.monotonic() - begun < PATIENCE_S / 2
+
+
+@pytest.mark.parametrize("end", ["its process ends", "it is removed from the group", "the caller leaves the group"])
+def test_a_peer_that_is_gone_meanwhile_is_lost_at_once(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    caller, callee = pair
+    left = breaks_off(monkeypatch, 100_000)
+    errors: list[Any] = []
+
+    def call() -> bool:
+        try:
+            caller.call("echo")
+        except PeerLost as error:
+            errors.append(error)
+        return True
+
+    called = in_thread(call)
+    assert wait_until(lambda: len(left) < 99_990, PATIENCE_S)
+    if end == "its process ends":
+        callee.lane.close()
+    elif end == "it is removed from the group":
+        caller.lane.disconnect("b")
+    else:
+        caller.lane.close()
+    assert called(PATIENCE_S / 2) and not errors[0].may_have_run
+
+
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+def test_a_request_is_sent_again_if_its_proof_was_not_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    breaking = Failing([ConnectionResetError()] * 6, finish)
+    once_a_proof_comes(monkeypatch, breaking)
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
+        assert caller.call("keep").header == ("kept",)
+        assert not breaking.errors and len(callee.served) == 1
+
+
+def test_a_request_is_not_sent_again_if_it_may_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset between hosts may overtake the confirmation."""
+    once_a_proof_comes(monkeypatch, reset)
+    kind = "socket over tcp"
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
+        attempts = spied_connects(caller)
+        with pytest.raises(PeerLost) as lost:
+            caller.call("keep")
+        assert lost.value.may_have_run and attempts == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+def test_a_request_that_is_not_confirmed_times_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run later, so it is not sent again."""
+    once_a_proof_comes(monkeypatch, ignore)
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
+        attempts = spied_connects(caller)
+        with pytest.raises(RpcTimeout, match="did not confirm"):
+            caller.call("keep", timeout_s=0.3)
+        assert attempts == ["b"]
+
+
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+def test_the_first_reply_arrives_though_the_peer_ends_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
+        lane: Any = caller.lane
+        register = lane._register
+
+        def register_late(*args: Any) -> Any:
+            assert wait_until(lambda: bool(callee.served), PATIENCE_S)
+            callee.lane.close()
+            return register(*args)
+
+        lane._register = register_late
+        assert caller.call("keep").header == ("kept",)
+
+
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp", *peers.ENCRYPTED[:1]])
+@pytest.mark.parametrize("size", [0, 15_000, 17_000, 10**6])
+def test_a_first_request_of_any_size_arrives_once(kind: str, size: int) -> None:
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
+        for number in range(2):
+            assert caller.call("keep", payload=bytes([number]) * size).header == ("kept",)
+        assert [bytes(message.body.payload) for message in callee.served] == [bytes([n]) * size for n in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+def test_all_of_a_crowd_get_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many members connect at once to one that verifies few at a time, and drops others in their handshakes."""
+    monkeypatch.setattr(connections, "_HANDSHAKES", 2)
+    dropped: list[Exception] = []
+    refuse = connections.Acceptor.refuse
+
+    def note(acceptor: Any, sock: socket.socket, error: Exception) -> None:
+        dropped.append(error)
+        refuse(acceptor, sock, error)
+
+    monkeypatch.setattr(connections.Acceptor, "refuse", note)
+    with Node(kind, "b", 0) as callee, ExitStack() as stack:
+        lane: Any = callee.lane
+        lane._selector.enable(lane._acceptor.fd, 0)  # until all are there
+        crowd = [stack.enter_context(Node(kind, "a", number)).meet("b", callee.address) for number in range(1, 41)]
+        called = [in_thread(lambda node=node: node.call("keep").header) for node in crowd]
+        assert wait_until(lambda: all(node.lane._connecting["b"].locked() for node in crowd), PATIENCE_S)  # type: ignore
+        lane._selector.enable(lane._acceptor.fd)
+        assert [each(PATIENCE_S) for each in called] == [("kept",)] * len(crowd)
+        assert len(callee.served) == len(crowd) and dropped
