@@ -258,7 +258,7 @@ def placement(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in
 
 
 def _in_message(body: Encoded, devices: Mapping[Device, Device]) -> Payload:
-    return Payload(outbound(body, devices))
+    return Payload(outbound(body, devices) if devices else body)
 
 
 def _unshared(body: Encoded, frozen: bool) -> Encoded:

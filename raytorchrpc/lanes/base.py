@@ -101,11 +101,12 @@ class Capabilities:
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether one message may contain these tensors."""
-        if not tensors:
-            return True
-        if not self.in_band_cuda and any(tensor.is_cuda for tensor in tensors):
-            return False
-        return self.in_band_bytes is None or sum(tensor.nbytes for tensor in tensors) <= self.in_band_bytes
+        size = 0
+        for tensor in tensors:
+            if tensor.is_cuda and not self.in_band_cuda:
+                return False
+            size += tensor.nbytes
+        return self.in_band_bytes is None or size <= self.in_band_bytes
 
 
 class PeerAddress(NamedTuple):

@@ -60,7 +60,7 @@ def _without_tensors(values: Iterable[Any], tensors: list[torch.Tensor]) -> list
         kind = type(value)
         if kind in _NUMBERS or (kind in _TEXTS and len(value) <= MOST_TEXT):
             simple.append(value)
-        elif is_ordinary(value) and not any(value is other for other in tensors):
+        elif is_ordinary(value) and not (tensors and any(value is other for other in tensors)):
             tensors.append(value)
             simple.append(...)
         else:

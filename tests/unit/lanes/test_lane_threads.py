@@ -124,6 +124,35 @@ def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Select
     assert other.left and other.left[0] > 0
 
 
+def test_requests_that_keep_coming_find_the_timer_set_and_a_long_method_among_them_is_still_replaced(
+    selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader would set it between a request and its method."""
+    noted: list[float | None] = []
+    real = Timer.set
+
+    def noting(timer: Timer, after_s: float | None = None) -> None:
+        if timer is selector._takeover:
+            noted.append(after_s)
+        real(timer, after_s)
+
+    monkeypatch.setattr(Timer, "set", noting)
+    served = threading.Semaphore(0)
+    source = add(selector, served.release)
+    close, before, end = 0, 0.0, time.monotonic() + PATIENCE_S
+    while close < 20 and time.monotonic() < end:  # on a busy machine many pauses are longer
+        known, now = noted.count(None), time.monotonic()
+        source.arrive()
+        assert served.acquire(timeout=PATIENCE_S)
+        if now - before < 2 * BRIEF_S:
+            close += 1
+            assert noted.count(None) == known
+        before = now
+        time.sleep(1.2 * BRIEF_S)
+    assert close
+    meeting(selector)
+
+
 def test_a_leader_is_replaced_after_an_attempt_failed(
     selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +273,10 @@ def test_the_timer_goes_off_once_for_each_time_it_is_set() -> None:
         assert time.monotonic() - began >= 0.005
         timer.clear()
         assert waiting.poll(0) == []
+    timer.set(0.05)
+    assert waiting.poll(0) == []
+    assert waiting.poll(5000)
+    timer.clear()
     timer.clear()
     timer.close()
 
