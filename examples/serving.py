@@ -1,9 +1,8 @@
 """Disaggregated serving: Ray Serve in front, prefill and decode in actors of their own, and a replica that is killed.
 
-Prefill reads a prompt and fills the key-value cache with all its tokens at once; decode writes the answer token by
-token. The replica of Ray Serve that answers HTTP joins the group of these actors. It calls a decode actor, which gets
-the cache from a prefill actor, directly and into its own memory, and streams its tokens. When a replica is lost in the
-middle of an answer, the front has another pair go on with what it has. The client notices nothing.
+Prefill fills the key-value cache with all tokens of a prompt at once; decode writes the answer token by token. The
+replica of Ray Serve that answers HTTP joins their group. It calls a decode actor, which gets the cache from a prefill
+actor, directly and into its own memory, and streams its tokens. When a replica is lost, another pair goes on.
 
     python serving.py                                  # 24 requests, 8 at a time, one decode replica killed
     python serving.py --at-once 4 --kill prefill_0
@@ -145,10 +144,10 @@ class Front:
         return StreamingResponse(self.stream(given["prompt"], given["tokens"]), media_type="text/plain")
 
     async def stream(self, prompt: list[int], count: int) -> AsyncIterator[str]:
-        known = list(prompt)
+        known, turn = list(prompt), self.turn
         self.turn += 1
         for attempt in range(len(self.pairs)):
-            prefill, decode = self.pairs[(self.turn + attempt) % len(self.pairs)]
+            prefill, decode = self.pairs[(turn + attempt) % len(self.pairs)]
             missing = len(prompt) + count - len(known)
             try:
                 async for token in await rtr.rpc_async(decode).answer(prefill, known, missing):
@@ -159,7 +158,7 @@ class Front:
                 self.takeovers += 1
                 if len(known) == len(prompt) + count:  # lost after the last token
                     return
-        raise RuntimeError("no pair of replicas answers")  # the client sees that the stream breaks off
+        raise RuntimeError("no pair of replicas answers")  # the stream breaks off
 
     def count_takeovers(self) -> int:
         return self.takeovers
@@ -172,7 +171,7 @@ class Client:
         self.port, self.started, self.first_s = port, threading.Semaphore(0), list[float]()
 
     def request(self, prompt: list[int], count: int) -> list[int]:
-        connection, answer = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60), []
+        connection, answer = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60), list[int]()
         connection.request("POST", "/", json.dumps({"prompt": prompt, "tokens": count}))
         begun = time.perf_counter()
         for line in connection.getresponse():
@@ -180,7 +179,8 @@ class Client:
             if len(answer) == 1:
                 self.first_s.append(time.perf_counter() - begun)
                 self.started.release()
-        connection.close()
+        if len(answer) < count:
+            raise ConnectionError(f"an answer broke off after {len(answer)} tokens")
         return answer
 
 
