@@ -94,7 +94,7 @@ def _weights_to_all(actors: list[Any], pick: Pick) -> list[Line]:
         if any(found != on(publisher, total) for found in each(readers[:1], total)):
             raise RuntimeError("the weights arrived changed")
     medians = {name: statistics.median(times) for name, times in took.items()}
-    what = {"first": f"16 MB of weights to {len(readers)} readers at once, first time", "all": "again"}
+    what = {"first": f"16 MB of weights to {len(readers)} readers at once, first time", "all": "the same, again"}
     return [Line(text, medians[name], medians["one"], "ms", "one reader") for name, text in what.items()]
 
 

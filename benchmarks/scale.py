@@ -3,8 +3,8 @@
 ``python -m benchmarks scale [--members 64,128,256] [--deadline SECONDS] [--out FOLDER] [--tree NAME]`` measures groups
 of real actors, prints tables, and keeps the figures in ``FOLDER/scale.json`` after each step. It begins no group for
 which the memory or the time does not suffice, and says so. ``--from-json FILE,FILE`` shows stored figures of several
-machines and measures nothing. ``--markdown FILE`` puts the tables into a page, each between ``<!-- its name -->`` and
-``<!-- end -->``.
+machines, also of ``crowds``, and measures nothing. ``--markdown FILE`` puts the tables into a page, each between
+``<!-- its name -->`` and ``<!-- end -->``.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class Measurement:
                 flush=True,
             )
             if self._left() < 0:
-                raise OutOfTime(f"the time was up after {len(group['kills'])} kills")
+                raise OutOfTime(f"the time was up after kill {len(group['kills'])}")
 
 
 # --- bytes sent by the process that forms the group --------------------------------------------------------------
@@ -419,7 +419,7 @@ def gains(group: Group) -> Figures:
 
 def tables(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Markdown, by the name of its place in ``docs/scale.md``. ``runs``: one per machine."""
-    planned = runs[-1]["planned"]
+    planned = [run["planned"] for run in runs if "planned" in run][-1]
     on_paper = {
         "planning": f"{show(planned['plan_s'])} s",
         "making and packing all messages of forming, and of a return": f"{show(planned['tables_s'])} s",
@@ -427,8 +427,8 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "planning again when one member comes back": f"{show(planned['replan_s'])} s",
         "sent when one member comes back": f"{show(planned['rejoin_bytes'] / 1e6)} MB",
     }
-    return {
-        "machine": "\n".join(map(_described, runs)),
+    shown = {
+        "machine": _described(runs),
         "memory": _of_each(runs, _memory),
         "traffic": _of_each(runs[:1], lambda run: _table(run, traffic)),
         "laws": _of_each(runs[:1], lambda run: _laws(run["groups"])),
@@ -436,12 +436,16 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "pairs": _of_each(runs, lambda run: _table(run, pairs)),
         "forming": _of_each(runs, lambda run: _table(run, forming)),
         "time": _of_each(runs, lambda run: _table(run, times)),
+        "crowds": "\n\n".join(_crowd(run) for run in runs if "crowd" in run),
     }
+    return {name: text for name, text in shown.items() if text}
 
 
-def _described(run: Mapping[str, Any]) -> str:
-    left_out = "".join(f"\n  Not measured: {reason}." for reason in run["left_out"])
-    return f"- {run['machine']}; raytorchrpc {run['tree']}{left_out}"
+def _described(runs: Sequence[Mapping[str, Any]]) -> str:
+    left_out: dict[str, list[str]] = {}
+    for run in runs:
+        left_out.setdefault(f"- {run['machine']}; raytorchrpc {run['tree']}", []).extend(run["left_out"])
+    return "\n".join("\n  Not measured: ".join([where, *reasons]) for where, reasons in left_out.items())
 
 
 def _of_each(runs: Sequence[Mapping[str, Any]], table: Callable[[Mapping[str, Any]], str]) -> str:
@@ -475,6 +479,21 @@ def _memory(run: Mapping[str, Any]) -> str:
                 counts = (f"{one[what]:g}" for what in ("descriptors", "sockets", "threads"))
                 rows.append([f"{group['members']}: {label}", *memory, *counts])
     return grid(["members", "private (MiB)", "PSS (MiB)", "descriptors", "of these sockets", "threads"], rows)
+
+
+def _crowd(run: Mapping[str, Any]) -> str:
+    """Of ``benchmarks crowds``."""
+    members, lines = run["crowd"]["members"], run["crowd"]["lines"]
+    rows = [
+        [
+            line["what"],
+            f"{show(line['ours'])} {line['unit']}",
+            f"{show(line['peer'])} {line['unit']}",
+            line["peer_name"],
+        ]
+        for line in lines
+    ]
+    return f"On {run['cores']} cores, {members} members:\n\n{grid(['', 'takes', 'beside', 'which is'], rows)}"
 
 
 def _laws(groups: Sequence[Group]) -> str:

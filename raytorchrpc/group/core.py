@@ -33,9 +33,9 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 #: How long an attempt may take (seconds): doubled each time, up to the limit. The process may be suspended, and losses
 #: of others are announced only after the attempt.
 _FIRST_PATIENCE_S, _LONGEST_PATIENCE_S = 2.0, 10.0
-#: How long a change waits to be reported for members that have not followed it (seconds): a base, and more for each.
-#: Callbacks are to hear of a loss within 0.2 s.
-_REPORT_S, _REPORT_EACH_S, _LONGEST_REPORT_S = 0.05, 0.01, 0.5
+#: How long a change waits to be reported for members that have not followed it (seconds): a base, and more for each,
+#: up to a limit. Callbacks are to hear of a loss within 0.2 s.
+_REPORT_S, _REPORT_EACH_S, _LONGEST_REPORT_S = 0.05, 0.01, 0.2
 #: A member that failed to follow is asked again after this time, and one that does not answer (seconds).
 _RETRY_S, _ASK_AGAIN_S = 0.5, 10.0
 

@@ -109,6 +109,20 @@ def test_members_that_are_found_lost_one_by_one_are_announced_together(its: Supe
     assert len(told.delta.states) == 3 and {*told.members} == {*its.names} - {*lost}
 
 
+def test_listeners_hear_in_time_of_many_that_are_lost_while_the_others_are_busy() -> None:
+    """Processes that start again take the cores that the others need to follow."""
+    group = Group(32)
+    supervised, now = Core(group.roster.peers(group.prepared)), 0.0
+    names = list(group.roster.records)
+    supervised.handle([core.Dialled(name, 0, None) for name in names], now)
+    supervised.handle([core.Broke(name, 0, "closed") for name in names[::10]], now)
+    done = supervised.handle([core.RaySaid({name: (Fate.ENDED, "") for name in names[::10]})], now)
+    while (due := supervised.due()) is not None and due <= 0.2:
+        done += supervised.handle([core.Tick()], now := max(now + 0.01, due))
+    assert [change[1] for change in reported(done)] == [(name,) for name in names[::10]]
+    assert now < 0.25
+
+
 def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised) -> None:
     its.lose(A)
     for after_s, took_s, pause_s in ((1.0, 0.0, 0.02), (1.0, 0.5, 1.02), (70.0, 0.0, 0.5)):
