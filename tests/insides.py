@@ -18,7 +18,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import exposed, gates
-from raytorchrpc.group import detached, group
+from raytorchrpc.group import detached, formation, group
 from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
@@ -90,6 +90,7 @@ FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
 @contextmanager
 def interrupted_at(step: str) -> Iterator[None]:
     """Ctrl-C, as a terminal sends it, when ``init_group`` does that step of FORMING in this process."""
+    formation._known.clear()  # actors that are known are not probed
     owner, name, number, counts = FORMING[step]
     function, calls = getattr(owner, name), []
 

@@ -168,7 +168,7 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
         gone = wait_until(
             lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 2
         )
-        assert gone
+        assert gone, [t.name for t in threading.enumerate()]
         assert hears_nothing_and_is_hung_up_on(sock)
 
 

@@ -77,7 +77,7 @@ def _supervisor_of(group: rtr.Group) -> Supervisor:
 
 def doors(group: rtr.Group, member: str) -> list[Door]:
     """All of the package's that this member has open, torchrpc's too."""
-    prepared = _supervisor_of(group).prepared()[member]
+    prepared = _supervisor_of(group)._core.listening()[member]
     found: list[Door] = []
     addresses = prepared.addresses
     known = credentials(group)

@@ -290,7 +290,7 @@ def test_ctrl_c_at_each_step_of_forming_leaves_nothing() -> None:
     script = Script(INTERRUPTED, ray.get_runtime_context().gcs_address)
     try:
         code, out, err = script.run()
-        assert code == 0, err
+        assert code == 0, out + err
         assert [line for line in out.splitlines() if "(raylet)" not in line] == [*insides.FORMING, "fine"], err
         assert script.gone_within(40)
     finally:

@@ -102,7 +102,7 @@ class PairSocket:
         Raises LaneUnavailable, OSError or TimeoutError.
         """
         check_process()
-        self._gone = False
+        self._begun = self._gone = False
         self._closing = threading.Lock()
         self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once the connection is lost or ``hang_up`` was called. Data that had arrived can still be received.
@@ -124,15 +124,30 @@ class PairSocket:
             raise
 
     def _begin(self, sock: socket.socket, deadline: float) -> None:
-        begun = threading.Event()
-        self._sock.add_post_pipe_connect_cb(lambda _: begun.set())
+        self._sock.add_post_pipe_connect_cb(lambda _: self._wake(begun=True))
         self._sock.add_post_pipe_remove_cb(lambda _: self.hang_up())
         listener = self._sock.listen("socket://")
-        if error := lib.nng_listener_set_int(listener.listener, b"socket:fd", sock.fileno()):
-            raise OSError(_text(error))
-        sock.detach()  # nng closes it
-        if not begun.wait(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError("it did not accept the connection in time")
+        with sock.dup() as watched:  # nng reports no end that hangs up before it has greeted
+            if error := lib.nng_listener_set_int(listener.listener, b"socket:fd", sock.fileno()):
+                raise OSError(_text(error))
+            sock.detach()  # nng closes it
+            poll = select.poll()
+            poll.register(self.gone_fd, select.POLLIN)
+            poll.register(watched, select.POLLRDHUP)
+            woken = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        with self._closing:
+            if self._begun and not self._gone:
+                os.eventfd_read(self.gone_fd)
+            if self._begun:
+                return
+        raise ConnectionResetError("it hung up") if woken else TimeoutError("it did not accept the connection in time")
+
+    def _wake(self, *, begun: bool = False, gone: bool = False) -> None:
+        with self._closing:
+            self._begun |= begun
+            self._gone |= gone
+            if self.gone_fd >= 0:
+                os.eventfd_write(self.gone_fd, 1)
 
     @property
     def gone(self) -> bool:
@@ -186,10 +201,7 @@ class PairSocket:
         """Wake all threads that wait on this socket. It carries nothing more."""
         if _forked:
             return
-        with self._closing:
-            self._gone = True
-            if self.gone_fd >= 0:
-                os.eventfd_write(self.gone_fd, 1)
+        self._wake(gone=True)
 
     def close(self) -> None:
         """Free it. No thread may be waiting on it. Idempotent."""
