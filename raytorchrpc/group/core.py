@@ -119,6 +119,12 @@ class Failed(NamedTuple):
     """Those of them that may try again later; the others at once."""
 
 
+class Parting(NamedTuple):
+    """These are asked to leave, and break their connections: that is no loss, because ``Removed`` follows."""
+
+    names: Sequence[str]
+
+
 class Removed(NamedTuple):
     """A user removes these members."""
 
@@ -135,7 +141,9 @@ class Tick(NamedTuple):
     """The time of ``Core.due`` has come."""
 
 
-Event = Broke | Dialled | RaySaid | Answered | Coming | Connecting | Arrived | Failed | Removed | Overdue | Tick
+Event = (
+    Broke | Dialled | RaySaid | Answered | Coming | Connecting | Arrived | Failed | Parting | Removed | Overdue | Tick
+)
 
 
 class Announce(NamedTuple):
@@ -260,7 +268,7 @@ class Core:
         self._behind: dict[str, float] = {}
         """Members that have not acknowledged the view, and when they may be asked."""
         self._coming: dict[str, Peer] = {}
-        self._connecting = set[str]()
+        self._connecting, self._parting = set[str](), set[str]()
         self.promised = 0
         """The version at which those join that have announced themselves last."""
         self._reports: deque[_Pending] = deque()
@@ -277,6 +285,7 @@ class Core:
             Connecting: lambda event: self._connecting.update(event.names),
             Arrived: self._arrived,
             Failed: self._failed,
+            Parting: lambda event: self._parting.update(event.names),
             Removed: self._removed,
             Overdue: lambda event: self._stop_waiting(event.version),
             Tick: self._poll,
@@ -314,7 +323,7 @@ class Core:
     def awaited(self, version: int) -> set[str]:
         """The members that answer in time and have not followed that version of the view. Any thread may ask."""
         found = ((name, self._members.get(name)) for name in self._behind.copy())
-        return {name for name, its in found if its and its.version < version and its.is_watched and not its.is_slow}
+        return {name for name, its in found if its and its.version < version and not its.is_slow}
 
     def listening(self) -> dict[str, Prepared]:
         """Where each member listens. Any thread may ask."""
@@ -415,7 +424,9 @@ class Core:
 
     def _broke(self, event: Broke) -> None:
         member = self._members.get(event.name)
-        if member is not None and member.incarnation == event.incarnation and event.name not in self.lost:
+        if member is None or member.incarnation != event.incarnation:
+            return
+        if event.name not in self.lost and event.name not in self._parting:
             self.lost[event.name] = _Loss(event.cause, self._now)  # polled with others reported by then
             self._drop(event.name)
 
@@ -514,6 +525,7 @@ class Core:
         self._out += [Forget(gone), Strike()]
 
     def _removed(self, event: Removed) -> None:
+        self._parting.difference_update(event.names)
         self.view.remove({self._members[name].rank: None for name in event.names})
         self._strike(event.names)
         self._report_later(Change("removed", tuple(event.names)))

@@ -156,7 +156,12 @@ class Supervisor:
 
     def _part_with(self, names: Sequence[str]) -> Roster:
         """Remove these members; returns the roster that still had them."""
-        self._request(lambda: self.roster.check_leavers(names))
+
+        def part() -> None:
+            self.roster.check_leavers(names)
+            self._handle(core.Parting(names))
+
+        self._request(part)
         self._send_off(names)
 
         def remove() -> Roster:
@@ -551,7 +556,7 @@ class Supervisor:
                         self._report(core.Failed(list(newcomers)))
                 raise
         if kind == "added":
-            self._await_members(GAP_S, GAP_S)
+            self._await_members(_FIRST_S, GAP_S)
 
     def _check_newcomers(self, newcomers: dict[str, Any], joining: Mapping[str, Any]) -> None:
         self.roster.check_newcomers(newcomers, joining)
