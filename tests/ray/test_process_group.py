@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import MemberStore
-from raytorchrpc.process import tcp
+from raytorchrpc.process import fork, tcp
 from tests import insides
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 
@@ -174,6 +176,15 @@ def answers_strangers(address: tuple[str, int]) -> bool:
     return False
 
 
+def has_accepted(sock: socket.socket) -> bool:
+    """Whether a socket of this process is the other end of this one."""
+    for _, its in fork.own_sockets():
+        with suppress(OSError):
+            if its.getpeername() == sock.getsockname():
+                return True
+    return False
+
+
 def let_a_stranger_in_first() -> None:
     """From now on a stranger connects to gloo's listener here before a member can, and calls itself rank 0."""
     before = listeners()
@@ -185,6 +196,7 @@ def let_a_stranger_in_first() -> None:
             sock = socket.create_connection(address)
             sock.sendall(struct.pack("<q", 0))
             stranger.append(sock)
+            assert wait_until(partial(has_accepted, sock), 20)  # gloo
         publish(*args)
 
     MemberStore.set = publish_later  # type: ignore[method-assign]
