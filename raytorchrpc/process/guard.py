@@ -160,7 +160,8 @@ class Guard:
         wait_s = None if oldest is None else max(0.0, oldest[3] + _SILENT_S - time.monotonic())
         if self._talking:  # there was no thread to ask
             wait_s = threads.PAUSE_S
-        for fd, events in (self._wake_poll if self._is_full() else self._poll).poll(wait_s):
+        is_full = len(self._talking) >= _most_pending()  # once: those that ask empty it meanwhile
+        for fd, events in (self._wake_poll if is_full else self._poll).poll(wait_s):
             door = self._doors.get(fd)
             if fd == self._wake:
                 os.eventfd_read(self._wake)
@@ -170,17 +171,14 @@ class Guard:
             elif not self._accept(*door):
                 self._drop_oldest()
         most = _most_pending()
-        while (oldest := next(iter(self._silent.values()), None)) and (
-            len(self._silent) > most or oldest[3] + _SILENT_S <= time.monotonic()
+        while (
+            not is_full  # then they may have said something
+            and (oldest := next(iter(self._silent.values()), None))
+            and (len(self._silent) > most or oldest[3] + _SILENT_S <= time.monotonic())
         ):
-            if self._is_full():  # it may have said something
-                break
             self._drop_oldest()
         self._ask()
         return True
-
-    def _is_full(self) -> bool:
-        return len(self._talking) >= _most_pending()
 
     def _accept(self, listener: socket.socket, deliver: Deliver, size: Size) -> bool:
         """Take in who waits there; False if this process lacks descriptors or memory for that."""
@@ -198,7 +196,7 @@ class Guard:
 
     def _read(self, fd: int, *, has_left: bool) -> None:
         """Look, without reading it, whether the first message is there. ``has_left``: no more will come."""
-        if (found := self._silent.get(fd)) is None or self._is_full():
+        if (found := self._silent.get(fd)) is None:
             return
         sock, deliver, size, _ = found
         needed, head = LONGEST_BYTES + 1, b""
