@@ -205,11 +205,14 @@ _QUEUES = {
     **{"queue or topic": "label", "home": "home", "waiting": "waiters", "items": "items", "MB": "bytes"},
     **{"oldest\ns": "oldest_s", "put": "put", "taken": "taken", "dropped": "dropped"},
 }
-_WEIGHTS = {
-    **{"store": "store", "home": "home", "member": "member", "pub-\nlished": "published", "pulled": "pulled"},
-    **{"behind": "lag", "arriving": "arriving", "MB in": "brought", "MB\nto come": "missing"},
-    **{"MB out": "served_of_newest", "MB\nheld": "held", "MB\nmapped": "mapped"},
+_STORE = {"store": "store", "home": "home", "member": "member"}
+_VERSIONS = {
+    **{"pub-\nlished": "published", "pulled": "pulled", "behind": "lag", "arriving": "arriving"},
+    **{"MB in": "brought", "MB\nto come": "missing"},
 }
+_MEMORY = {"MB out": "served_of_newest", "MB\nheld": "held", "MB\nmapped": "mapped"}
+#: In fewer columns the figures of weights are two tables.
+_WEIGHTS_WIDTH = 100
 
 
 class GroupStats(tuple[PairStats, ...]):
@@ -255,11 +258,12 @@ class GroupStats(tuple[PairStats, ...]):
             seconds: show counts divided by this; 0: show them as they are.
         """
         width = terminal_columns() if width is None else width
+        weights = [{**_VERSIONS, **_MEMORY}] if width >= _WEIGHTS_WIDTH else [_VERSIONS, _MEMORY]
         tables: list[tuple[Sequence[Any], dict[str, str], int]] = [
             (self, {"caller": "caller", "peer": "peer", "lane": "lane", **_CALLS, "in\nflight": "in_flight"}, 3),
             (self.methods, {"peer": "peer", "method": "method", **_CALLS}, 2),
             (self.queues, _QUEUES, 3),
-            (self.weights, _WEIGHTS, 3),
+            *((self.weights, {**_STORE, **part}, 3) for part in weights),
         ]
         return "\n\n".join(_table(*each, width, seconds) for each in tables if each[0] or each[0] is self)
 

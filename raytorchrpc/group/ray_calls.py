@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 import time
@@ -26,6 +27,8 @@ _FIRST_NOTICE_S, _NOTICE_S, NAMED = 3.0, 10.0, 8
 #: A group that forms waits so many times its timeout at most for processes that load modules all the time.
 LONGEST = 5
 _LOADING = "loading raytorchrpc and torch"
+#: What Ray adds to the name of a resource.
+_IN_PLACEMENT_GROUP = re.compile(r"_group_(\d+_)?[0-9a-f]{36}$")
 #: Erases the line of a terminal.
 _ERASED = "\r\x1b[K"
 
@@ -168,8 +171,12 @@ def _why_silent(actor_id: str, method: str | None) -> str:
         return "restarting"
     if state == "DEPENDENCIES_UNREADY":
         return "waiting for the arguments of its __init__"
-    needs = ", ".join(f"{name}: {amount:g}" for name, amount in ray_internals.required_resources(actor_id).items())
-    return f"pending resources {{{needs}}}" if needs else "starting"
+    asked = ray_internals.required_resources(actor_id)
+    # In a placement group Ray asks for CPU_group_0_ID and CPU_group_ID where the actor asked for CPU, and for bundles.
+    plain = {_IN_PLACEMENT_GROUP.sub("", name): amount for name, amount in asked.items()}
+    needs = ", ".join(f"{name}: {amount:g}" for name, amount in plain.items() if name != "bundle" or name in asked)
+    where = "" if plain.keys() <= asked.keys() else " of its placement group"
+    return f"pending resources {{{needs}}}{where}" if plain else "starting"
 
 
 def have_leave(

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import raytorchrpc as rtr
 from raytorchrpc.calls.server.exposed import methods_of
@@ -256,6 +257,19 @@ def test_an_actor_that_cannot_join_is_named_with_the_cause(
         rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=2)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
+
+
+def test_resources_of_a_placement_group_are_named_as_they_were_asked_for(spawn: Spawn) -> None:
+    space = placement_group([{"CPU": 1}])
+    strategy = PlacementGroupSchedulingStrategy(space, placement_group_bundle_index=0)
+    try:
+        spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
+        waiting = spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
+        said = r"'b': no answer within 1 s: pending resources \{CPU: 1\} of its placement group"
+        with pytest.raises(rtr.BootstrapError, match=said):
+            rtr.init_group({"b": waiting}, timeout=1)
+    finally:
+        remove_placement_group(space)
 
 
 class CtrlC:

@@ -125,6 +125,15 @@ def test_weights_show_versions_the_lag_and_what_is_still_to_come() -> None:
     ]
 
 
+def test_weights_are_two_tables_where_one_does_not_fit() -> None:
+    row = WeightStats("collector_1", "policy", "learner_0", pulled=6, arriving=7, brought=16_000_000, held=32 * 10**8)
+    text = tables([update(None, look(1.0, weights=[row]))], 80)
+    assert max(map(len, text.splitlines())) <= 80
+    versions, memory = (" ".join(part.split()) for part in text.split("\n\n")[-2:])
+    assert "policy learner_0 collector_1 0 6 0 7 16.0 0.00" in versions
+    assert "policy learner_0 collector_1 0.00 3,200 0.00" in memory
+
+
 @pytest.mark.parametrize(
     ("options", "said"), [(["--interval", "0"], "--interval"), (["--address", "local"], "start a new cluster")]
 )
