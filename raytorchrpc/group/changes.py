@@ -169,17 +169,24 @@ class Joining:
         """By name."""
 
     @contextlib.contextmanager
-    def of(self, handles: dict[str, Any], deadline: float, check: Callable[..., object]) -> Iterator[None]:
-        """These are, within the block. Blocks while others are being added under their names, and then for ``check``,
-        which raises if they cannot be added to the group as it is then, nor to others that are being added.
+    def of(
+        self,
+        named: Callable[[Mapping[str, Any]], dict[str, Any]],
+        check: Callable[[dict[str, Any], Mapping[str, Any]], object],
+        deadline: float,
+    ) -> Iterator[dict[str, Any]]:
+        """Those that ``named`` returns, given the others, are, within the block. Blocks while others are being added
+        under their names, and then for ``check``, which raises if they cannot be added to the group as it is then, nor
+        to others that are being added.
         """
         with self._changed:
+            handles = named(self.handles)
             left_s = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(lambda: not self.handles.keys() & handles.keys(), left_s)
             check(handles, self.handles)
             self.handles = {**self.handles, **handles}
         try:
-            yield
+            yield handles
         finally:
             with self._changed:
                 self.handles = {name: its for name, its in self.handles.items() if name not in handles}

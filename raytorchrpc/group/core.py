@@ -521,11 +521,11 @@ class Core:
         for name in (gone := list(names)):
             self._drop(name)
             self.lost.pop(name, None)
+            self._parting.discard(name)
             del self._members[name]
         self._out += [Forget(gone), Strike()]
 
     def _removed(self, event: Removed) -> None:
-        self._parting.difference_update(event.names)
         self.view.remove({self._members[name].rank: None for name in event.names})
         self._strike(event.names)
         self._report_later(Change("removed", tuple(event.names)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import time
@@ -51,9 +52,12 @@ def current_owner() -> Owner:
 
 
 def participants_of(
-    actors: Any, include_driver: bool, first_rank: int = 0, *, others_join: bool = False
+    actors: Any, include_driver: bool, first_rank: int = 0, *, others_join: bool = False, taken: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError."""
+    """Members by name, in rank order; the driver's handle is None. Raises ConfigurationError.
+
+    ``taken``: names that others have, so that none is generated twice.
+    """
     if not ray.is_initialized():
         raise ConfigurationError("call ray.init() before init_group")
     if isinstance(actors, ActorHandle) or not isinstance(actors, (Mapping, Sequence)) or isinstance(actors, str):
@@ -72,7 +76,7 @@ def participants_of(
             raise ConfigurationError(
                 f"{label} is not an actor handle but {handle!r}; pass what Class.remote() or ray.get_actor() returns"
             )
-        member = _generated_name(handle, first_rank + rank) if given is None else given
+        member = _generated_name(handle, first_rank + rank, taken) if given is None else given
         check_name(label, member)
         actor_id = ray_internals.actor_id_of(handle)
         if actor_id in seen:
@@ -115,10 +119,10 @@ def _listed(participants: Mapping[str, Any]) -> str:
     return described("the group", enumerate(participants))
 
 
-def _generated_name(handle: Any, rank: int) -> str:
+def _generated_name(handle: Any, rank: int, taken: Collection[str]) -> str:
     ascii_only = re.sub(r"[^A-Za-z0-9_]", "_", ray_internals.actor_class_name(handle))
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", ascii_only).lower()
-    return f"{snake[:48]}_{rank}"
+    return next(name for number in itertools.count(rank) if (name := f"{snake[:48]}_{number}") not in taken)
 
 
 class Formation:
@@ -189,11 +193,14 @@ class Formation:
         self._refuse_taken(self._probes)
         self._elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *handles])
 
-    def assign(self, roster: Roster) -> None:
-        """Give the participants ranks and ids, beside the members of ``roster``, and decide routes and device maps."""
+    def assign(self, roster: Roster, beside: Roster | None = None) -> None:
+        """Give the participants ranks and ids, beside the members of ``roster``, and decide routes and device maps.
+
+        ``beside``: see ``Roster.admit``.
+        """
         self._before = roster
         highest = max(roster.highest_id, self._elsewhere)
-        self.roster = replace(roster, highest_id=highest).admit(self.participants, self._probes)
+        self.roster = replace(roster, highest_id=highest).admit(self.participants, self._probes, beside)
 
     def has_others(self, roster: Roster) -> bool:
         """Whether ``roster`` has other members, the participants aside, than the participants were told; then they are

@@ -88,8 +88,14 @@ class Roster:
     tried: Mapping[str, int] = field(default_factory=dict)
     """The latest incarnation of each member that was not admitted: some member may know it."""
 
-    def admit(self, handles: Mapping[str, Any], probes: Mapping[str, Probe]) -> Roster:
-        """The roster with these members, new or restarted. Raises ConfigurationError, BootstrapError."""
+    def admit(self, handles: Mapping[str, Any], probes: Mapping[str, Probe], beside: Roster | None = None) -> Roster:
+        """The roster with these members, new or restarted. Raises ConfigurationError, BootstrapError.
+
+        ``beside``: this roster with members that others are admitting: these have to suit those too, as both may come.
+        """
+        if beside is not None:
+            highest = max(self.highest_id, beside.highest_id)
+            return self.with_members(replace(beside, highest_id=highest).admit(handles, probes), probes)
         records, fresh = dict(self.records), itertools.count(self.next_rank)
         ranks = {name: records[name].member.rank if name in records else next(fresh) for name in probes}
         taken = {record.member.worker_id for record in records.values()}

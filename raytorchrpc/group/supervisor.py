@@ -93,12 +93,13 @@ class Supervisor:
     ) -> None:
         self.roster, self.info = roster, roster.info(prepared)
         """The group as it is now."""
-        self._joining = Joining()
+        self._joining, self._assigned = Joining(), dict[Formation, None]()
+        """Those that are being added, and the attempts to admit members, returning ones too, that go on."""
         self._core = Core(roster.peers(prepared))
         self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
         self._changed = threading.Condition()
         """Notified when members may be ready, and at the end."""
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[tuple[str, int], Callable[[], Answer]]] = queue.SimpleQueue()
         self._reported: deque[core.Event] = deque()
         self._todo: deque[core.Instruction] = deque()
@@ -131,19 +132,22 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         self._check_running()
         while True:
-            ray_calls.wait_for_answers(self._newcomers(actors), deadline)  # they may be busy, or restart
-            newcomers = self._request(lambda: self._newcomers(actors))
-            formation = Formation(self.roster, newcomers, timeout_s, deadline=deadline)
-            try:
-                self._admit("added", formation)
-                return tuple(newcomers)
-            except BootstrapError as error:
-                formation.raise_unless_restarted(error)
+            waiting = self._check_newcomers(self._newcomers(actors, {}), {})
+            ray_calls.wait_for_answers(waiting, deadline)  # they may be busy, or restart
+            with self._joining.of(partial(self._newcomers, actors), self._check_newcomers, deadline) as newcomers:
+                formation = Formation(self.roster, newcomers, timeout_s, deadline=deadline)
+                try:
+                    self._admit("added", formation)
+                    return tuple(newcomers)
+                except BootstrapError as error:
+                    formation.raise_unless_restarted(error)
 
-    def _newcomers(self, actors: Any) -> dict[str, Any]:
-        joining = self._joining.handles
-        first_rank = self.roster.next_rank + len(joining)
-        return self.roster.check_newcomers(participants_of(actors, False, first_rank=first_rank), joining)
+    def _newcomers(self, actors: Any, joining: Mapping[str, Any]) -> dict[str, Any]:
+        taken = {*self.roster.records, *joining}
+        return participants_of(actors, False, first_rank=self.roster.next_rank, taken=taken)
+
+    def _check_newcomers(self, newcomers: dict[str, Any], joining: Mapping[str, Any]) -> dict[str, Any]:
+        return self.roster.check_newcomers(newcomers, joining)
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -157,21 +161,28 @@ class Supervisor:
     def _part_with(self, names: Sequence[str]) -> Roster:
         """Remove these members; returns the roster that still had them."""
 
-        def part() -> None:
+        def part() -> dict[str, int]:
             self.roster.check_leavers(names)
             self._handle(core.Parting(names))
-
-        self._request(part)
-        self._send_off(names)
+            return {name: self.roster.records[name].member.rank for name in names}
 
         def remove() -> Roster:
             roster = self.roster
-            roster.check_leavers(names)
-            self._handle(core.Removed(names))
+            # One that has died meanwhile is out of the group already.
+            now = {name: its.member.rank for name, its in roster.records.items()}
+            left = [name for name in names if now.get(name) == ranks[name]]
+            if left:
+                self._handle(core.Removed(left))
             return roster
 
-        roster: Roster = self._request(remove)
-        return roster
+        ranks = self._request(part)
+        try:
+            self._send_off(names)
+            before: Roster = self._request(remove)
+            return before
+        except BaseException:  # what they were asked cannot be taken back
+            self._submit(remove)
+            raise
 
     def take_in(self, request: JoinRequest | LeaveRequest) -> None:
         """Carry out the request of a process that joins or leaves by itself. Blocks."""
@@ -191,8 +202,9 @@ class Supervisor:
             self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
             self._strike_ended(request.name)
             call_all, attempt = self._restarts.call_all, request.attempt
-            formation = Formation(self.roster, newcomer, patience_s, call_all, by_reference=False, attempt=attempt)
-            self._admit("added", formation)
+            with self._joining.of(lambda _: newcomer, self._check_newcomers, time.monotonic() + patience_s):
+                formation = Formation(self.roster, newcomer, patience_s, call_all, by_reference=False, attempt=attempt)
+                self._admit("added", formation)
             # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
             with contextlib.suppress(RayTorchRpcError):  # it is found lost like others
                 self._connections.ping(request.name, patience_s)
@@ -335,7 +347,7 @@ class Supervisor:
                 if (task := self._tasks.get_nowait()) is not None:
                     task()
 
-    def _submit(self, task: Callable[[], None]) -> None:
+    def _submit(self, task: Callable[[], object]) -> None:
         """Have the thread run a task, unless the group has ended by then: its end clears the state that tasks use."""
         self._tasks.put(lambda: None if self._stopped else task())
 
@@ -350,7 +362,7 @@ class Supervisor:
         """Run the next task; False once the group has ended."""
         if self._stopped:
             return False
-        task: Callable[[], None] | None = self._carry_out
+        task: Callable[[], object] | None = self._carry_out
         if not self._todo:
             due = self._core.due()
             try:
@@ -540,26 +552,21 @@ class Supervisor:
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         """Have the participants join. Blocks: not on the supervisor's thread."""
-        newcomers = formation.participants
-        with contextlib.ExitStack() as stack:
-            if kind == "added":
-                stack.enter_context(self._joining.of(newcomers, formation.deadline, self._check_newcomers))
-            self._reserve(newcomers)
-            formation.probe()
+        self._reserve({*formation.participants, *self._joining.handles})
+        formation.probe()
+        try:
             self._request(lambda: self._assign(formation))
-            try:
-                self._join(kind, formation)
-            except BaseException:
-                if not formation.is_done:  # else Ctrl-C came too late
-                    formation.roll_back()
-                    if kind == "added":
-                        self._report(core.Failed(list(newcomers)))
-                raise
+            self._join(kind, formation)
+        except BaseException:
+            if formation in self._assigned and not formation.is_done:  # else Ctrl-C came too late
+                formation.roll_back()
+                if kind == "added":
+                    self._report(core.Failed(list(formation.participants)))
+            raise
+        finally:
+            self._assigned.pop(formation, None)
         if kind == "added":
             self._await_members(_FIRST_S, GAP_S)
-
-    def _check_newcomers(self, newcomers: dict[str, Any], joining: Mapping[str, Any]) -> None:
-        self.roster.check_newcomers(newcomers, joining)
 
     def _join(self, kind: Literal["added", "back"], formation: Formation) -> None:
         while True:
@@ -573,7 +580,11 @@ class Supervisor:
         self._request(lambda: self._take(kind, formation, version))
 
     def _assign(self, formation: Formation) -> None:
-        formation.assign(self.roster)
+        beside = self.roster
+        for other in list(self._assigned):
+            beside = beside.with_members(other.roster, other.participants)
+        formation.assign(self.roster, beside if self._assigned else None)
+        self._assigned[formation] = None
         self.roster = self.roster.after_failure(formation.roster, formation.participants)  # ids and ranks are taken
 
     def _announce_coming(self, formation: Formation, coming: Mapping[str, Prepared]) -> int | None:

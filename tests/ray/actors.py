@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import threading
 import time
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import ray
 
 import raytorchrpc as rtr
 
-#: The longest wait for somebody to come to a latch (seconds).
-ARRIVAL_S = 60.0
+#: The longest wait for somebody to come to a latch, and for a latch to open (seconds).
+ARRIVAL_S, HELD_S = 60.0, 300.0
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,15 @@ class Latch:
         return cls(str(path))
 
     def pass_through(self) -> None:
-        """Block until the latch is open."""
-        with open(self.path, "rb") as fifo:
-            fifo.read()
+        """Block until the latch is open. Raises TimeoutError if nobody opens it within ``HELD_S``."""
+        waiter = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            opened = select.poll()
+            opened.register(waiter, select.POLLIN)  # it ends, as the latch opens by closing the other end
+            if not opened.poll(HELD_S * 1000):
+                raise TimeoutError(f"nobody opened {Path(self.path).name} within {HELD_S:g} s")
+        finally:
+            os.close(waiter)
 
     def await_arrival(self) -> int:
         """Block until somebody waits at the latch, which stays closed; returns what ``release`` takes.

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
+from tests import insides
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
@@ -187,6 +189,23 @@ def test_members_are_added_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> No
             group.add({"e": c})
     with pytest.raises(NotAMember):
         ask(c, "a", "count")
+
+
+def test_actors_that_are_added_at_once_get_different_names(spawn: Spawn, tmp_path: Path) -> None:
+    latch = Latch.make(tmp_path / "latch")
+    a, b, c, d, e = (spawn(Returning) for _ in range(5))
+    with rtr.init_group([a]) as group, ThreadPoolExecutor() as pool:
+        ray.get(b.__ray_call__.remote(lambda _: insides.before_step("prepare", latch.pass_through)))
+        held = pool.submit(group.add, [b])
+        waiting = latch.await_arrival()
+        names = [member.name for actor in (c, d) for member in group.add([actor])]
+        latch.release(waiting)
+        names += [member.name for member in (*held.result(60), *group.add([e]))]
+        assert sorted(names) == [f"returning_{number}" for number in (1, 2, 3, 4)]
+        for name in names:
+            assert ask(a, name, "count")[1] == 1
+        for actor in (b, c, d, e):
+            assert ask(actor, a, "count")[0] == group.members[0].pid
 
 
 def test_an_addition_that_fails_changes_nothing(spawn: Spawn) -> None:

@@ -343,6 +343,17 @@ def test_a_member_that_a_user_removes_is_heard_of_no_more(its: Supervised) -> No
     assert set(its.asked[-1].members) == {*its.names} - {A, B}
 
 
+def test_a_name_that_died_while_it_was_removed_counts_when_it_comes_again(its: Supervised) -> None:
+    its.lose(A)
+    its.tell(core.Parting([A, B]))
+    its.said(Fate.DEAD, A)
+    its.group.roster = its.group.roster.without([A])
+    assert reported(its.tell(core.Removed([B]))) == [("removed", (B,), "")]
+    its.admit(A)
+    its.tell(core.Broke(A, its.group.roster.records[A].member.incarnation, "connection closed"))
+    assert its.tell(core.Tick()) == [core.AskRay([A], [])]
+
+
 # --- whatever happens, in any order ----------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scale
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.messages import AgentIdentity, Owner, Prepared, Probe
 from raytorchrpc.topology.endpoint import Endpoint
@@ -63,6 +63,27 @@ def test_a_member_whose_admission_failed_is_as_before() -> None:
     assert attempt.records["worker_2"] == before.records["worker_2"]
     again = attempt.admit({"worker_2": None}, {"worker_2": back["worker_2"]})
     assert again.records["worker_2"].member.incarnation == 2, "its process may have heard that it is 1"
+
+
+def test_members_that_are_admitted_at_once_have_to_suit_each_other() -> None:
+    cluster = clusters.hosts_of(1, 4)
+    roster, _ = formed({name: cluster[name] for name in ("worker_0", "worker_1")})
+    probes = probes_of(cluster)
+    one, other = ({name: probes[name]} for name in ("worker_2", "worker_3"))
+    first = roster.admit(dict.fromkeys(one), one)
+    taken, beside = roster.after_failure(first, one), roster.with_members(first, one)
+    second = taken.admit(dict.fromkeys(other), other, beside)
+    assert {*second.records} == {"worker_0", "worker_1", "worker_3"}, "the other one may not come"
+    member, before = second.records["worker_3"].member, first.records["worker_2"].member
+    assert (before.rank, member.rank) == (2, 3) and member.worker_id != before.worker_id
+    agent = AgentIdentity("rtr-of-an-earlier-group", before.worker_id)
+    known = {"worker_3": probes["worker_3"]._replace(agent=agent)}
+    assert taken.admit(dict.fromkeys(known), known, beside).records["worker_3"].renew_agent, "both cannot keep an id"
+    endpoint = probes["worker_3"].endpoint
+    wrong = {"worker_3": probes["worker_3"]._replace(endpoint=endpoint.changed({"torch_version": "1.0"}))}
+    alone = Roster("default", GroupConfig(), Owner("job", None), endpoint)
+    with pytest.raises(BootstrapError, match=r"worker_\d has 1\.0, worker_2 has"):
+        alone.admit(dict.fromkeys(wrong), wrong, alone.admit(dict.fromkeys(one), one))
 
 
 def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
