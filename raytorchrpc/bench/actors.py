@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -217,6 +218,8 @@ class Member:
         """Call that method of these peers; ``pid``: the process of the last."""
         link = self._links[name]
         payload = link.payload(device, case, self.produce)
+        if case.is_caller_busy:
+            threading.Thread(target=self.work, args=(case.busy, window.end), daemon=True).start()
         return measure(lambda *args: [link.calls(p, method, *args) for p in peers], case, payload, window, pid)
 
     def serve(self, name: str, device: Device, case: Case, count: int) -> None:

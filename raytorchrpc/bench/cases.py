@@ -236,6 +236,8 @@ class Case:
     """All calls of a round are sent before the first is awaited."""
     busy: Busy | None = None
     """What another method of the callee does meanwhile."""
+    is_caller_busy: bool = False
+    """Another thread of the caller does the same."""
     slow_calls: int = 0
     """Calls of 5 ms each before the measured ones."""
 
@@ -277,7 +279,8 @@ def _variants(pattern: str, quick: bool) -> list[Case]:
     if pattern == "busy-callee":
         kinds: tuple[Busy, ...] = ("Python",) if quick else ("Python", "torch", "sleep")
         # Paced: in a tight loop, calls that follow each other within a switch interval are fast, and hide the others.
-        return [Case(pattern, f"callee runs {kind}", busy=kind, interval_s=0.01) for kind in kinds]
+        found = [Case(pattern, f"callee runs {kind}", busy=kind, interval_s=0.01) for kind in kinds]
+        return found if quick else [*found, replace(found[0], variant="both run Python", is_caller_busy=True)]
     if pattern == "all-to-all":
         counts = [(n, kind) for n in ((4,) if quick else (4, 8)) for kind in ("sync", "async")]
         return [Case(pattern, f"{n} members, {kind}", members=n, asynchronous=kind == "async") for n, kind in counts]
