@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -34,6 +34,10 @@ class CallOptions(NamedTuple):
     """The caller waits for the call at once, on this thread."""
     cancellable: bool = False
     """``Call.cancel`` reaches the callee."""
+
+    def retries(self, usual: Mapping[str, int], method: str) -> int:
+        """How often the call may be sent again; ``usual``: by method."""
+        return usual.get(method, 0) if self.retry is None else self.retry
 
 
 DEFAULTS = CallOptions()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.options import checked_timeout
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.exposed import take_turns
 from raytorchrpc.calls.server.services import DeferredReply
@@ -211,8 +212,10 @@ def _begin(actor_id: str) -> Rejoin:
 def awaited(timeout_s: float | None) -> DeferredReply:
     """For a process outside any group: settled with the LocalMember that it becomes; see Rejoin.member.
 
-    Raises NotAMember at once where there is no group to wait for.
+    Raises NotAMember at once where there is no group to wait for, and ConfigurationError for what is no timeout.
     """
+    if timeout_s is not None:
+        checked_timeout(timeout_s)
     fork.check_process()
     actor_id = _actor_here()
     left = _was_member and (_current is None or _current.over)
@@ -220,10 +223,10 @@ def awaited(timeout_s: float | None) -> DeferredReply:
         raise NotAMember("this process is in no group: an actor can join one only when its __init__ has ended")
     if actor_id is None or left or not _was_restarted(actor_id):
         raise NotAMember(_no_group(actor_id))
-    return _begin(actor_id).member(_number(timeout_s))
+    return _begin(actor_id).member(timeout_s)
 
 
-def wait(timeout_s: float | None) -> tuple[Any, float | None]:
+def wait(timeout_s: float | None) -> tuple[Any, float]:
     """The LocalMember that this process becomes, and what is left of ``timeout_s``. Blocks; raises as ``awaited``."""
     since = time.monotonic()
     member = awaited(timeout_s)
@@ -236,29 +239,22 @@ def wait(timeout_s: float | None) -> tuple[Any, float | None]:
     return local, left_of(local, timeout_s, since)
 
 
-def left_of(local: Any, timeout_s: float | None, since: float) -> float | None:
+def left_of(local: Any, timeout_s: float | None, since: float) -> float:
     """What is left of a call's time once this process is a member."""
-    if timeout_s is not None and _number(timeout_s) is None:
-        return timeout_s  # the call refuses it
     whole: float = local.config.rpc_timeout_s if timeout_s is None else timeout_s
     return max(_SHORTEST_S, whole - (time.monotonic() - since))
 
 
 def patience(timeout_s: float | None) -> float:
     """See Rejoin.patience."""
-    current, seconds = _current, _number(timeout_s)
-    return (seconds or _UNKNOWN_S) if current is None else current.patience(seconds)
+    current = _current
+    return (timeout_s or _UNKNOWN_S) if current is None else current.patience(timeout_s)
 
 
 def why_late(since: float) -> str:
     """See Rejoin.why_late."""
     current = _current
     return "this process is in no group" if current is None else current.why_late(since)
-
-
-def _number(timeout_s: Any) -> float | None:
-    """None also for what is not a number: the call itself refuses that."""
-    return timeout_s if isinstance(timeout_s, (int, float)) else None
 
 
 def _actor_here() -> str | None:

@@ -21,7 +21,7 @@ import torch
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import scope as _scope
-from raytorchrpc.calls.client.future import Call
+from raytorchrpc.calls.client.outgoing import OutgoingCall
 from raytorchrpc.calls.member import LocalMember, current_local
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
@@ -205,7 +205,7 @@ class Pull:
         # Tensors for CPU targets leave the source as CPU tensors: this process may have no GPU.
         self._to_cpu = bool(targets) and on_gpu and not any(target.is_cuda for target in targets or ())
         self._arrived = DeferredReply()  # has a function that takes the tensors, on the thread that will use them
-        self._call: Call | None = None
+        self._call: OutgoingCall | None = None
         """To the source, if it is a member: the waiting thread reads its reply, so no other thread has to wake."""
         with _pulls_lock:
             _in_flight.add(self)
@@ -288,7 +288,7 @@ class Pull:
                 raise TransferFailed(self.object_id, self._source.shown, _text(error, self._on_gpu)) from error
 
 
-def _outcome(call: Call) -> list[torch.Tensor]:
+def _outcome(call: OutgoingCall) -> list[torch.Tensor]:
     outcome = call.outcome()
     assert outcome is not None  # a pull is never retried
     value, error = outcome

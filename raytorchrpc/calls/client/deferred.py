@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from contextvars import copy_context
 from typing import Any
 
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.client.future import Call, call_back
+from raytorchrpc.calls.client.future import call_back
+from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall
 from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.scope import on_loop
-from raytorchrpc.errors import CancelledError, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.workers import process_deadlines
 
 
-def call(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> Call:
+def call(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions) -> OutgoingCall:
     """As ``OutgoingCalls.call``. Blocks until this process is a member, except for ``rpc_async`` on an event loop."""
-
-    def send(local: Any, timeout: float | None) -> Call:
-        sent: Call = local.outgoing.call(target, method, args, kwargs, options._replace(timeout=timeout))
-        return sent
-
     if not options.caller_waits and on_loop():
-        return DeferredCall(f"{target}.{method}", send, options.timeout)
-    return send(*rejoin.wait(options.timeout))
+        return DeferredCall(target, method, args, kwargs, options)
+    local, left = rejoin.wait(options.timeout)
+    sent: OutgoingCall = local.outgoing.call(target, method, args, kwargs, options._replace(timeout=left))
+    return sent
 
 
 def remote(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None) -> Any:
@@ -38,98 +34,53 @@ def remote(target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, An
     return local.outgoing.remote(target, method, args, kwargs, left)
 
 
-class DeferredCall(Call):
-    """A call that waits for this process to become a member.
-
-    It is sent by the event loop that it was made on, or by a thread that waits for it, whichever comes first.
-    """
+class DeferredCall(OutgoingCall):
+    """A call that waits for this process to become a member. A worker sends it then, as one whose peer was lost."""
 
     cancellable = True
-    _call: Call | None = None
-    """Once it has been sent."""
-    _error: BaseException | None = None
+    _phase = LOST
+    _route: Any = None
+    """Once it is being sent."""
+    _is_member = False
 
-    def __init__(self, label: str, send: Callable[[Any, float | None], Call], timeout: float | None) -> None:
-        self._label, self._send, self._timeout = label, send, timeout
-        self._started = time.monotonic()
-        self._context = copy_context()  # the call stays in its chain of calls and keeps its deadline
-        self._sending = threading.Lock()
-        self._sent = Completion()
-        """Complete with the call, or with the error that keeps it from being sent."""
-        loop = asyncio.get_running_loop()
+    def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
+        self._method, self._options, self._lock = method, options, threading.Lock()
+        self._since, self._pending = time.monotonic(), Completion()
+        self._keep(args, kwargs, target)
+        rejoin.awaited(options.timeout).add_done_callback(self._joined)
 
-        def wake(_: object) -> None:
-            with suppress(RuntimeError):  # the loop was closed meanwhile: nothing waits any more
-                loop.call_soon_threadsafe(self._send_once)
-
-        self._member = rejoin.awaited(timeout)
-        self._member.add_done_callback(wake)
-
-    def _send_once(self) -> None:
-        if not self._sending.acquire(blocking=False):  # never released: it is sent once
+    def _joined(self, awaited: Any) -> None:
+        if (error := awaited.exception()) is not None:
+            self._end_sending(self._pending, error)
             return
-        try:
-            local = self._member.result(0)
-            call = self._context.run(self._send, local, rejoin.left_of(local, self._timeout, self._started))
-        except BaseException as error:
-            self._settle(None, error.with_traceback(None))
-            if not isinstance(error, RayTorchRpcError):
-                raise
-        else:
-            self._settle(call)
+        self._calls = awaited.result().outgoing
+        self._deadline = time.monotonic() + rejoin.left_of(awaited.result(), self._options.timeout, self._since)
+        self._is_member = True
+        self._calls.submit_repeat(self._send_again, self._pending)
 
-    def _settle(self, call: Call | None, error: BaseException | None = None) -> None:
-        self._call, self._error = call, error
-        self._sent.complete()
-
-    def _when_sent(self, follow: Callable[[Call | None], object]) -> None:
-        """Call ``follow`` with the call, or with None if it will not be sent."""
-        self._sent.add_done_callback(lambda: follow(self._call))
+    def _next_route(self) -> PeerRoute | None:
+        if self._route is not None:
+            return super()._next_route()
+        route = self._calls.peers.route_for_call(self._target)
+        self._retries = self._options.retries(route.retries, self._method)
+        return route
 
     @property
     def label(self) -> str:
-        return self._label
+        return f"{self._target}.{self._method}"
 
     def remaining(self) -> float:
-        if self._call is not None:
-            return self._call.remaining()
-        return max(0.0, self._started + rejoin.patience(self._timeout) - time.monotonic())
+        if self._is_member:
+            return super().remaining()
+        return max(0.0, self._since + rejoin.patience(self._options.timeout) - time.monotonic())
 
-    def wait(self, timeout_s: float) -> bool:
-        until = time.monotonic() + timeout_s
-        if not self._member.wait(timeout_s):
-            return False
-        self._send_once()
-        if not self._sent.wait(max(0.0, until - time.monotonic())):
-            return False
-        return self._call is None or self._call.wait(max(0.0, until - time.monotonic()))
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        self._when_sent(lambda call: callback() if call is None else call.add_done_callback(callback))
-
-    def outcome(self) -> tuple[Any, BaseException | None] | None:
-        return (None, self._error) if self._call is None else self._call.outcome()
-
-    def cancel(self) -> None:
-        if self._sending.acquire(blocking=False):  # never to be sent
-            self._settle(None, CancelledError(f"the call of {self._label} was cancelled"))
-        else:
-            self._when_sent(lambda call: None if call is None else call.cancel())
-
-    def forget_failure(self) -> None:
-        if self._call is not None:
-            self._call.forget_failure()
-
-    def expire(self) -> tuple[None, RpcTimeout]:
-        if self._call is not None:
-            return self._call.expire()
-        return None, RpcTimeout(f"{self._label} was not sent by its deadline: {rejoin.why_late(self._started)}")
+    def _late(self) -> RpcTimeout:
+        if self._error is not None or self._phase is not LOST:
+            return super()._late()
+        return RpcTimeout(f"{self.label} was not sent by its deadline: {rejoin.why_late(self._since)}")
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return process_deadlines().at(time.monotonic() + self.remaining(), callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
-        if self._call is not None:
-            self._call.run_callback(callback, argument)
-        else:
-            threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")
+        threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")

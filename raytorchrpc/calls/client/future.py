@@ -1,4 +1,4 @@
-"""A call in flight, and the future that stands for its result."""
+"""Futures: what stands for the results of calls in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,57 +26,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Call(ABC):
-    """One call in flight; what a ``Future`` waits for. Thread-safe."""
-
-    cancellable = False
-    """Whether ``cancel`` reaches the callee."""
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """member.method, for messages."""
-
-    @abstractmethod
-    def remaining(self) -> float:
-        """Seconds until the call's deadline, at least 0."""
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> bool:
-        """Block until the outcome can be taken, at most ``timeout_s``; whether it can."""
-
-    @abstractmethod
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, which is short, when the outcome can be taken."""
-
-    @abstractmethod
-    def outcome(self) -> tuple[Any, BaseException | None] | None:
-        """Unpack the result: (value, None) or (None, error). To be called once, after ``wait`` has returned True.
-
-        None if the result was lost on its way and the call is sent again: ``wait`` once more.
-        """
-
-    @abstractmethod
-    def expire(self) -> tuple[None, RpcTimeout]:
-        """The outcome of a call whose deadline has passed."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Have the callee drop or stop the call, as far as it can. The outcome is not taken any more, also if the call
-        is not ``cancellable``. Waits end when the callee has answered.
-        """
-
-    @abstractmethod
-    def forget_failure(self) -> None:
-        """Log nothing if the call fails and nobody takes the outcome."""
-
-    @abstractmethod
-    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback``, which is short, when the deadline passes; returns what prevents it."""
-
-    @abstractmethod
-    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
-        """Run a user's callback on a worker thread."""
+#: An ``outgoing.OutgoingCall``, in a module above this one.
+Call = Any
 
 
 def result_of(call: Call) -> Any:
@@ -122,7 +72,8 @@ class Future(Generic[T]):
         """Whether ``result`` would return or raise at once. Never blocks."""
         if self._outcome is not None or fork.forked():
             return True
-        return self._call.wait(0) or self._call.remaining() == 0
+        arrived: bool = self._call.wait(0)
+        return arrived or self._call.remaining() == 0
 
     def cancelled(self) -> bool:
         """Whether ``cancel`` has cancelled the call."""
@@ -475,4 +426,5 @@ def _checked(futures: Iterable[Any]) -> list[Future[Any]]:
 
 def _first_deadline(futures: Iterable[Future[Any]]) -> float:
     """Seconds until the first deadline."""
-    return min(future._call.remaining() for future in futures)
+    first: float = min(future._call.remaining() for future in futures)
+    return first

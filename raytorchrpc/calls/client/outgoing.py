@@ -16,7 +16,7 @@ from ray import ObjectRef
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
-from raytorchrpc.calls.client.future import Call, call_back
+from raytorchrpc.calls.client.future import call_back
 from raytorchrpc.calls.client.stream import NEXT, Stream
 from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
@@ -70,9 +70,11 @@ _UNDER_WAY = (SENT, FETCHING, ARRIVED)
 _DECIDED = (ARRIVED, FAILED, TAKEN)
 
 
-class OutgoingCall(Call):
-    """One call, from its first request to its outcome."""
+class OutgoingCall:
+    """One call, from its first request to its outcome: what a ``Future`` waits for. Thread-safe."""
 
+    cancellable = False
+    """Whether ``cancel`` reaches the callee."""
     _span: Span | None = None
     """If it is traced."""
     _counted = ""
@@ -84,7 +86,7 @@ class OutgoingCall(Call):
     """Complete when the call can move on."""
     _header = ReplyHeader(protocol.OK)
     """Of the reply, once it has arrived."""
-    _error: Exception | None = None
+    _error: BaseException | None = None
     """Why it was lost or has failed."""
     _started, _number = 0.0, 0
     _is_reported = False
@@ -103,13 +105,18 @@ class OutgoingCall(Call):
             return
         peer, options = self._route.member.name, self._options
         self._deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
-        self._arguments, self._retries, self._target = (args, kwargs), retries, target
-        self._scope, self._context = current_scope.get(), torch_internals.current_autograd_context()
-        self._follow = follow_thread()
+        self._retries = retries
+        self._keep(args, kwargs, target)
         self.cancellable = self._is_reported = options.cancellable
         self._pending = Completion()
         self._pending.complete()  # nothing to wait for, if it is not sent at all
         self._attempt()
+
+    def _keep(self, args: tuple[Any, ...], kwargs: Any, target: Any) -> None:
+        """Keep what it takes to send it from another thread: it stays in its chain of calls and keeps its deadline."""
+        self._arguments, self._target = (args, kwargs), target
+        self._scope, self._context = current_scope.get(), torch_internals.current_autograd_context()
+        self._follow = follow_thread()
 
     def _attempt(self) -> None:
         try:
@@ -177,6 +184,7 @@ class OutgoingCall(Call):
     # --- phases --------------------------------------------------------------------------------------------------
 
     def wait(self, timeout_s: float) -> bool:
+        """Block until the outcome can be taken, at most ``timeout_s``; whether it can."""
         until = time.monotonic() + timeout_s
         pending = self._pending
         if not pending.wait(timeout_s):
@@ -188,6 +196,7 @@ class OutgoingCall(Call):
         return True
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, which is short, when the outcome can be taken."""
         pending = self._pending
 
         def arrived() -> None:
@@ -241,23 +250,32 @@ class OutgoingCall(Call):
 
     def _send_again(self, lost: Completion) -> None:
         """On a worker: wait until the peer is back, and send the call once more."""
-        peers = self._calls.peers
-        error: Exception = self._late()
-        before = current_scope.set(self._scope)  # it stays in its chain of calls and keeps its deadline
+        error: BaseException = self._late()
+        before = current_scope.set(self._scope)
         try:
-            if peers.await_return(self._target, self._route.member.incarnation, self._deadline):
-                self._route = peers.route_for_call(self._target)
-                self._options = self._options._replace(caller_waits=False)
+            if not self._is_cancelled and (route := self._next_route()) is not None:
+                self._route, self._options = route, self._options._replace(caller_waits=False)
                 self._follow()
                 with torch_internals.autograd_context(self._context):
                     self._attempt()
         except Exception as failure:  # the peer is gone for good, or the call is not sent for another reason
-            error = failure.with_traceback(None)
+            error = failure
         finally:
             current_scope.reset(before)
+        self._end_sending(lost, error)
+
+    def _next_route(self) -> PeerRoute | None:
+        """Wait until the peer is back: the route to it, or None if the deadline passes first."""
+        peers = self._calls.peers
+        if peers.await_return(self._target, self._route.member.incarnation, self._deadline):
+            return peers.route_for_call(self._target)
+        return None
+
+    def _end_sending(self, lost: Completion, error: BaseException) -> None:
+        """``error``: why it was not sent again, if it was not."""
         with self._lock:
             if self._phase is LOST and self._pending is lost:
-                self._error, self._phase = error, FAILED
+                self._error, self._phase = error.with_traceback(None), FAILED
         lost.complete()
         if self._is_cancelled:  # meanwhile
             self._abandon()
@@ -273,6 +291,10 @@ class OutgoingCall(Call):
     # --- the outcome ---------------------------------------------------------------------------------------------
 
     def outcome(self) -> tuple[Any, BaseException | None] | None:
+        """Unpack the result: (value, None) or (None, error). To be called once, after ``wait`` has returned True.
+
+        None if the result was lost on its way and the call is sent again: ``wait`` once more.
+        """
         self._is_reported = False
         if self._phase not in _DECIDED:
             return None  # another thread has waited too, and found that it is sent again
@@ -360,6 +382,7 @@ class OutgoingCall(Call):
         return stream
 
     def expire(self) -> tuple[None, RpcTimeout]:
+        """The outcome of a call whose deadline has passed."""
         self._is_reported = False
         with self._lock:
             decided = self._error if self._phase is FAILED else None  # at this very deadline, by a worker
@@ -374,6 +397,9 @@ class OutgoingCall(Call):
     # --- without an outcome --------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
+        """Have the callee drop or stop the call, as far as it can; nobody takes the outcome any more. Waits end when
+        the callee has answered.
+        """
         self._count(0, self._sent_by, CancelledError())
         self._is_reported, self._is_cancelled, self._retries = False, True, 0
         self._abandon()
@@ -388,6 +414,7 @@ class OutgoingCall(Call):
                 self._calls.notify(self._route, self._lane, protocol.CANCEL, self._number)
 
     def forget_failure(self) -> None:
+        """Log nothing if the call fails and nobody takes the outcome."""
         self._is_reported = False
 
     def __del__(self) -> None:
@@ -460,7 +487,7 @@ class OutgoingCalls:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
         options: CallOptions = DEFAULTS,
-    ) -> Call:
+    ) -> OutgoingCall:
         """Send a call; returns before its result. Blocks while the credit window is full, and while tensors are copied.
 
         Raises what keeps the call from being sent.
@@ -469,11 +496,10 @@ class OutgoingCalls:
             options = options._replace(into=receiver(options.into))
         route = self.peers.route_for_call(target)
         call = OutgoingCall(self, route, method, options)
-        retries = route.retries.get(method, 0) if options.retry is None else options.retry
-        call.send(args, kwargs, retries, target)
+        call.send(args, kwargs, options.retries(route.retries, method), target)
         return call
 
-    def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], options: CallOptions) -> Call:
+    def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], options: CallOptions) -> OutgoingCall:
         """As ``call``, once, by this route."""
         call = OutgoingCall(self, route, method, options)
         call.send(args, {})

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -416,22 +415,29 @@ def test_a_call_that_is_sent_again_is_not_any_more(members: Members, actor: Acto
     is_cancelled(lost)
 
 
-def test_a_call_before_its_process_is_a_member_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    member, sent = DeferredReply(), list[Any]()
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_call_before_its_process_is_a_member(
+    members: Members, actor: Actor, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """It is sent once the process is one, unless it was cancelled."""
+    member = DeferredReply()
     monkeypatch.setattr("raytorchrpc.calls.rejoin.awaited", lambda timeout: member)
     monkeypatch.setattr("raytorchrpc.calls.rejoin.patience", lambda timeout: LONG)
 
     async def run() -> None:
-        local = SimpleNamespace(outgoing=SimpleNamespace(call=lambda *args: sent.append(args)))
-        future: rtr.Future[Any] = rtr.rpc_async("home").note(1)
+        with members.acting(None):
+            future: rtr.Future[Any] = rtr.rpc_async("home").note(1)
         waiting = asyncio.ensure_future(future)
         await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert future.cancelled()
-        member.settle(local)
-        await asyncio.sleep(0)
-        assert not sent
+        assert not future.done()
+        if cancelled:
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert future.cancelled()
+        member.settle(members.members["a"])
+        assert cancelled or await waiting == 1
+        assert await rtr.rpc_async("home").note(2) == 2
+        assert actor.log == ["noted"] * (1 if cancelled else 2)
 
     asyncio.run(run())
