@@ -25,7 +25,7 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.connections import listener_identity
-from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys, Stream
+from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.carrier import carrier as nccl_carrier
@@ -117,7 +117,7 @@ class Node:
         family = socket.AF_INET if self.is_tcp else socket.AF_UNIX
         return listener_identity(self.kind.split()[0], self.credentials, self.address, family)
 
-    def prove(self, stream: Stream) -> SessionKeys:
+    def prove(self, stream: socket.socket) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
         return handshake.run(

@@ -13,7 +13,7 @@ import pytest
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.lanes.socket.connection import Connection, tune
+from raytorchrpc.lanes.socket.lane import Connection, tune
 from raytorchrpc.tensors.codec import NOTHING
 
 SELECTOR: Any = SimpleNamespace(

@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
 
@@ -87,19 +87,6 @@ class Instance(NamedTuple):
 
     rank: int
     incarnation: int
-
-
-class Stream(Protocol):
-    """The part of a socket that the handshake needs."""
-
-    def settimeout(self, seconds: float | None, /) -> None:
-        """Set the time limit of each following operation."""
-
-    def sendall(self, data: bytes, /) -> None:
-        """Send. Raises OSError."""
-
-    def recv(self, size: int, /) -> bytes:
-        """Return at most ``size`` bytes; none once the other end hung up. Raises OSError, TimeoutError."""
 
 
 class Refused(RayTorchRpcError):
@@ -174,7 +161,7 @@ def receive(size: int, *sending: bytes) -> Steps[bytes]:
     return data
 
 
-def run(sock: Stream, steps: Steps[T], timeout_s: float) -> T:
+def run(sock: socket.socket, steps: Steps[T], timeout_s: float) -> T:
     """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds.
 
     Raises Refused or OSError; close the connection then.

@@ -7,30 +7,391 @@ caller that waits reads its own connection meanwhile, so that a reply costs one 
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Capabilities, Message, Serve, Spawn
-from raytorchrpc.lanes.common import frames
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.common import connections, frames
 from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
+from raytorchrpc.lanes.common.polling import AnyReadable, PromptSocket
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.socket.connection import Connection, tune
-from raytorchrpc.lanes.socket.selector import Selector
-from raytorchrpc.process import fork, threads
+from raytorchrpc.lanes.socket.selector import Selector, Spinner, Task
+from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.tensors.codec import body_bytes
-
-Work = Callable[[], None]
 
 #: CPU tensors up to this size travel in band: two copies through the kernel cost less than a second message (bytes).
 IN_BAND_BYTES = 256 * 1024
 #: The first request of a connection goes with the handshake up to this size: the kernel takes it at once (bytes).
 FIRST_BYTES = 16 * 1024
+#: A caller that reads checks its deadline this often (seconds).
+SLICE_S = 1
+#: Time for the rest of a request whose deadline passed midway (seconds). A peer that does not read it loses its
+#: connection.
+FINISH_S = 10.0
+_NOT_TAKEN = "it did not take the data in time"
+_IOV_MAX = 1024
+_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+
+def tune(sock: socket.socket) -> None:
+    """Set the options of an authenticated socket."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tcp.detect_silence(sock)
+        tcp.limit_unacknowledged(sock)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(SLICE_S))
+
+
+def _timeval(seconds: int) -> bytes:
+    return seconds.to_bytes(8, "little") + bytes(8)
+
+
+class Connection(connections.Connection):
+    """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which."""
+
+    def __init__(
+        self,
+        selector: Selector[Connection],
+        sock: socket.socket,
+        peer: str | None,
+        protection: Protection | None,
+        on_end: Callable[[Connection], None],
+        first: Request | None = None,
+    ) -> None:
+        """``on_end(connection)`` is called once, when it ends. ``first``: has been sent as the call number 1."""
+        super().__init__(peer)
+        self._selector, self.sock, self._on_end = selector, sock, on_end
+        self.accepted = peer is None
+        """Whether the peer opened it, so that it receives requests."""
+        self.fd = sock.fileno()
+        self._prompt = PromptSocket(sock)
+        self._readable = AnyReadable(self.fd, selector.fd)
+        self._protection = protection
+        self._reader = frames.FrameReader(protection)
+        self._sending = threading.Lock()
+        self._reading = False
+        self.enabled = self.accepted or (first is not None and not first.caller_waits)
+        """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
+        that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
+        its own reply, and those of others meanwhile.
+        """
+        self._enables_later = False
+        self._read_lately = False
+        """A caller has read it and is likely to again: the leader need not poll it."""
+        self._callbacks = 0  # calls in flight that have a callback
+        self._spinner = Spinner()
+        if first is not None:
+            self.first = pending = SocketPending(first.on_released, self._state)
+            pending.connection = self
+            self._begin(pending)
+
+    # Calls.
+
+    def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
+        pending = SocketPending(on_released, self._state)
+        pending.connection = self
+        number = 0
+        try:
+            with self._state:
+                number = self._begin(pending)
+                if not caller_waits:
+                    self._ensure_reader()
+            self.send(frames.pack(frames.REQUEST, number, message), deadline)
+        except BaseException:
+            self._pending.pop(number, None)
+            raise
+        return pending
+
+    def _ensure_reader(self) -> None:
+        """Under ``_state``: have the data to come read. A caller that waits will do that; if none does so soon, a
+        leader does.
+        """
+        if self._callbacks:
+            self._enable()
+        elif not (self.enabled or self._reading or self._enables_later):
+            self._selector.enable_later(self)
+            self._enables_later = True
+
+    def enable_if_unread(self) -> bool:
+        with self._state:
+            wanted = self.accepted or bool(self._pending)
+            again = wanted and self._read_lately and not self.enabled
+            self._read_lately = False
+            self._enables_later = again
+            if wanted and not again:
+                self._enable()
+            return again
+
+    def _enable(self) -> None:
+        """Under ``_state``: have the leader poll it, unless a thread reads it."""
+        if not self.enabled and not self._reading and self._ended is None:
+            self.enabled = True
+            self._selector.enable(self.fd)
+
+    def enable_again(self) -> None:
+        with self._state:
+            self._enables_later = False
+            if not self._reading and self._ended is None and (self.accepted or self._pending):
+                self.enabled = True
+                self._selector.enable(self.fd)
+
+    def send(self, buffers: list[Any], deadline: float) -> None:
+        """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline.
+
+        If a part of a request was sent by then, this returns, and another thread sends the rest: a partial frame would
+        cost the other calls on this connection their replies. A reply that is not read in time ends the connection.
+        """
+        if not self._sending.acquire(False) and not self._sending.acquire(
+            timeout=max(0.0, deadline - time.monotonic())
+        ):
+            raise self._busy()
+        rest: list[memoryview] = []
+        try:
+            rest = self._send_by(deadline, buffers)
+        finally:
+            if not rest:
+                self._end_send()
+        if rest:
+            self._finish_later(rest)
+
+    def reply(self, call: int, message: Message) -> None:
+        self.send(frames.pack(frames.REPLY, call, message), time.monotonic() + connections.CONNECT_TIMEOUT_S)
+
+    def _send_by(self, deadline: float, buffers: list[Any]) -> list[memoryview]:
+        """Send one frame; returns what is left of it at the deadline, if the rest must follow."""
+        sealed = begun = self._protection is not None  # a sealed frame has its position in the stream: it must be sent
+        try:
+            if self._protection is not None:
+                buffers = self._protection.seal(buffers)
+            if len(buffers) > 1:
+                sent = self._send_at_once(buffers)
+            elif (sent := self._prompt.send(buffers[0])) == len(buffers[0]):
+                return []
+            begun = True
+            parts = [memoryview(part).cast("B") for part in buffers]
+            size = sum(map(len, parts))
+            rest = self._send_rest(parts, sent, deadline)
+            if rest and self.accepted:
+                raise TimeoutError(_NOT_TAKEN)
+            if not sealed and sum(map(len, rest)) == size:
+                raise self._busy()
+            return rest
+        except RayTorchRpcError:
+            raise
+        except OSError as error:  # also TimeoutError
+            self.end(str(error))
+            # A partial request does not run.
+            raise PeerLost(self.peer or "the caller", self._ended or str(error), may_have_run=False) from error
+        except BaseException:
+            if begun:  # no other frame can follow a partial one
+                self.end("a message was sent only in part")
+            raise
+
+    def _send_at_once(self, buffers: list[Any]) -> int:
+        """Send what the kernel takes now; returns how many bytes. Raises OSError."""
+        try:
+            return self.sock.sendmsg(buffers[:_IOV_MAX], (), _AT_ONCE)
+        except BlockingIOError:
+            return 0
+
+    def _finish_later(self, rest: list[memoryview]) -> None:
+        try:
+            copies = [memoryview(bytes(part)) for part in rest]  # the caller may change its tensors from now on
+            threads.start(self._finish, copies, name="raytorchrpc-rest")
+        except BaseException as error:
+            self.end(f"a request was sent in part by its deadline, and the rest of it cannot be sent: {error}")
+            self._end_send()
+            raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
+
+    def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
+        """Send what follows the first ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        while True:
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if not parts:
+                return parts
+            parts[0] = parts[0][sent:]
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                return parts
+            sent = self._send_at_once(parts)
+
+    def _finish(self, rest: list[memoryview]) -> None:
+        """Send the rest of a late request. ``_sending`` is held for it."""
+        try:
+            if self._send_rest(rest, 0, time.monotonic() + FINISH_S):
+                self.end(_NOT_TAKEN)
+        except OSError as error:
+            self.end(str(error))
+        finally:
+            self._end_send()
+
+    # Reading.
+
+    def acquire_read(self) -> bool:
+        """Become the thread that reads. Returns False if another one reads, or if the connection has ended."""
+        with self._state:
+            if self._reading or self._ended is not None:
+                return False
+            self._reading = True
+            return True
+
+    def exclude_selector(self) -> None:
+        """Called by the reading thread, which is about to wait: the leader need not wake."""
+        with self._state:
+            if self.enabled and self._ended is None:  # after the end its descriptor may have been reused
+                self.enabled = False
+                self._selector.enable(self.fd, 0)
+
+    def release_read(self) -> None:
+        """Let other threads read. The calling thread is likely to read again soon, so the leader polls this connection
+        only if it does not, or for a caller that waits.
+        """
+        with self._state:
+            self._reading = False
+            if self._ended is not None:
+                self._free()
+            elif self._pending:
+                self._read_lately = True
+                self._ensure_reader()
+
+    def read(self, *, wait: bool = False) -> list[frames.Frame]:
+        """Read once: completes the calls whose replies have arrived, and returns the requests."""
+        try:
+            data: Any
+            if self._reader.large is not None and (room := self._reader.room()) is not None:
+                data = self.sock.recv_into(room, 0, 0 if wait else socket.MSG_DONTWAIT)
+                arrived = self._reader.received(data) if data else []
+            elif data := self.sock.recv(frames.CHUNK) if wait else self._prompt.receive():
+                arrived = self._reader.feed(data)
+            if data is None:
+                return []
+            if not data:
+                raise EOFError
+        except BlockingIOError:
+            return []
+        except Exception as error:  # whatever it is, the stream is out of step
+            self.end(_why(error))
+            return []
+        return self._requests_among(arrived)
+
+    def read_until(self, pending: SocketPending, deadline: float) -> None:
+        """As the reading thread, read until this call is done or the deadline passes."""
+        if self._spinner.should_spin() and not self._selector.busy:
+
+            def read_reply() -> bool:
+                if not self._readable():
+                    return False
+                self.read()
+                return pending.done or self._selector.busy
+
+            self._spinner.spin(read_reply)
+            if pending.done:
+                return
+        self._selector.step_down()
+        began = time.perf_counter()
+        self._read_sleeping(pending, deadline)
+        self._spinner.slept(time.perf_counter() - began)
+
+    def _read_sleeping(self, pending: SocketPending, deadline: float) -> None:
+        poll = None
+        while not pending.done:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return
+            if remaining < SLICE_S:
+                poll = poll or _poll_in(self.fd)
+                if not poll.poll(remaining * 1000):
+                    return
+            self.read(wait=True)
+
+    def after_fork(self) -> None:
+        """See fork.ForkAware. The calls in flight are the parent's; in the child they never end."""
+        self._state, self._sending = threading.Lock(), threading.Lock()
+        self._ended = "this process was forked"
+
+    def _detach(self) -> None:
+        self._selector.remove(self)
+        self._on_end(self)
+
+    def _close(self) -> None:
+        try:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+        finally:
+            with self._state:
+                self._free()
+
+    def _free(self) -> None:
+        """Under ``_state``, after the end: close the descriptor, unless a thread may be about to use it.
+
+        Once closed, its number may stand for another file.
+        """
+        if not self._reading and self._sending.acquire(False):
+            self._prompt.forget()
+            self.sock.close()
+            self._sending.release()
+
+    def _end_send(self) -> None:
+        self._sending.release()
+        if self._ended is not None:
+            with self._state:
+                self._free()
+
+
+def _poll_in(fd: int) -> select.poll:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return poll
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, EOFError):
+        return "connection closed (the process ended or left the group)"
+    if threads.is_shortage(error):
+        return f"this process has no memory for its message: {error}"
+    return f"connection broke: {error}"
+
+
+class SocketPending(Pending):
+    """One call in flight on a connection."""
+
+    __slots__ = ("connection",)
+
+    connection: Connection
+
+    def wait(self, timeout_s: float) -> bool:
+        if self.done:
+            return True
+        connection, deadline = self.connection, time.monotonic() + timeout_s
+        if connection.acquire_read():
+            try:
+                if timeout_s > 0:
+                    connection.exclude_selector()
+                    connection.read_until(self, deadline)
+                else:
+                    connection.read()
+            finally:
+                connection.release_read()
+        return super().wait(deadline - time.monotonic())
+
+    def _on_callbacks(self, begins: bool) -> None:
+        connection = self.connection
+        connection._callbacks += 1 if begins else -1
+        if begins:
+            connection._enable()
+            connection._selector.step_down()
 
 
 class SocketLane(ConnectedLane[Connection]):
@@ -103,7 +464,7 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- serving ---------------------------------------------------------------------------------------------
 
-    def _read(self, connection: Connection, tasks: deque[tuple[Work, Connection | None]]) -> None:
+    def _read(self, connection: Connection, tasks: deque[tuple[Task, Connection | None]]) -> None:
         """Read what has arrived, and add the work that it brought. Requests enter their queues in the order sent."""
         if not connection.acquire_read():
             return  # a caller reads it
