@@ -40,7 +40,7 @@ class Receiver(ABC):
 
 
 class Window(Receiver):
-    """Receives the flat tensors in a result later: copied in parts into existing tensors, or as views.
+    """Receives the flat tensors in a result: copied in parts into existing tensors, at once or later, or as views.
 
     The result that the caller gets has empty tensors in their places. What is neither copied nor viewed is discarded
     with this object.
@@ -49,7 +49,11 @@ class Window(Receiver):
     result: Any = None
     """What the caller gets, once it is received."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None] | None = None) -> None:
+        """``plan(result)`` returns the parts of each flat tensor that are wanted at once, or None for none; the caller
+        of the call gets what it raises. Without a plan nothing is copied at once.
+        """
+        self._plan = plan
         self._pending: list[PendingTensors] = []
         self._body: Encoded | None = None
 
@@ -58,11 +62,19 @@ class Window(Receiver):
     ) -> tuple[int, Any]:
         """See Receiver."""
         try:
-            self.result = _without_tensors(codec, body, pending)
+            places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
+            self.result = codec.decode(*body._replace(tensors=places), as_given=True)
             self._pending, self._body = [*pending], body
         finally:
             pending.clear()  # an error holds this frame, which must not hold the sender's memory
-        return len(body.payload), self.result
+        size = len(body.payload)
+        if self._plan is not None:
+            try:
+                if (parts := self._plan(self.result)) is not None:
+                    size += self._scatter(parts)
+            finally:
+                self._drop()  # what is not wanted is discarded
+        return size, self.result
 
     @property
     def has_tensors(self) -> bool:
@@ -114,28 +126,6 @@ class Window(Receiver):
         return (pending[0].view() if len(pending) == 1 and not (body and body.tensors) else None), False
 
 
-class Spread(Window):
-    """Receives parts of the flat tensors in a result at once, each into an existing tensor."""
-
-    def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None]) -> None:
-        """``plan(result)`` returns the wanted parts of each flat tensor, or None for none. The caller of the call gets
-        what it raises.
-        """
-        super().__init__()
-        self._plan = plan
-
-    def receive(
-        self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
-    ) -> tuple[int, Any]:
-        """See Receiver."""
-        try:
-            size, value = super().receive(codec, body, pending, label, keep)
-            parts = self._plan(value)
-            return (size if parts is None else size + self._scatter(parts)), value
-        finally:
-            self._drop()  # what is not wanted is discarded
-
-
 def _filled_by(parts: Sequence[Sequence[Part]]) -> tuple[list[torch.Tensor], int]:
     """The tensors that parts write to, and the bytes of all parts."""
     targets: list[torch.Tensor] = []
@@ -176,7 +166,10 @@ class Buffers(Receiver):
             split = len(lifted) - body.buffers
             targets = self._targets(lifted[:split], orders(body), label)
             with unrecorded(self._given):
-                body = self._filled(body, pending, [*targets, *[None] * body.buffers])
+                try:
+                    body = filled(body, pending, [*targets, *[None] * body.buffers])
+                finally:
+                    increment_version(self._given)  # autograd does not see what lanes write
         except BaseException:
             pending.clear()  # the error holds this frame, which must not hold the sender's memory
             raise
@@ -185,14 +178,6 @@ class Buffers(Receiver):
             arrays = owned(body._replace(tensors=arrays)).tensors
         body = body._replace(tensors=[*self._given, *arrays])
         return body_bytes(body), codec.decode(*body, as_given=True)
-
-    def _filled(
-        self, body: Encoded, pending: Sequence[PendingTensors], targets: Sequence[torch.Tensor | None]
-    ) -> Encoded:
-        try:
-            return filled(body, pending, targets)
-        finally:
-            increment_version(self._given)  # autograd does not see what lanes write
 
     def _targets(self, lifted: Sequence[Shape], turned: dict[int, tuple[int, ...]], label: str) -> list[torch.Tensor]:
         """For each tensor as it travels, the buffer with its dimensions in that order."""
@@ -254,9 +239,3 @@ def obstacle_of(buffer: Any) -> str | None:
 
 def _shown(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
-
-
-def _without_tensors(codec: Codec, body: Encoded, pending: list[PendingTensors]) -> Any:
-    """The result, with empty tensors in the places of its own."""
-    places: list[torch.Tensor] = [_EMPTY] * len(kinds(body, pending))
-    return codec.decode(*body._replace(tensors=places), as_given=True)

@@ -12,7 +12,7 @@ import torch
 
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.guests import is_guest
-from raytorchrpc.calls.receive_into import Spread, Window
+from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.errors import NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
@@ -276,7 +276,7 @@ class SourcePull:
     ) -> Future[list[torch.Tensor]]:
         """Ask the home for its memory, to copy from when the answer is taken; no pieces if that cannot be read."""
         parts, places = selection.parts, selection.places
-        into = Spread(lambda pieces: parts if pieces else None)
+        into = Window(lambda pieces: parts if pieces else None)
         if all(name is None for _, name in places):
             places = []  # the same memory, in a shorter request
         return self._request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)

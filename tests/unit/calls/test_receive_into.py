@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.receive_into import Buffers, Spread, Window
+from raytorchrpc.calls.receive_into import Buffers, Window
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.codec import Codec, Encoded, orders
@@ -194,7 +194,7 @@ def test_what_cannot_be_filled_is_refused_at_the_call(into: Any, said: str) -> N
 
 
 def spread(obj: Any, plan: Any) -> Any:
-    return Spread(plan).receive(CODEC, private(CODEC.encode(obj)), [], "b.get", False)
+    return Window(plan).receive(CODEC, private(CODEC.encode(obj)), [], "b.get", False)
 
 
 def test_parts_of_flat_tensors_are_copied_to_where_they_belong() -> None:
