@@ -23,9 +23,9 @@ class Credit:
 
     __slots__ = ("_bytes", "_window")
 
-    def __init__(self, window: CreditWindow, size: int) -> None:
-        self._window: CreditWindow | None = window
-        self._bytes = size
+    def __init__(self, window: CreditWindow | None, size: int) -> None:
+        """``window``: None as long as it is queued for."""
+        self._window, self._bytes = window, size
 
     def give_back(self) -> None:
         """The call is over, or was not sent. Idempotent, from any thread, never blocks."""
@@ -45,25 +45,6 @@ class Credit:
             each.complete()
 
 
-class CreditRequest(Completion):
-    """A queued request for credit; complete once it is granted."""
-
-    __slots__ = ("_window", "credit", "size")
-
-    def __init__(self, window: CreditWindow, size: int) -> None:
-        super().__init__()
-        self._window, self.size = window, size
-        self.credit: Credit | None = None
-
-    def cancel(self) -> None:
-        """Leave the queue, or give the credit back if it was granted meanwhile."""
-        with self._window.lock:
-            if self.credit is None:
-                self._window.queue.remove(self)
-                return
-        self.credit.give_back()
-
-
 class CreditWindow:
     """Limits calls and bytes in flight from one caller to one peer. First come, first served. Thread-safe; hot path.
 
@@ -76,7 +57,7 @@ class CreditWindow:
         self.max_calls, self.max_bytes = max_calls, max_bytes
         self.calls = self.bytes = 0
         self.lock = threading.Lock()
-        self.queue: deque[CreditRequest] = deque()
+        self.queue: deque[tuple[Credit, Completion]] = deque()
 
     def take(self, size: int) -> Credit | None:
         """Credit for a call of this many bytes; None if the window is full."""
@@ -87,30 +68,37 @@ class CreditWindow:
             self.bytes += size
         return Credit(self, size)
 
-    def enqueue(self, size: int) -> CreditRequest:
-        """Queue for credit."""
-        request = CreditRequest(self, size)
+    def enqueue(self, size: int) -> tuple[Credit, Completion]:
+        """Queue for credit; returns it with what is complete once it is granted."""
+        queued = Credit(None, size), Completion()
         with self.lock:
-            self.queue.append(request)
+            self.queue.append(queued)
             granted = self.grant()
         for each in granted:
             each.complete()
-        return request
+        return queued
+
+    def cancel(self, queued: tuple[Credit, Completion]) -> None:
+        """Leave the queue, or give the credit back if it was granted meanwhile."""
+        with self.lock:
+            if queued in self.queue:
+                self.queue.remove(queued)
+        queued[0].give_back()
 
     def _fits(self, size: int) -> bool:
         if not self.calls:
             return True
         return self.calls < self.max_calls and self.bytes + size <= self.max_bytes
 
-    def grant(self) -> list[CreditRequest]:
-        """Under the lock; returns the requests to complete after unlocking."""
-        granted: list[CreditRequest] = []
-        while self.queue and self._fits(self.queue[0].size):
-            request = self.queue.popleft()
+    def grant(self) -> list[Completion]:
+        """Under the lock; returns what is to be completed after unlocking."""
+        granted: list[Completion] = []
+        while self.queue and self._fits(self.queue[0][0]._bytes):
+            credit, waiting = self.queue.popleft()
             self.calls += 1
-            self.bytes += request.size
-            request.credit = Credit(self, request.size)
-            granted.append(request)
+            self.bytes += credit._bytes
+            credit._window = self
+            granted.append(waiting)
         return granted
 
 
@@ -154,12 +142,11 @@ class CreditWindows:
                 many,
             )
         began = time.monotonic()
-        request = window.enqueue(size)
+        queued = window.enqueue(size)
         try:
-            if not wait_serving(request, patience_s):
+            if not wait_serving(queued[1], patience_s):
                 raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {in_flight}")
         except BaseException:
-            request.cancel()
+            window.cancel(queued)
             raise
-        assert request.credit is not None
-        return request.credit, max(time.monotonic() - began, 1e-9)
+        return queued[0], max(time.monotonic() - began, 1e-9)
