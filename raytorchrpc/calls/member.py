@@ -70,17 +70,7 @@ class LocalMember:
         self.peers = PeerTable(group, self.services, guests.route_back)
         self.payloads = Payloads(me.rank, self.tensor_lanes, self.cleanup.leave)
         self.credit = CreditWindows(config, max_bytes)
-        self.outgoing = OutgoingCalls(
-            me.rank,
-            config.rpc_timeout_s,
-            self.peers,
-            self.payloads,
-            self.codec,
-            self.credit,
-            self.counters,
-            self.workers,
-            self.deadlines,
-        )
+        self.outgoing = OutgoingCalls(self)
         token = process_token(generation, me.rank, me.incarnation)
         callee = Callee(me.name, instance, self, self.codec, self.payloads, self.workers, self.deadlines)
         served = {**GUEST_SERVICES, **STREAM_SERVICES, **(services or {})}

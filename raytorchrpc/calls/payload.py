@@ -15,9 +15,8 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import STREAM, ReplyHeader
-from raytorchrpc.errors import LaneUnavailable, RayTorchRpcError
-from raytorchrpc.lanes.base import Export, Message, MessageLane, Part, Pending, TensorLane, WindowLane
+from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.lanes.base import Export, Message, MessageLane, Part, TensorLane, WindowLane
 from raytorchrpc.process import fork
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device, check_mapped
@@ -218,25 +217,6 @@ class Payloads:
         if arrives_on is not None and arrives_on != CPU and body.tensors:
             body = inbound(body, arrives_on)
         return owned(body) if keep else body
-
-    def discard_reply(self, peer: str, pending: Pending, close_stream: Callable[[int], None]) -> None:
-        """Discard the out-of-band tensors of a reply that nobody takes, once it arrives, and close the stream that it
-        opens. For finalizers: no lock. ``close_stream(number)``: likewise.
-        """
-
-        def discard() -> None:
-            try:
-                message = pending.take()
-            except RayTorchRpcError as error:  # the call failed: nothing came
-                error.__traceback__ = None  # nothing else has seen it; its frames lead to the call, which leads to it
-                return
-            header = ReplyHeader(*message.header)
-            if header.kind == STREAM:
-                close_stream(header.number)
-            with suppress(RayTorchRpcError):
-                self.receive(peer, message.manifests).clear()
-
-        self.leave(pending.add_done_callback, discard)
 
 
 def placement(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in_band: int) -> dict[str, Sequence[int]]:

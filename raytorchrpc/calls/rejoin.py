@@ -48,10 +48,27 @@ class Owner(NamedTuple):
     """Hex id of the actor; None for a driver."""
 
 
-class _Waiter(NamedTuple):
-    member: DeferredReply
-    since: float
-    timeout_s: float | None
+class Awaited(DeferredReply):
+    """The LocalMember that this process becomes. NotAMember if it cannot rejoin, or RpcTimeout after ``timeout_s``."""
+
+    def __init__(self, rejoin: Rejoin, timeout_s: float | None) -> None:
+        """``timeout_s``: None: the group's ``rpc_timeout_s``."""
+        super().__init__()
+        self._rejoin, self.timeout_s, self._since = rejoin, timeout_s, time.monotonic()
+
+    @property
+    def until(self) -> float:
+        """The deadline (``time.monotonic``)."""
+        timeout_s, group = self.timeout_s, self._rejoin.group
+        if timeout_s is None:
+            timeout_s = _UNKNOWN_S if group is None else group[1]
+        return self._since + timeout_s
+
+    def why_late(self) -> str:
+        """For the error of a call that waits for this."""
+        group = "its group" if self._rejoin.group is None else f"group {self._rejoin.group[0]!r}"
+        waited_s = time.monotonic() - self._since
+        return f"this process was restarted and has not rejoined {group} within {waited_s:.3g} s"
 
 
 class Rejoin:
@@ -66,9 +83,10 @@ class Rejoin:
         self.news = threading.Event()
         """Set when ``local`` or ``finished`` changes."""
         self._lock = threading.Lock()
-        self._waiters: list[_Waiter] = []
+        self._waiters: list[Awaited] = []
         self._deadlines = process_deadlines()
-        self._group: tuple[str, float] | None = None
+        self.group: tuple[str, float] | None = None
+        """That is to take it back, and its ``rpc_timeout_s``."""
         self._refusal: NotAMember | None = None
         self._thread: threading.Thread | None = None
 
@@ -92,58 +110,47 @@ class Rejoin:
     def expect(self, group: str, timeout_s: float) -> None:
         """That group is to take this process back. ``timeout_s``: its ``rpc_timeout_s``."""
         with self._lock:
-            self._group = group, timeout_s
+            self.group = group, timeout_s
             waiters = [waiter for waiter in self._waiters if waiter.timeout_s is None]
         for waiter in waiters:
             self._watch_deadline(waiter)
 
-    def member(self, timeout_s: float | None) -> DeferredReply:
-        """Settled with the LocalMember, with NotAMember if the process cannot rejoin, or with RpcTimeout after
-        ``timeout_s`` (None: the default of a call).
-        """
-        waiter = _Waiter(DeferredReply(), time.monotonic(), timeout_s)
+    def member(self, timeout_s: float | None) -> Awaited:
+        """See Awaited."""
+        waiter = Awaited(self, timeout_s)
         with self._lock:
             local, refusal = self.local, self._refusal
             if local is None and refusal is None:
                 self._waiters.append(waiter)
         if local is not None or refusal is not None:
-            waiter.member.settle(local, refusal if local is None else None)
+            waiter.settle(local, refusal if local is None else None)
         else:
             self._watch_deadline(waiter)
-        return waiter.member
+        return waiter
 
-    def patience(self, timeout_s: float | None) -> float:
-        """How long a call with this timeout waits (seconds)."""
-        if timeout_s is not None:
-            return timeout_s
-        return _UNKNOWN_S if self._group is None else self._group[1]
+    def _watch_deadline(self, waiter: Awaited) -> None:
+        cancel = self._deadlines.at(waiter.until, lambda: self._expire(waiter))
+        waiter.add_done_callback(lambda _: cancel())
 
-    def why_late(self, since: float) -> str:
-        """For the error of a call that has waited since then."""
-        group = "its group" if self._group is None else f"group {self._group[0]!r}"
-        return f"this process was restarted and has not rejoined {group} within {time.monotonic() - since:.3g} s"
-
-    def _watch_deadline(self, waiter: _Waiter) -> None:
-        cancel = self._deadlines.at(waiter.since + self.patience(waiter.timeout_s), lambda: self._expire(waiter))
-        waiter.member.add_done_callback(lambda _: cancel())
-
-    def _expire(self, waiter: _Waiter) -> None:
-        if time.monotonic() - waiter.since < self.patience(waiter.timeout_s):  # which has become known meanwhile
+    def _expire(self, waiter: Awaited) -> None:
+        if time.monotonic() < waiter.until:  # which has become known meanwhile
             self._watch_deadline(waiter)
             return
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-        waiter.member.settle(None, RpcTimeout(self.why_late(waiter.since)))
+        waiter.settle(None, RpcTimeout(waiter.why_late()))
 
     def joined(self, local: Any) -> None:
         """This process is that member now; None: it has left the group."""
         with self._lock:
             self.local = local
+            if local is not None:
+                self.group = local.group, local.config.rpc_timeout_s
             waiters, self._waiters = (self._waiters, []) if local is not None else ([], self._waiters)
         self.news.set()
         for waiter in waiters:
-            waiter.member.settle(local)
+            waiter.settle(local)
 
     def finish(self) -> None:
         """The group needs to reach this process no more."""
@@ -158,14 +165,14 @@ class Rejoin:
             logger.warning("this restarted actor cannot rejoin its group: %s", error, exc_info=True)
             refusal = NotAMember(f"this process was restarted and cannot rejoin its group: {error}")
         finally:
-            if self._group is not None and self.local is None:
-                refusal = NotAMember(f"this process was restarted, and group {self._group[0]!r} has ended meanwhile")
+            if self.group is not None and self.local is None:
+                refusal = NotAMember(f"this process was restarted, and group {self.group[0]!r} has ended meanwhile")
             with self._lock:
                 self._refusal = refusal
                 waiters, self._waiters = self._waiters, []
             take_turns(_was_member)
             for waiter in waiters:
-                waiter.member.settle(None, refusal)
+                waiter.settle(None, refusal)
 
 
 # --- the rejoin of this process ---------------------------------------------------------------------------------------
@@ -209,8 +216,8 @@ def _begin(actor_id: str) -> Rejoin:
         return _current
 
 
-def awaited(timeout_s: float | None) -> DeferredReply:
-    """For a process outside any group: settled with the LocalMember that it becomes; see Rejoin.member.
+def awaited(timeout_s: float | None) -> Awaited:
+    """For a process outside any group: settled with the LocalMember that it becomes.
 
     Raises NotAMember at once where there is no group to wait for, and ConfigurationError for what is no timeout.
     """
@@ -228,33 +235,14 @@ def awaited(timeout_s: float | None) -> DeferredReply:
 
 def wait(timeout_s: float | None) -> tuple[Any, float]:
     """The LocalMember that this process becomes, and what is left of ``timeout_s``. Blocks; raises as ``awaited``."""
-    since = time.monotonic()
     member = awaited(timeout_s)
     if not member.done():
         refuse_on_loop("waiting until this restarted actor is a member again", "`await raytorchrpc.await_membership()`")
     try:
-        local = member.result(patience(timeout_s) + _GRACE_S)
+        local = member.result(max(0.0, member.until - time.monotonic()) + _GRACE_S)
     except FutureTimeoutError:
-        raise RpcTimeout(why_late(since)) from None
-    return local, left_of(local, timeout_s, since)
-
-
-def left_of(local: Any, timeout_s: float | None, since: float) -> float:
-    """What is left of a call's time once this process is a member."""
-    whole: float = local.config.rpc_timeout_s if timeout_s is None else timeout_s
-    return max(_SHORTEST_S, whole - (time.monotonic() - since))
-
-
-def patience(timeout_s: float | None) -> float:
-    """See Rejoin.patience."""
-    current = _current
-    return (timeout_s or _UNKNOWN_S) if current is None else current.patience(timeout_s)
-
-
-def why_late(since: float) -> str:
-    """See Rejoin.why_late."""
-    current = _current
-    return "this process is in no group" if current is None else current.why_late(since)
+        raise RpcTimeout(member.why_late()) from None
+    return local, max(_SHORTEST_S, member.until - time.monotonic())
 
 
 def _actor_here() -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerRoute, PeerTable
+from raytorchrpc.calls.rejoin import Awaited, Rejoin
 from raytorchrpc.calls.server.exposed import Exposed, in_turn, methods_of
 from raytorchrpc.calls.server.gates import Gate
 from raytorchrpc.calls.server.incoming import IncomingCalls
@@ -19,10 +20,12 @@ from raytorchrpc.tensors.codec import Codec
 
 __all__ = [
     "TOKEN",
+    "Awaited",
     "Deadlines",
     "DeferredReply",
     "Exposed",
     "Gate",
+    "Rejoin",
     "deferred",
     "exposed",
     "in_turn",

@@ -39,7 +39,7 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.completion import Completion, nothing
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
@@ -408,6 +408,7 @@ class OutgoingCall:
         with self._lock:
             under_way, self._phase = self._phase in _UNDER_WAY, TAKEN
         if under_way:
+            self._is_reported = False
             self._payload = _NO_PAYLOAD
             self._discard()
             if self._number:
@@ -423,18 +424,15 @@ class OutgoingCall:
         if self._phase is TAKEN or fork.forked():
             return
         with contextlib.suppress(Exception):
-            leave, calls = self._calls.payloads.leave, self._calls
             if self._phase in _UNDER_WAY:
-                if self._is_reported:
-                    leave(calls.watch_dropped, self._pending, self.label, self._deadline)
                 self._discard()
             elif self._is_reported and self._error is not None:
-                leave(calls.report_dropped, self.label, self._error)
+                self._calls.payloads.leave(self._calls.report_dropped, self.label, self._error)
 
     def _discard(self) -> None:
-        calls, route = self._calls, self._route
-        close = partial(calls.notify, route, route.calls, protocol.CLOSE, later=True)
-        calls.payloads.discard_reply(route.member.name, self._pending, close)
+        """Have the reply discarded; for finalizers: takes no lock."""
+        calls, label = self._calls, self.label if self._is_reported else ""
+        calls.payloads.leave(calls.discard_reply, self._route, self._pending, label, self._deadline)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return self._calls.deadlines.at(self._deadline, callback)
@@ -461,22 +459,17 @@ class OutgoingCalls:
     interval: SwitchInterval | None = None
     """To be short while calls are made."""
 
-    def __init__(
-        self,
-        rank: int,
-        timeout_s: float,
-        peers: PeerTable,
-        payloads: Payloads,
-        codec: Codec,
-        credit: CreditWindows,
-        counters: CallCounters,
-        workers: Workers,
-        deadlines: Deadlines,
-    ) -> None:
-        """``rank``: of this member. ``timeout_s``: of calls that do not say."""
-        self._rank, self._timeout_s = rank, timeout_s
-        self.peers, self.payloads, self.codec, self.credit = peers, payloads, codec, credit
-        self.counters, self.workers, self.deadlines = counters, workers, deadlines
+    def __init__(self, local: Any) -> None:
+        """``local``: the LocalMember with the parts that the calls use."""
+        self._rank: int = local.me.rank
+        self._timeout_s: float = local.config.rpc_timeout_s
+        self.peers: PeerTable = local.peers
+        self.payloads: Payloads = local.payloads
+        self.codec: Codec = local.codec
+        self.credit: CreditWindows = local.credit
+        self.counters: CallCounters = local.counters
+        self.workers: Workers = local.workers
+        self.deadlines: Deadlines = local.deadlines
         self._repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
         self.numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
@@ -590,30 +583,36 @@ class OutgoingCalls:
             raise RpcTimeout(f"no time left to call {peer}.{method}: the deadline has passed")
         return budget
 
-    # --- failures of calls whose futures were dropped before anybody asked for the outcome --------------------------
+    # --- calls whose outcome nobody takes ----------------------------------------------------------------------------
 
-    def watch_dropped(self, pending: Pending, label: str, deadline: float) -> None:
-        """Log the failure of a call when it fails, or did."""
-        if pending.done:
-            self._check_dropped(pending, label)
-            return
-        late = RpcTimeout(f"{label} did not answer by its deadline; it may still run there")
-        cancel = self.deadlines.at(deadline, lambda: self.workers.submit(self.report_dropped, label, late))
+    def discard_reply(self, route: PeerRoute, pending: Pending, label: str, deadline: float) -> None:
+        """Discard the out-of-band tensors of a reply once it arrives, and close the stream that it opens.
 
-        def done() -> None:
-            cancel()
-            self._check_dropped(pending, label)
+        ``label``: of the call, if its failure is to be logged, also that of a missed deadline; else empty.
+        """
+        submit, in_time = self.workers.submit, nothing
+        if label and not pending.done:
+            late = RpcTimeout(f"{label} did not answer by its deadline; it may still run there")
+            in_time = self.deadlines.at(deadline, lambda: submit(self.report_dropped, label, late))
 
-        pending.add_done_callback(done)
+        def arrived() -> None:
+            in_time()
+            try:
+                message = pending.take()
+            except Exception as error:  # nothing came
+                error.__traceback__ = None  # its frames lead to the call, which leads to it
+                if label:
+                    submit(self.report_dropped, label, error)
+                return
+            header = ReplyHeader(*message.header)
+            if header.kind == protocol.STREAM:
+                self.notify(route, route.calls, protocol.CLOSE, header.number, later=True)
+            if label and header.kind == protocol.RAISED:
+                submit(self.report_dropped, label, message)  # unpickling it may run any code
+            with contextlib.suppress(RayTorchRpcError):
+                self.payloads.receive(route.member.name, message.manifests).clear()
 
-    def _check_dropped(self, pending: Pending, label: str) -> None:
-        try:
-            message = pending.take()
-        except Exception as error:
-            self.workers.submit(self.report_dropped, label, error.with_traceback(None))
-            return
-        if ReplyHeader(*message.header).kind == protocol.RAISED:
-            self.workers.submit(self.report_dropped, label, message)  # unpickling it may run any code
+        pending.add_done_callback(arrived)
 
     def report_dropped(self, label: str, failure: Message | BaseException) -> None:
         """Log a failure, unless it is the end of the group."""

@@ -1,18 +1,29 @@
-"""The three verbs of a direct call: ``rpc_sync``, ``rpc_async`` and ``remote``."""
+"""The three verbs of a direct call: ``rpc_sync``, ``rpc_async`` and ``remote``.
+
+A restarted actor may call before it has rejoined its group: such a call is sent as soon as it has.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from raytorchrpc.calls.client import deferred
-from raytorchrpc.calls.client.future import Future, result_of
+from raytorchrpc.calls import rejoin
+from raytorchrpc.calls.client.future import Future, call_back, result_of
+from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall
 from raytorchrpc.calls.member import current_local
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
+from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
+from raytorchrpc.errors import RpcTimeout
+from raytorchrpc.process import threads
+from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.workers import process_deadlines
 
 #: Tensors to receive a result into: a list or a tuple.
 Into = Sequence[torch.Tensor] | None
@@ -42,22 +53,86 @@ class _Proxy:
 def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
     if on_loop():
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
+    local, options = current_local(), _options
+    if local is None:
+        local, options = _joined(options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
-    return result_of(_calls().call(_target, _name, args, kwargs, _options))
+    return result_of(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return Future(_calls().call(_target, _name, args, kwargs, _options))
+    local, options = current_local(), _options
+    if local is None:
+        if on_loop():
+            return Future(_DeferredCall(_target, _name, args, kwargs, options))
+        local, options = _joined(options)
+    return Future(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _remote(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _calls().remote(_target, _name, args, kwargs, _options.timeout)
+    local, options = current_local(), _options
+    if local is None:
+        local, options = _joined(options)
+    return local.outgoing.remote(_target, _name, args, kwargs, options.timeout)
 
 
-def _calls() -> Any:
-    """What sends calls: this member, or ``deferred`` until this process is one."""
-    local = current_local()
-    return deferred if local is None else local.outgoing
+def _joined(options: CallOptions) -> tuple[Any, CallOptions]:
+    """The LocalMember that this process becomes, and the call's options with what is left of its time. Blocks."""
+    local, left = rejoin.wait(options.timeout)
+    return local, options._replace(timeout=left)
+
+
+class _DeferredCall(OutgoingCall):
+    """A call that waits for this process to become a member. A worker sends it then, as one whose peer was lost."""
+
+    cancellable = True
+    _phase = LOST
+    _route: Any = None
+    """Once it is being sent."""
+    _awaited: rejoin.Awaited | None
+    """This process as the member that it becomes, until it is one."""
+
+    def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
+        self._method, self._options, self._lock = method, options, threading.Lock()
+        self._pending = Completion()
+        self._keep(args, kwargs, target)
+        self._awaited = awaited = rejoin.awaited(options.timeout)
+        awaited.add_done_callback(self._joined)
+
+    def _joined(self, awaited: Any) -> None:
+        if (error := awaited.exception()) is not None:
+            self._end_sending(self._pending, error)
+            return
+        self._calls, self._deadline = awaited.result().outgoing, awaited.until
+        self._awaited = None
+        self._calls.submit_repeat(self._send_again, self._pending)
+
+    def _next_route(self) -> PeerRoute | None:
+        if self._route is not None:
+            return super()._next_route()
+        route = self._calls.peers.route_for_call(self._target)
+        self._retries = self._options.retries(route.retries, self._method)
+        return route
+
+    @property
+    def label(self) -> str:
+        return f"{self._target}.{self._method}"
+
+    def remaining(self) -> float:
+        awaited = self._awaited
+        return super().remaining() if awaited is None else max(0.0, awaited.until - time.monotonic())
+
+    def _late(self) -> RpcTimeout:
+        awaited = self._awaited
+        if awaited is None:
+            return super()._late()
+        return RpcTimeout(f"{self.label} was not sent by its deadline: {awaited.why_late()}")
+
+    def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
+        return process_deadlines().at(time.monotonic() + self.remaining(), callback)
+
+    def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
+        threads.start(call_back, callback, argument, name="raytorchrpc-deferred-callback")
 
 
 @takes_timeout

@@ -39,33 +39,8 @@ SLOW_S = 1.0
 _EARLY, _LEAST_EARLY_S, _MOST_EARLY_S = 0.02, 0.01, 0.25
 
 
-class Job(Protocol):
-    """A method call that waits for an admission; see ``served_call.ServedCall``."""
-
-    @property
-    def label(self) -> str:
-        """member.method, for messages."""
-
-    @property
-    def path(self) -> tuple[Token, ...]:
-        """See ``scope.Scope``."""
-
-    @property
-    def deadline(self) -> float | None:
-        """It is not to run after that (``time.monotonic``)."""
-
-    def admit(self, admission: Admission, *, inside: bool = False) -> bool:
-        """Take the admission. Returns whether a thread has to run it: this one, or another by ``spawn``; else it runs
-        on an event loop. Quick, never raises. It leaves the admission at its end.
-
-        ``inside``: it runs on the event loop, inside an admission that its chain holds there and leaves itself.
-        """
-
-    def spawn(self) -> None:
-        """Run it on another thread."""
-
-    def refuse(self, error: Exception) -> None:
-        """Answer with this error, on another thread."""
+#: A method call that waits for an admission: a ``served_call.ServedCall``, in a module above this one.
+Job = Any
 
 
 class _Waiter(Completion):
@@ -188,13 +163,16 @@ class Gate:
                     gate._queue.append(_Queued(job, time.monotonic()))
                     return False
                 admission = gate._admit(job.label, direct=True)
+        runs: bool
         if held is not None and held.owner is None:
-            return job.admit(held, inside=True)
+            runs = job.admit(held, inside=True)
+            return runs
         try:
-            return job.admit(admission)
+            runs = job.admit(admission)
         except BaseException:
             admission.leave()
             raise
+        return runs
 
     def enter(self, label: str = "a method", path: tuple[Token, ...] = ()) -> Admission:
         """Block this thread until admitted, as Ray's own queue would. ``path``: of the method's scope."""
@@ -361,7 +339,7 @@ class Gate:
 
     # --- jobs that wait ----------------------------------------------------------------------------------------------
 
-    def withdraw(self, job: Job | _Waiter) -> bool:
+    def withdraw(self, job: Job) -> bool:
         """Remove a job that waits for an admission; False if there is none."""
         with self.lock:
             for queue in self._queues():

@@ -245,7 +245,7 @@ QUEUED, ADMITTED, REPLIED, CANCELLED = Phase  # to look them up there takes long
 
 
 class ServedCall:
-    """One method call, from its request to its reply; see ``gates.Job``.
+    """One method call, from its request to its reply.
 
     The gate admits it; ``run``, or a task on an event loop, runs ``_call``, and that replies.
     """
@@ -294,6 +294,7 @@ class ServedCall:
 
     @property
     def deadline(self) -> float | None:
+        """It is not to run after that (``time.monotonic``)."""
         return self.scope.deadline
 
     @property
@@ -317,6 +318,11 @@ class ServedCall:
     # --- at the gate ---------------------------------------------------------------------------------------------
 
     def admit(self, admission: Admission | None, *, inside: bool = False) -> bool:
+        """Take the admission. Returns whether a thread has to run it: this one, or another by ``spawn``; else it runs
+        on an event loop. Quick, never raises. It leaves the admission at its end.
+
+        ``inside``: it runs on the event loop, inside an admission that its chain holds there and leaves itself.
+        """
         self.admission, self._leaves = admission, not inside
         self._advance(ADMITTED)
         if inside or self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
@@ -325,9 +331,11 @@ class ServedCall:
         return True
 
     def spawn(self) -> None:
+        """Run it on another thread."""
         self.callee.workers.submit(self.run)
 
     def refuse(self, error: Exception) -> None:
+        """Answer with this error, on another thread."""
         self._drop_arguments()
         self.callee.workers.submit(self._refuse, error)
 

@@ -19,7 +19,7 @@ import raytorchrpc as rtr
 from raytorchrpc import Future
 from raytorchrpc.calls.spans import Tracer
 from tests.polling import wait_until
-from tests.unit.callees import DeferredReply, Exposed, Gate, exposed
+from tests.unit.callees import Awaited, Exposed, Gate, Rejoin, exposed
 from tests.unit.members import Members, in_thread
 
 LONG = 20.0
@@ -238,13 +238,13 @@ def test_replies_to_cancelled_calls_are_read_to_free_what_comes_with_them(member
     lane = members.lanes["a"]
     lane.delays = lambda kind: True
     discarded: list[Any] = []
-    payloads: Any = members.members["a"].payloads
-    payloads.discard_reply = lambda peer, pending, close_stream: discarded.append(pending)
+    outgoing: Any = members.members["a"].outgoing
+    outgoing.discard_reply = lambda route, pending, label, deadline: discarded.append(pending)
     answered = rtr.rpc_async("home").note(1)
     assert wait_until(lambda: len(lane.answers) == 1, LONG), "its reply is on its way"
     assert answered.cancel()
     lane.deliver_answers()
-    assert len(discarded) == 1 and wait_until(lambda: discarded[0].done, LONG)
+    assert wait_until(lambda: [pending.done for pending in discarded] == [True], LONG)
     is_cancelled(answered)
 
 
@@ -420,9 +420,8 @@ def test_a_call_before_its_process_is_a_member(
     members: Members, actor: Actor, monkeypatch: pytest.MonkeyPatch, cancelled: bool
 ) -> None:
     """It is sent once the process is one, unless it was cancelled."""
-    member = DeferredReply()
+    member = Awaited(Rejoin("actor"), LONG)
     monkeypatch.setattr("raytorchrpc.calls.rejoin.awaited", lambda timeout: member)
-    monkeypatch.setattr("raytorchrpc.calls.rejoin.patience", lambda timeout: LONG)
 
     async def run() -> None:
         with members.acting(None):

@@ -15,6 +15,11 @@ LONG_S = 30.0
 GROUP: Any = SimpleNamespace(credentials=SimpleNamespace(generation="1"))
 
 
+def member(generation: str) -> Any:
+    """A LocalMember."""
+    return SimpleNamespace(generation=generation, group="group", config=SimpleNamespace(rpc_timeout_s=LONG_S))
+
+
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What a search for the actor's group finds: the first."""
@@ -41,7 +46,7 @@ def test_not_before_the_group_that_it_returned_to_needs_it_no_more(
     listening: tuple[Rejoin, threading.Thread], records: list[Any]
 ) -> None:
     rejoin, thread = listening
-    rejoin.joined(SimpleNamespace(generation="1"))
+    rejoin.joined(member("1"))
     assert not ends(thread, 0.1)
     rejoin.finish()
     assert ends(thread)
@@ -50,14 +55,14 @@ def test_not_before_the_group_that_it_returned_to_needs_it_no_more(
 def test_at_once_if_another_group_took_it_in_through_ray(listening: tuple[Rejoin, threading.Thread]) -> None:
     """That group knows nothing of it."""
     rejoin, thread = listening
-    rejoin.joined(SimpleNamespace(generation="2"))
+    rejoin.joined(member("2"))
     assert ends(thread)
 
 
 @pytest.mark.parametrize("after", [None, SimpleNamespace(credentials=SimpleNamespace(generation="2"))])
 def test_once_its_group_has_ended(listening: tuple[Rejoin, threading.Thread], records: list[Any], after: Any) -> None:
     rejoin, thread = listening
-    rejoin.joined(SimpleNamespace(generation="1"))
+    rejoin.joined(member("1"))
     rejoin.joined(None)  # the attempt failed
     assert not ends(thread, 0.1)
     records[0] = after
