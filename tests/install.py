@@ -29,7 +29,7 @@ TRIALS = {
         _HELP,
         "import raytorchrpc.manifest",
     ],
-    "demo": ["import raytorchrpc.cli.demo"],
+    "demo": ["import raytorchrpc.cli.demo, sklearn.datasets"],
     "doctor": ["import pynvml, raytorchrpc.doctor.collector"],
     "bench": ["import raytorchrpc.bench.reports, raytorchrpc.cli.bench, matplotlib"],
     "jobs": ["from ray.job_submission import JobSubmissionClient"],

@@ -28,7 +28,7 @@ from examples import (
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
-    *("async_actors", "kv_cache", "parameter_server", "pipeline_training", "ray_data"),
+    *("async_actors", "digits", "kv_cache", "parameter_server", "pipeline_training", "ray_data"),
     *("rl_collectors", "rl_post_training", "torch_parameter_server", "torch_rl"),
 )
 
@@ -100,7 +100,7 @@ def test_an_example_that_lacks_packages_names_the_command(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < (300 if name == "rl_post_training" else 150)
+    assert len(text.splitlines()) < (300 if name in ("digits", "rl_post_training") else 150)
     assert text.count(f"\n    python examples/{name}.py ") == 2, "the whole and the short form"
     assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 
@@ -210,6 +210,8 @@ def test_an_example_runs_as_it_is(name: str) -> None:
     """In a Ray of its own, in the short form that it names."""
     if name == "ray_data" and any(find_spec(package) is None for package in ("numpy", "pandas", "pyarrow")):
         pytest.skip("Ray Data is not installed: pip install '.[data]'")
+    if name == "digits" and find_spec("sklearn") is None:
+        pytest.skip("scikit-learn is not installed: pip install '.[demo]'")
     if name == "rl_post_training" and find_spec("transformers") is None:
         pytest.skip("transformers is not installed: pip install '.[llm]'")
     text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
