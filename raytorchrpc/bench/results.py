@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -215,18 +215,10 @@ def nonnegative_terms(columns: FloatArray, values: FloatArray) -> tuple[list[flo
     Fits by least squares of the relative error, with every subset of the columns. Values must be positive.
     """
     # |sum(f c) - v| / v = |sum(f c/v) - 1|: a linear problem with every target 1.
-    scaled, terms = columns / values[:, None], columns.shape[1]
-    best: tuple[float, list[float], float] | None = None
-    for count in range(1, min(terms, len(values)) + 1):
-        for kept in map(list, combinations(range(terms), count)):
-            solved, *_ = np.linalg.lstsq(scaled[:, kept], np.ones(len(values)), rcond=None)
-            if (solved < 0).any():
-                continue
-            factors = np.zeros(terms)
-            factors[kept] = solved
-            errors = np.abs(scaled @ factors - 1)
-            loss = float((errors**2).sum())
-            if best is None or loss < best[0] - 1e-12:  # more terms only if they fit better
-                best = loss, factors.tolist(), float(errors.max())
-    assert best is not None, "one positive column alone always fits"
-    return best[1], best[2]
+    scaled = columns / values[:, None]
+    subsets = map(np.array, sorted(product((0, 1), repeat=columns.shape[1]), key=sum))
+    solved = (kept * np.linalg.lstsq(scaled * kept, np.ones(len(values)), rcond=None)[0] for kept in subsets)
+    found = [(factors, np.abs(scaled @ factors - 1)) for factors in solved if (factors >= 0).all()]
+    # Of equal losses the first counts: more terms only if they fit better.
+    factors, errors = min(found, key=lambda each: round(float((each[1] ** 2).sum()), 12))
+    return factors.tolist(), float(errors.max())
