@@ -2,7 +2,8 @@
 
 - Pages below "Maintainers" stay out of the search, so that users find what is written for them.
 - Pictures go into the page itself: their colours then follow the reader's choice of a dark or a light page.
-- ``promises.md`` lists what ``promises.yml`` says, and ``reference/cli.md`` the commands and their options.
+- ``promises.md`` lists what ``promises.yml`` says, ``reference/cli.md`` the commands and their options, and
+  ``seeing.md`` the metrics.
 - ``<!-- file PATH -->`` becomes that file of the repository, as a block of code, and ``<!-- examples -->`` a card for
   each example of their README.
 """
@@ -13,6 +14,8 @@ import re
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +39,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         page.meta["search"] = {"exclude": True}
     if "<!-- commands -->" in markdown:
         markdown = markdown.replace("<!-- commands -->", "\n".join(commands(application(), "raytorchrpc")))
+    if "<!-- metrics -->" in markdown:
+        markdown = markdown.replace("<!-- metrics -->", "\n".join(metrics()))
     markdown = _FILE.sub(lambda match: block(DOCS.parent / match["path"]), markdown)
     markdown = markdown.replace("<!-- examples -->", "\n".join(cards()))
     return markdown.replace("<!-- promises -->", "\n".join(promises(config["repo_url"])))
@@ -73,11 +78,29 @@ def promises(repository: str | None) -> Iterator[str]:
             yield ""
 
 
-def application() -> Any:
-    """The command line as a tree of commands. Its module takes only the version from the package, which needs torch."""
-    package = ModuleType("raytorchrpc")
-    package.__version__ = ""  # type: ignore[attr-defined]
+@contextmanager
+def light_package() -> Iterator[None]:
+    """Modules of the package that need neither torch nor Ray can be imported, as its own module is not."""
+    package: Any = ModuleType("raytorchrpc")
+    package.__version__, package.__path__ = "", [str(DOCS.parent / "raytorchrpc")]
     with patch.dict(sys.modules, {"raytorchrpc": package}):
+        yield
+
+
+def metrics() -> Iterator[str]:
+    """A table of the series. A star marks those, and the labels, that only ``metrics_period_s`` turns on."""
+    with light_package():
+        module = import_module("raytorchrpc.calls.metrics")
+    yield "| series | labels beside `group` and `member` | shows |\n|---|---|---|"
+    for name, metric in module.METRICS.items():
+        _, detailed = module.TAGS[metric.rows]
+        labels = [f"`{label}`{'*' * (label in detailed)}" for label in metric.labels]
+        yield f"| `{module.series(name)}`{'*' * metric.detail} | {', '.join(labels) or '-'} | {metric.help} |"
+
+
+def application() -> Any:
+    """The command line as a tree of commands."""
+    with light_package():
         return typer.main.get_command(runpy.run_path(str(DOCS.parent / "raytorchrpc" / "cli" / "app.py"))["app"])
 
 

@@ -28,6 +28,8 @@ TRIALS = {
     "cli": [
         _HELP,
         "import raytorchrpc.manifest",
+        "from raytorchrpc.cli.app import app; app(['examples', 'copy', 'parameter_server'])",
+        "import parameter_server",
     ],
     "demo": ["import raytorchrpc.cli.demo, sklearn.datasets"],
     "doctor": ["import pynvml, raytorchrpc.doctor.collector"],

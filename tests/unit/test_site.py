@@ -18,6 +18,7 @@ import typer
 import yaml
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.metrics import METRICS
 from raytorchrpc.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,16 @@ def test_the_page_on_the_command_line_lists_every_command_and_option() -> None:
     assert "| `--strict` | Count warnings as problems. |  |" in page
     assert "| `--gpus N` | GPUs per worker. | `0` |" in page
     assert sorted(re.findall(r"^\| `(--[\w-]+)", page, re.MULTILINE)) == sorted(options(typer.main.get_command(app)))
+
+
+def test_the_page_on_monitoring_lists_every_series_with_its_labels() -> None:
+    table = [*runpy.run_path(str(DOCS / "hooks.py"))["metrics"]()]
+    assert "<!-- metrics -->" in text_of("seeing.md")
+    assert len(table) == 1 + len(METRICS)
+    failures = "calls that failed, by type of error"
+    assert f"| `ray_raytorchrpc_failures_total` | `lane`, `method`*, `error` | {failures} |" in table
+    assert "| `ray_raytorchrpc_call_seconds_bucket_total`* | `lane`, `method`*, `le` |" in "\n".join(table)
+    assert "| `ray_raytorchrpc_peers_away` | - | peers that the member cannot call |" in table
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
-from raytorchrpc.calls.metrics import METRICS, TAGS, series
+from raytorchrpc.calls.metrics import METRICS, series
 from tests.unit import command_line
-
-PAGE = Path(__file__).parents[3] / "docs" / "seeing.md"
 
 
 def test_the_dashboard_shows_every_series_and_no_other_and_its_panels_do_not_overlap() -> None:
@@ -28,17 +25,3 @@ def test_the_dashboard_shows_every_series_and_no_other_and_its_panels_do_not_ove
     ]
     assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len(panels)
-
-
-def test_the_page_lists_every_series_with_its_labels() -> None:
-    listed = re.findall(r"^\| `(ray_raytorchrpc_\w+)`(\*?) \| (.*) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    expected = []
-    for name, metric in METRICS.items():
-        tags, fine = TAGS[metric.rows]
-        labels = [
-            *(f"`{tag}`" for tag in tags),
-            *(f"`{tag}`*" for tag in fine),
-            *([f"`{metric.by}`"] * bool(metric.by)),
-        ]
-        expected.append((series(name), "*" * metric.detail, ", ".join(labels) or "-", metric.help))
-    assert listed == expected
