@@ -14,7 +14,7 @@ import torch
 
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.weights.shards import Region, strides_of
-from raytorchrpc.tensors.dtypes import as_copyable, unrecorded
+from raytorchrpc.tensors.dtypes import as_copyable, span_of, unrecorded
 
 #: A tensor has a delta if at most this share of its elements has changed. Indices take more bytes than most elements.
 MOST_CHANGED = 1 / 8
@@ -145,81 +145,58 @@ def _delta(one: torch.Tensor, index: torch.Tensor) -> Delta:
     return Delta(index.to(torch.int32) if one.numel() <= _INT32_MAX else index, bits, one.numel())
 
 
-def span_of(region: tuple[int, tuple[int, ...], tuple[int, ...] | None]) -> tuple[int, int]:
+def bounds_of(region: Region) -> tuple[int, int]:
     """Return the first element of a region that is not empty, and the one after its last."""
     first, shape, strides = region
-    if strides is None:
-        return first, first + math.prod(shape)
-    return first, first + 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    return first, first + (math.prod(shape) if strides is None else span_of(shape, strides))
 
 
-class Change(NamedTuple):
-    """A region of a published tensor, of which the changed elements go to a target."""
+def delta_bytes(region: Region, elements: int, itemsize: int, count: int) -> int:
+    """The bytes that a region takes of a delta of ``count`` elements, at most, or about, if they are evenly spread.
 
-    place: int
-    region: Region
-    shape: tuple[int, ...]  # of the published tensor
-    target: torch.Tensor
-    bytes: int  # that its elements take at most, or about, if they are evenly spread
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether the published tensor is not worth a request of its own."""
-        return math.prod(self.shape) * self.target.itemsize < TINY
-
-    @property
-    def span(self) -> Span:
-        return self.place, *span_of(self.region)
+    ``elements``: of the published tensor.
+    """
+    first, last = bounds_of(region)
+    return math.ceil(count * (last - first) / elements) * (itemsize + (4 if elements <= _INT32_MAX else _LONG))
 
 
-def change_of(place: int, region: Region, shape: tuple[int, ...], target: torch.Tensor, count: int) -> Change | None:
-    """What comes of a delta of ``count`` elements; None if integers cannot be written to the target's memory."""
-    if not target.numel() or not target.data_ptr() or target.is_neg() or target.is_conj():
-        return None
-    elements, (first, last) = math.prod(shape), span_of(region)
-    share = math.ceil(count * (last - first) / elements)
-    return Change(place, region, shape, target, share * (target.itemsize + (4 if elements <= _INT32_MAX else _LONG)))
+def takes_elements(target: torch.Tensor) -> bool:
+    """Whether a target has elements, and integers can be written to its memory."""
+    return bool(target.numel() and target.data_ptr()) and not (target.is_neg() or target.is_conj())
 
 
-def apply(changes: Sequence[Change], answer: tuple[Runs, list[torch.Tensor]]) -> None:
-    """Write the elements that a home has sent for these changes; see ``Deltas.read``."""
+def apply(regions: Sequence[Region], targets: Sequence[torch.Tensor], answer: tuple[Runs, list[torch.Tensor]]) -> None:
+    """Write the elements that a home has sent for these regions to their targets; see ``Deltas.read``."""
     runs, flat = answer
-    targets = [change.target for change in changes]
     begins = [0] * len(flat)
     moved: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     with unrecorded(targets):
-        for change, (group, count) in zip(changes, runs, strict=True):
-            device, begin = change.target.device, begins[group]
+        for region, target, (group, count) in zip(regions, targets, runs, strict=True):
+            device, begin = target.device, begins[group]
             if (group, device) not in moved:
                 moved[group, device] = [tensor.to(device) for tensor in flat[2 * group : 2 * group + 2]]
             index, bits = moved[group, device]
-            _write(change, index[begin : begin + count], bits[begin : begin + count])
+            _write(region, as_copyable(target), index[begin : begin + count].long(), bits[begin : begin + count])
             begins[group] += count
 
 
-def _write(change: Change, index: torch.Tensor, bits: torch.Tensor) -> None:
-    first, shape, strides = change.region
-    target = as_copyable(change.target)
-    positions = index.long()
-    if strides is None and first == 0 and shape == change.shape and target.is_contiguous():
+def _write(region: Region, target: torch.Tensor, positions: torch.Tensor, bits: torch.Tensor) -> None:
+    first, shape, strides = region
+    if strides is None and first:  # elements that follow one another in the published tensor
+        positions = positions - first
+    if strides is None and target.is_contiguous():
         target.view(-1).scatter_(0, positions, bits)
         return
-    if strides is None:  # elements that follow one another in the published tensor
-        its_strides, begin = strides_of(shape), [0] * len(shape)
-        positions = positions - first
-    else:
-        its_strides, begin = strides_of(change.shape), []
-        for stride in its_strides:
-            begin.append(first // stride)
-            first %= stride
+    begin = [0] * len(shape)
+    for dimension, stride in enumerate(strides or ()):
+        begin[dimension], first = divmod(first, stride)
     places, is_within = torch.zeros_like(positions), torch.ones_like(positions, dtype=torch.bool)
-    for start, extent, stride, step in zip(begin, shape, its_strides, target.stride(), strict=True):
+    for start, extent, stride, step in zip(begin, shape, strides or strides_of(shape), target.stride(), strict=True):
         along = positions.div(stride, rounding_mode="floor") - start
         positions = positions.remainder(stride)
         is_within &= (along >= 0) & (along < extent)
         places += along * step
-    span = 1 + sum((extent - 1) * step for extent, step in zip(shape, target.stride(), strict=True))
-    memory = target.as_strided((span,), (1,), target.storage_offset())
+    memory = target.as_strided((span_of(shape, target.stride()),), (1,), target.storage_offset())
     if strides is None:  # all are within
         memory.scatter_(0, places, bits)
     else:

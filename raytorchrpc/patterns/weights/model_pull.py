@@ -400,24 +400,26 @@ class ModelPull:
             pulls[0].expect()
             self._carry_to_model(self._carry, pulls[0])
             return
+        bringing: dict[SourcePull, Iterator[None]] = {}
         for at, pull in enumerate(pulls.values()):
+            bringing[pull] = pull.bring(caller_waits=not at)
             with self._asking(pull):
-                pull.begin(caller_waits=not at)
+                next(bringing[pull], None)
         ordered = sorted(pulls.values(), key=SourcePull.expect)
         streams = self._side_streams() if len(ordered) > 1 else None
         try:
             for pull in ordered:
-                is_aside = pull is not ordered[-1] and pull.selection().nbytes >= _WORTH_A_STREAM
+                is_aside = pull is not ordered[-1] and pull.selection.nbytes >= _WORTH_A_STREAM
                 with streams.one() if is_aside and streams is not None else nullcontext():
-                    self._bring_from(pull, version)
+                    self._bring_from(pull, bringing[pull], version)
         finally:
             if streams is not None:
                 streams.join()
 
-    def _bring_from(self, pull: SourcePull, version: int) -> None:
+    def _bring_from(self, pull: SourcePull, bringing: Iterator[None], version: int) -> None:
         try:
             with self._asking(pull):
-                pull.bring()
+                next(bringing, None)
         except NotFound as error:
             raise PeerLost(pull.home, f"it has lost version {version}: {error}", True) from error
 

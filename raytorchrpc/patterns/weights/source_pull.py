@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from raytorchrpc.errors import NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.deltas import Change, apply, change_of
+from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes, takes_elements
 from raytorchrpc.patterns.weights.feeds import BETWEEN_HOSTS, ON_A_HOST, ChainedPull, Pace, Requests, feeds_of
 from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
@@ -36,7 +37,7 @@ class SourcePull:
     """One pull of a version from one home into a model, by the thread that uses it.
 
     ``ask`` and ``answer`` lease a version. If the plan was made for another layout, ``planned`` is None then: set it.
-    ``begin`` and ``bring`` move the tensors, and ``release`` ends the lease.
+    ``bring`` moves the tensors, and ``release`` ends the lease.
     """
 
     def __init__(
@@ -57,9 +58,6 @@ class SourcePull:
         self._memory = Window()  # that has come with the lease
         self._had_turn = self._is_abandoned = False
         self._asked: Future[Any] | None = None  # for the lease
-        self._sent: Future[Any] | None = None  # for memory to copy from
-        self._divided: tuple[list[list[Change]], Selection] | None = None  # what comes as deltas, and the rest
-        self._sent_deltas: Future[Any] | None = None  # for the first message of deltas
 
     @property
     def source(self) -> Source:
@@ -199,6 +197,7 @@ class SourcePull:
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
+    @cached_property
     def selection(self) -> Selection:
         """What the pull brings."""
         assert self.planned is not None
@@ -206,7 +205,7 @@ class SourcePull:
 
     def expect(self) -> int:
         """Count the tensors as still to come; returns their bytes."""
-        size = self.selection().nbytes
+        size = self.selection.nbytes
         self._requests.counter.expect(self._leased.version, size)
         return size
 
@@ -217,53 +216,46 @@ class SourcePull:
         its_type = None if self.planned.converts else self.planned.device_type
         return self._memory.has_tensors and its_type == self._device_type
 
-    def begin(self, caller_waits: bool = False) -> None:
-        """Ask the home for what ``bring`` will need, without waiting for the answer."""
-        if self._is_home or self._has_arrived or not (selection := self.selection()).transfers:
+    def bring(self, caller_waits: bool = False) -> Iterator[None]:
+        """Bring the tensors into the model. Yields once, when the home is asked for what comes first."""
+        if not (selection := self.selection).transfers:
             return
-        self._memory = Window()  # what came with the lease, if anything, is in another form
-        deltas, rest = self._divide(selection)
-        if deltas:
-            self._sent_deltas, caller_waits = self._request_deltas(deltas[0], caller_waits), False
-        self._begin_whole(rest, caller_waits)
-
-    def _begin_whole(self, selection: Selection, caller_waits: bool = False) -> None:
-        if not selection.transfers or self._uses_relay(selection) or self._has_turn:
-            return
-        assert self.planned is not None
-        device_type = self._readable_in_place(self.home, self.planned.device_type)
-        if device_type is not None:
-            self._sent = self._request_pieces(device_type, selection, caller_waits)
-
-    def bring(self) -> None:
-        """Bring the tensors into the model."""
-        selection = self.selection()
-        if not selection.transfers:
-            return
-        if self._is_home:
-            self._snapshot().copy_into(selection.targets, selection.places, selection.regions)
-            self._requests.counter.add(selection.nbytes)
-        elif self._has_arrived:
-            self._memory.copy_into(selection.parts)
-            self._requests.count(self.home, selection.nbytes)
+        if self._is_home or self._has_arrived:
+            yield
+            if self._is_home:
+                self._snapshot().copy_into(selection.targets, selection.places, selection.regions)
+                self._requests.counter.add(selection.nbytes)
+            else:
+                self._memory.copy_into(selection.parts)
+                self._requests.count(self.home, selection.nbytes)
         else:
+            self._memory = Window()  # what came with the lease, if anything, is in another form
             deltas, rest = self._divide(selection)
-            if deltas:
-                self._fetch_deltas(deltas)
+            first = self._request_deltas(deltas[0], caller_waits) if deltas else None
+            sent = self._request_whole(rest, caller_waits and not deltas)
+            yield
+            self._fetch_deltas(deltas, first)
             if rest.transfers:
-                self._fetch_whole(rest)
+                self._fetch_whole(rest, sent)
         self._check_lease()
 
-    def _fetch_whole(self, selection: Selection) -> None:
+    def _request_whole(self, selection: Selection, caller_waits: bool) -> Future[Any] | None:
+        """Ask for memory to copy from; None if the tensors come in another way."""
+        if not selection.transfers or self._uses_relay(selection) or self._has_turn:
+            return None
+        assert self.planned is not None
+        device_type = self._readable_in_place(self.home, self.planned.device_type)
+        return None if device_type is None else self._request_pieces(device_type, selection, caller_waits)
+
+    def _fetch_whole(self, selection: Selection, sent: Future[Any] | None) -> None:
         if self._uses_relay(selection):
             what = self._leased.version, selection.signature(self._leased.layout)
             self._chained(what, selection, BETWEEN_HOSTS, self._request_message).bring_between_hosts()
             return
         if self._has_turn and self._take_turn(selection):
             return
-        if self._sent is None:
-            self._begin_whole(selection, caller_waits=True)
-        sent, self._sent = self._sent, None
+        if sent is None:
+            sent = self._request_whole(selection, caller_waits=True)
         if sent is not None and sent.wait():
             self._requests.count(self.home, selection.nbytes)
             return
@@ -290,34 +282,28 @@ class SourcePull:
 
     # --- deltas --------------------------------------------------------------------------------------------------
 
-    def _divide(self, selection: Selection) -> tuple[list[list[Change]], Selection]:
+    def _divide(self, selection: Selection) -> tuple[list[Selection], Selection]:
         """The messages of what comes as deltas, and what comes whole."""
-        if self._divided is None:
-            deltas, planned = self._leased.deltas, self.planned
-            assert planned is not None
-            if not deltas or self._readable_in_place(self.home, planned.device_type):
-                self._divided = [], selection
-            else:
-                # The home sends deltas to each reader, and whole tensors to other hosts once.
-                times = 1 if self._requests.is_near(self.home) else max(1, self._far_members())
-                self._divided = divide(selection, dict(deltas), planned.plan.layout, times)
-        return self._divided
+        deltas, planned = self._leased.deltas, self.planned
+        assert planned is not None
+        if not deltas or self._readable_in_place(self.home, planned.device_type):
+            return [], selection
+        # The home sends deltas to each reader, and whole tensors to other hosts once.
+        times = 1 if self._requests.is_near(self.home) else max(1, self._far_members())
+        return divide(selection, dict(deltas), planned.plan.layout, times)
 
-    def _fetch_deltas(self, deltas: Sequence[Sequence[Change]]) -> None:
-        sent, self._sent_deltas = self._sent_deltas, None
+    def _fetch_deltas(self, deltas: Sequence[Selection], sent: Future[Any] | None) -> None:
         for number, message in enumerate(deltas):
-            if sent is None:
-                sent = self._request_deltas(message, caller_waits=True)
-            answer = sent.wait()
+            answer = (sent or self._request_deltas(message, caller_waits=True)).wait()
             sent = self._request_deltas(deltas[number + 1]) if number + 1 < len(deltas) else None
-            apply(message, answer)
+            apply(message.regions, message.targets, answer)
             size = sum(tensor.nbytes for tensor in answer[1])
-            whole = sum(change.target.nbytes for change in message)
-            self._requests.counter.expect(self._leased.version, size - whole)
+            self._requests.counter.expect(self._leased.version, size - message.nbytes)
             self._requests.count(self.home, size)
 
-    def _request_deltas(self, message: Sequence[Change], caller_waits: bool = False) -> Future[Any]:
-        return self._request(published.DELTAS, [change.span for change in message], caller_waits=caller_waits)
+    def _request_deltas(self, message: Selection, caller_waits: bool = False) -> Future[Any]:
+        spans = [(transfer.place[0], *bounds_of(transfer.region)) for transfer in message.transfers]
+        return self._request(published.DELTAS, spans, caller_waits=caller_waits)
 
     # --- by way of others ----------------------------------------------------------------------------------------
 
@@ -379,30 +365,31 @@ class SourcePull:
 
 def divide(
     selection: Selection, deltas: Mapping[int, int], layout: KnownLayout, times: int
-) -> tuple[list[list[Change]], Selection]:
+) -> tuple[list[Selection], Selection]:
     """Divide what a pull brings: the messages of what comes as deltas, and what comes whole.
 
     ``times``: how often the source sends a delta for each time that it would send the whole tensors.
     """
-    changes: list[Change] = []
-    rest: list[int] = []
+    sizes: dict[int, int] = {}  # of what comes as deltas
+    is_worth_a_request = False
     for index, (transfer, target) in enumerate(zip(selection.transfers, selection.targets, strict=True)):
         place, conversion = transfer.place
-        change = None
-        if conversion is None and place in deltas:
-            change = change_of(place, transfer.region, layout.rows[place][2], target, deltas[place])
-        if change is not None and (change.bytes * times < target.nbytes or change.is_tiny):
-            changes.append(change)
-        else:
-            rest.append(index)
-    if all(change.is_tiny for change in changes):
+        if conversion is None and place in deltas and takes_elements(target):
+            elements = math.prod(layout.rows[place][2])
+            is_tiny = elements * target.itemsize < TINY
+            size = delta_bytes(transfer.region, elements, target.itemsize, deltas[place])
+            if is_tiny or size * times < target.nbytes:
+                sizes[index] = size
+                is_worth_a_request |= not is_tiny
+    if not is_worth_a_request:
         return [], selection
-    found: list[list[Change]] = []
+    messages: list[list[int]] = []
     filled = 0
-    for change in changes:
-        if not found or filled + change.bytes > MESSAGE_BYTES:
-            found.append([])
+    for index, size in sizes.items():
+        if not messages or filled + size > MESSAGE_BYTES:
+            messages.append([])
             filled = 0
-        found[-1].append(change)
-        filled += change.bytes
-    return found, selection.at(rest)
+        messages[-1].append(index)
+        filled += size
+    rest = [index for index in range(len(selection.transfers)) if index not in sizes]
+    return list(map(selection.at, messages)), selection.at(rest)
