@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,10 +14,6 @@ import torch
 import raytorchrpc as rtr
 
 T = TypeVar("T")
-
-
-class NoPlan(Exception):
-    """The model's loaders do more with a tensor than to copy parts of it. Never leaves the integrations."""
 
 
 def become_member(group: str | None, timeout: float) -> None:
@@ -47,36 +42,26 @@ def become_member(group: str | None, timeout: float) -> None:
 
 
 class Progress:
-    """One update: its deadline, the seconds of its phases, and whether it has written to the model."""
+    """One update: its deadline, and whether it has written to the model."""
 
     def __init__(self, timeout: float) -> None:
         self._until = time.monotonic() + timeout
-        self.seconds: dict[str, float] = defaultdict(float)
         self.has_written = False
 
     def left(self) -> float:
         """Seconds to the deadline."""
         return max(0.0, self._until - time.monotonic())
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count what runs within as part of a phase."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - began
-
 
 @contextmanager
-def updating(engine: str, version: int, progress: Progress) -> Iterator[None]:
+def updating(engine: str, version: int, timeout: float) -> Iterator[Progress]:
     """Have an error say whether the model has tensors of two versions: a pull that it names has written nothing."""
+    progress = Progress(timeout)
     try:
-        yield
+        yield progress
     except Exception as error:
         if not progress.has_written and isinstance(error, (rtr.ConfigurationError, rtr.NotFound, rtr.Empty)):
             raise
-        progress.has_written = True
         raise rtr.RayTorchRpcError(
             f"the update of {engine}'s model to version {version} failed midway, so it may have tensors of two "
             f"versions: update it again before it generates ({type(error).__name__}: {error})"
@@ -110,9 +95,8 @@ def load_whole(
     ``layout``: of this version, or of another one that has the same tensors.
     """
     for names in groups:
-        with progress.phase("pull"):
-            whole = {name: torch.empty(layout[name].shape, dtype=layout[name].dtype, device=device) for name in names}
-            store.pull(whole, version, only=names, timeout=progress.left())
+        whole = {name: torch.empty(layout[name].shape, dtype=layout[name].dtype, device=device) for name in names}
+        store.pull(whole, version, only=names, timeout=progress.left())
         progress.has_written = True
-        with progress.phase("process"), torch.no_grad():
+        with torch.no_grad():
             model.load_weights(whole.items())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from raytorchrpc import ConfigurationError
+from raytorchrpc import ConfigurationError, Shard, WeightStore
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.integrations.engines import NoPlan
+
+
+class NoPlan(Exception):
+    """The model's loaders do more with a tensor than to copy parts of it. Never leaves the integrations."""
 
 
 class View(NamedTuple):
@@ -32,6 +35,10 @@ class Copy(NamedTuple):
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     to: View
+
+    def shard(self, parameter: torch.Tensor) -> Shard:
+        """The part of a parameter's memory, as a pull fills it."""
+        return Shard(self.to.of(parameter), self.global_shape, self.offset)
 
 
 def box_of(base: torch.Tensor, view: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], list[int | None]]:
@@ -60,13 +67,15 @@ def box_of(base: torch.Tensor, view: torch.Tensor) -> tuple[tuple[int, ...], tup
 class Recorder(torch_internals.DispatchMode):
     """Notes what is copied from the tensors of a checkpoint, which are meta tensors, and to where, instead of it.
 
-    Fills with zeros are noted too. They are left out where the memory is the model's own; None: all of it is.
+    Fills of the model's tensors with zeros are noted too.
     """
 
-    def __init__(self, checkpoint: Mapping[str, torch.Tensor], own: Collection[StorageWeakRef] | None = None) -> None:
+    def __init__(self, checkpoint: Mapping[str, torch.Tensor], own: Iterable[torch.Tensor]) -> None:
+        """``own``: the tensors of the model."""
         super().__init__()
-        self._own = own
         self._sources = {memory_of(tensor): (name, tensor) for name, tensor in checkpoint.items()}
+        self.filled = dict.fromkeys(map(memory_of, own), 0)
+        """Elements that were filled, by the memory of the model's tensors."""
         self.copies: list[tuple[torch.Tensor, Copy]] = []
         """To where, and what."""
         self.zeros: list[tuple[torch.Tensor, View]] = []
@@ -77,7 +86,8 @@ class Recorder(torch_internals.DispatchMode):
             return args[0]
         if func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
             to = args[0]
-            if self._own is None or memory_of(to) in self._own:
+            if memory_of(to) in self.filled:
+                self.filled[memory_of(to)] += to.numel()
                 self.zeros.append((to, View(tuple(to.shape), to.stride(), to.storage_offset())))
                 return to
         return func(*args, **(kwargs or {}))
@@ -87,6 +97,8 @@ class Recorder(torch_internals.DispatchMode):
         if known is None:
             raise NoPlan("a loader computes with the checkpoint's tensors")
         name, base = known
+        if memory_of(to) not in self.filled:
+            raise NoPlan(f"a loader copies {name!r} to a tensor of its own")
         if to.shape != source.shape:
             raise NoPlan(f"a loader reshapes {name!r}")
         if to.dtype != source.dtype and not (_is_plain(to.dtype) and _is_plain(source.dtype)):
@@ -100,11 +112,12 @@ class Recorder(torch_internals.DispatchMode):
             raise NoPlan(f"a loader changes {name!r}: {error}") from None
         strides = tuple(1 if dimension is None else to.stride(dimension) for dimension in dimensions)
         view = View(shape, strides, int(to.storage_offset()))
+        self.filled[memory_of(to)] += to.numel()
         self.copies.append((to, Copy(name, tuple(base.shape), offset, view)))
 
 
-def record(engine: str, model: Any, layout: Any, own: Collection[StorageWeakRef] | None = None) -> Recorder:
-    """Have a model's loaders load the tensors of a store, without memory. ``own``: see ``Recorder``.
+def record(engine: str, model: Any, layout: Any, own: Iterable[torch.Tensor]) -> Recorder:
+    """Have a model's loaders load the tensors of a store, without memory. ``own``: the tensors of the model.
 
     Raises NoPlan, and ConfigurationError if the model has no place for a tensor.
     """
@@ -144,12 +157,19 @@ def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def distinct(sources: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """A name for each of several copies, and the ``mapping`` of a pull where one tensor goes to several places."""
-    names, mapping, times = list[str](), dict[str, str](), Counter[str]()
-    for source in sources:
-        times[source] += 1
-        names.append(source if times[source] == 1 else f"{source} ({times[source]})")
-        if times[source] > 1:
-            mapping[names[-1]] = source
-    return names, mapping
+class Parts:
+    """Parts of the tensors of a store that are pulled together: always the same ones, in the same order."""
+
+    def __init__(self, sources: Iterable[str]) -> None:
+        """``sources``: which tensor each part is of."""
+        self._names, self._mapping, times = list[str](), dict[str, str](), Counter[str]()
+        for source in sources:
+            times[source] += 1
+            self._names.append(source if times[source] == 1 else f"{source} ({times[source]})")
+            if times[source] > 1:  # one tensor goes to several places
+                self._mapping[self._names[-1]] = source
+
+    def pull(self, store: WeightStore, targets: Iterable[Shard], version: int, timeout: float) -> None:
+        """Fill where each part goes. Blocks."""
+        model, mapping = dict(zip(self._names, targets, strict=True)), self._mapping or None
+        store.pull(model, version, mapping=mapping, only=self._names, convert=True, timeout=timeout)

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, divide, load_whole, updating
-from raytorchrpc.integrations.recording import check_filled, distinct, memory_of, record
+from raytorchrpc.integrations.engines import become_member, divide, load_whole, updating
+from raytorchrpc.integrations.recording import NoPlan, Parts, check_filled, memory_of, record
 from raytorchrpc.integrations.versions import report
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,6 @@ class _Plan:
     def __init__(self, model: Any, layout: Any, into: str) -> None:
         self.key = _key(model, layout, into)
         self.shards: list[rtr.Shard] | None = None
-        self.names, self.mapping = list[str](), dict[str, str]()
         why = "as asked"
         if into != "load_weights":
             try:
@@ -167,16 +166,10 @@ class _Plan:
 
     def _place(self, model: Any, layout: Any) -> None:
         """Have the model's loaders load tensors without memory, and note where they would have copied them."""
-        filled = dict.fromkeys((memory_of(its) for _, its in _tensors_of(model)), 0)
-        recorded = record("SGLang", model, layout, filled)
-        for to, copied in recorded.copies:
-            if memory_of(to) not in filled:
-                raise NoPlan(f"a loader copies {copied.source!r} to a tensor of its own")
-        for to, _ in (*recorded.copies, *recorded.zeros):
-            filled[memory_of(to)] += to.numel()
-        lacking = [name for name, its in model.named_parameters() if filled[memory_of(its)] < its.numel()]
+        recorded = record("SGLang", model, layout, [its for _, its in _tensors_of(model)])
+        lacking = [name for name, its in model.named_parameters() if recorded.filled[memory_of(its)] < its.numel()]
         check_filled("SGLang", model, layout, lacking)
-        self.names, self.mapping = distinct([its.source for _, its in recorded.copies])
+        self.parts = Parts(copied.source for _, copied in recorded.copies)
         views = [to.detach().as_strided(its.to.shape, its.to.strides, its.to.offset) for to, its in recorded.copies]
         pairs = zip(views, recorded.copies, strict=True)
         self.shards = [rtr.Shard(view, its.global_shape, its.offset) for view, (_, its) in pairs]
@@ -197,8 +190,7 @@ def _key(model: Any, layout: Any, into: str) -> Any:
 
 def _bring(model: Any, request: Mapping[str, Any]) -> None:
     version, into = request["version"], request["into"]
-    progress = Progress(request["timeout"])
-    with updating("SGLang", version, progress):
+    with updating("SGLang", version, request["timeout"]) as progress:
         store = rtr.WeightStore.find(request["store"], timeout=progress.left())
         layout = store.layout(version, timeout=progress.left())
         plan = _plans.get(model)
@@ -211,10 +203,7 @@ def _bring(model: Any, request: Mapping[str, Any]) -> None:
             groups = divide(layout, lambda name: layout[name].nbytes, _GROUP_BYTES)
             load_whole(model, store, layout, version, groups, device, progress)
         else:
-            targets: dict[str, Any] = dict(zip(plan.names, plan.shards, strict=True))
-            store.pull(
-                targets, version, mapping=plan.mapping or None, only=plan.names, convert=True, timeout=progress.left()
-            )
+            plan.parts.pull(store, plan.shards, version, progress.left())
             progress.has_written = True
             if hasattr(model, "post_load_weights"):  # computes others of them, as load_weights would have had it do
                 model.post_load_weights()

@@ -244,10 +244,9 @@ class Engine:
         self.llm.reset_prefix_cache()
         return time.perf_counter() - began
 
-    def status(self) -> list[Any]:
-        from raytorchrpc.integrations.vllm import update_status
-
-        return list(self.llm.collective_rpc(update_status))
+    def how(self) -> str:
+        """How the first worker's model is updated, as its log says."""
+        return str(self.llm.collective_rpc(lambda worker: worker.weight_transfer_engine._update.how)[0])
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(self, *args)``."""

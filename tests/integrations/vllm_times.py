@@ -64,7 +64,7 @@ def load(engine: Engine, held: list[Any]) -> float:
     return time.perf_counter() - began
 
 
-def measure(path: str, options: dict[str, Any], rounds: int) -> tuple[list[list[float]], Any]:
+def measure(path: str, options: dict[str, Any], rounds: int) -> tuple[list[list[float]], str]:
     """Seconds to publish, to update, to put and to load, of each round; and how the update went."""
     trainer = ray.remote(TimedTrainer).options(num_cpus=0).remote(path)
     engine = ray.remote(Engine).options(num_cpus=0).remote(path, **options)
@@ -84,7 +84,7 @@ def measure(path: str, options: dict[str, Any], rounds: int) -> tuple[list[list[
                     held, put_s = ray.get(trainer.timed_put.remote())
                     row += [put_s, ray.get(engine.run.remote(load, held))]
                 times.append(row)
-            return times, ray.get(engine.status.remote())[-1]
+            return times, ray.get(engine.how.remote())
     finally:
         ray.kill(engine)
         ray.kill(trainer)
@@ -102,11 +102,11 @@ def main() -> None:
         path = save_config(Path(folder), hidden=1024, layers=6)
         for name, options in CASES.items():
             if given.only in name:
-                times, status = measure(path, options, given.rounds)
+                times, how = measure(path, options, given.rounds)
                 publish, update, *others = ([1e3 * value for value in column] for column in zip(*times, strict=True))
                 columns = [statistics.median(publish), statistics.median(update), min(update)]
                 columns += [statistics.median(column) for column in others]
-                print(f"{name:24}" + "".join(f"{value:9.1f}" for value in columns), f"  {status}", flush=True)
+                print(f"{name:24}" + "".join(f"{value:9.1f}" for value in columns), f"  {how}", flush=True)
     ray.shutdown()
 
 

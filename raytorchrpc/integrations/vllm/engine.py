@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import vllm
@@ -12,14 +12,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    layerwise_groups,
 )
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import NoPlan, Progress, become_member, updating
+from raytorchrpc.integrations.engines import Progress, become_member, load_whole, updating
+from raytorchrpc.integrations.recording import NoPlan
 from raytorchrpc.integrations.versions import report
-from raytorchrpc.integrations.vllm import TESTED, UpdateStatus
-from raytorchrpc.integrations.vllm.updates import CheckpointUpdate, Target, Update
 
 logger = init_logger("vllm.raytorchrpc")
 
@@ -61,6 +62,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
     timeout: float | None = None
 
 
+class Update(Protocol):
+    """Brings versions of one store into one model."""
+
+    how: str
+    """Which ways in the model takes, and why no faster one."""
+
+    def bring(self, version: int, progress: Progress) -> None:
+        """Bring a version into the model. Blocks; see ``WeightEngine.update_weights``."""
+
+
 class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """vLLM's engine for ``weight_transfer_config={"backend": "raytorchrpc"}``: vLLM makes one in each worker."""
 
@@ -80,7 +91,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if init_info.into not in INTO:
             raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
-        report("vllm", *TESTED, logger, vllm.__version__)  # its CPU build has other metadata
+        report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
         self._info, self._update = init_info, None
         become_member(init_info.group, init_info.timeout)
         self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)
@@ -108,18 +119,12 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if version is None:
             version = _newest(store, timeout)
         update = self._update or self._prepare(version, timeout)
-        before, progress = update.status, Progress(timeout)
-        update.status = replace(before, version=0, seconds=None)
         try:
-            with updating("vLLM", version, progress):
+            with updating("vLLM", version, timeout) as progress:
                 update.bring(version, progress)
-        except rtr.RayTorchRpcError as error:
-            if not progress.has_written:
-                update.status = before
-            if isinstance(error, rtr.ConfigurationError):
-                self._update = None  # the trainer publishes other tensors now: prepare again
+        except rtr.ConfigurationError:
+            self._update = None  # the trainer publishes other tensors now: prepare again
             raise
-        update.status = replace(before, version=version, seconds=dict(progress.seconds))
 
     def finish_weight_update(self) -> None:
         """Changes nothing: ``update_weights`` leaves nothing to do."""
@@ -128,17 +133,31 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Forget the store. The process stays in its group until it ends."""
         self._store = self._update = None
 
-    def status(self) -> UpdateStatus | None:
-        """How the model is updated, and how the last update went."""
-        return None if self._update is None else self._update.status
-
     def _prepare(self, version: int, timeout: float) -> Update:
         store = self._initialised()
         layout = store.layout(version, timeout=timeout)
-        target = Target(self.model, self.model_config, self.device, store)
-        self._update = _update_of(target, layout, self._info.into, self._info.group_bytes)
-        logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self._update.status)
+        self._update = self._fastest(store, layout)
+        logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self._update.how)
         return self._update
+
+    def _fastest(self, store: rtr.WeightStore, layout: Any) -> Update:
+        """The fastest update that the model allows, or what ``into`` asks for.
+
+        Raises ConfigurationError if that is impossible, or the published tensors are not those of the model.
+        """
+        into, why = self._info.into, "as asked"
+        if into != "load_weights":
+            try:
+                from raytorchrpc.integrations.vllm import layers  # needs names of vLLM that it does not promise
+
+                return layers.LayeredUpdate(self, store, layout, into, self._info.group_bytes)
+            except ImportError as error:
+                why = f"this release of vLLM lacks what a faster way needs ({error})"
+            except NoPlan as error:
+                why = str(error)
+            if into != "auto":
+                raise rtr.ConfigurationError(f"into={into!r} is impossible: {why}; into='auto' takes the fastest way")
+        return CheckpointUpdate(self, store, layout, why)
 
     def _initialised(self) -> rtr.WeightStore:
         if self._store is None:
@@ -148,24 +167,21 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._store
 
 
-def _update_of(target: Target, layout: Any, into: str, group_bytes: int) -> Update:
-    """The fastest update that the model allows, or what ``into`` asks for.
+class CheckpointUpdate:
+    """Pulls whole tensors, and has the model's ``load_weights`` do the rest: the slowest way, which all models take."""
 
-    Raises ConfigurationError if that is impossible, or the published tensors are not those of the model.
-    """
-    why = "as asked"
-    if into != "load_weights":
+    def __init__(self, engine: WeightEngine, store: rtr.WeightStore, layout: Any, why: str) -> None:
+        self._engine, self._store, self._layout = engine, store, layout
+        self.how = f"by load_weights ({layout.nbytes / 1e6:,.1f} MB): {why}"
+
+    def bring(self, version: int, progress: Progress) -> None:
+        """See ``Update``."""
+        model, groups = self._engine.model, layerwise_groups(list(self._layout))  # so that one layer takes memory
+        initialize_layerwise_reload(model)
         try:
-            from raytorchrpc.integrations.vllm import layers  # needs names of vLLM that it does not promise
-
-            return layers.plan(target, layout, into, group_bytes)
-        except ImportError as error:
-            why = f"this release of vLLM lacks what a faster way needs ({error})"
-        except NoPlan as error:
-            why = str(error)
-        if into != "auto":
-            raise rtr.ConfigurationError(f"into={into!r} is impossible: {why}; into='auto' takes the fastest way")
-    return CheckpointUpdate(target, layout, why)
+            load_whole(model, self._store, self._layout, version, groups, self._engine.device, progress)
+        finally:
+            finalize_layerwise_reload(model, self._engine.model_config)
 
 
 def _newest(store: rtr.WeightStore, timeout: float) -> int:

@@ -1,60 +1,90 @@
-"""Brings a version layer by layer: into the parameters where vLLM leaves them alone, else as vLLM loads the layer."""
+"""Brings a version layer by layer: into the parameters where vLLM leaves them alone, else as vLLM loads the layer.
+
+Where the tensors of a checkpoint go is recorded once, from what vLLM's own loaders do with meta tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import Progress, divide
-from raytorchrpc.integrations.recording import distinct
-from raytorchrpc.integrations.vllm import UpdateStatus, internals
-from raytorchrpc.integrations.vllm.placement import Layer, Placement, place
-from raytorchrpc.integrations.vllm.updates import Target, Update
+from raytorchrpc.integrations.recording import Copy, NoPlan, Parts, Recorder, View, check_filled, memory_of, record
+from raytorchrpc.integrations.vllm import internals
 from raytorchrpc.process import threads
 
 
-def plan(target: Target, layout: Any, into: str, group_bytes: int) -> Update:
-    """The update of a model. Raises NoPlan, and ConfigurationError if ``into`` or the layout does not suit it."""
-    placement = place(target.model, layout)
-    processed = [layer for layer in placement.layers if layer.processed or into == "layers"]
-    if into == "parameters" and processed:
-        first = processed[0]
-        raise rtr.ConfigurationError(f"into='parameters' is impossible for {first.name!r}: {first.processed}")
-    return LayeredUpdate(target, placement, processed, group_bytes)
+class Layer(NamedTuple):
+    """One module, and what its own parameters and buffers are made of."""
+
+    module: torch.nn.Module
+    name: str
+    parts: Sequence[tuple[str, Copy]]
+    """What goes into its tensors, with their names."""
+    zeros: Sequence[tuple[str, View]]
+    """What the loaders fill with zeros, as rows that pad a vocabulary."""
+    kept: Sequence[str]
+    """Its tensors that the loaders leave as they are."""
+    nbytes: int
+    processed: str | None
+    """What vLLM makes of it after loading; None: it leaves it as it was loaded."""
+
+    def targets(self) -> Iterable[rtr.Shard]:
+        """Where its parts go now, in its tensors, whose padding is filled."""
+        for name, view in self.zeros:
+            view.of(getattr(self.module, name).data).zero_()
+        return [copied.shard(getattr(self.module, name).data) for name, copied in self.parts]
 
 
-class LayeredUpdate(Update):
+class LayeredUpdate:
     """Pulls what each layer needs, and has vLLM process those layers that its kernels do not read as loaded."""
 
-    def __init__(self, target: Target, placement: Placement, processed: Sequence[Layer], group_bytes: int) -> None:
-        self._target, self._placement, store = target, placement, target.store
-        direct = [layer for layer in placement.layers if layer not in processed]
+    def __init__(self, engine: Any, store: rtr.WeightStore, layout: Any, into: str, group_bytes: int) -> None:
+        """Plan the updates of a model; nothing moves.
+
+        Args:
+            engine: has the model, its configuration and its device.
+            store: where the tensors come from.
+            layout: of a version of this store.
+            into, group_bytes: see ``InitInfo``.
+
+        Raises:
+            NoPlan: the loaders do more than to copy tensors.
+            ConfigurationError: ``into`` is impossible, or the published tensors are not those of the model.
+        """
+        self._engine, self._modules = engine, {module: name for name, module in engine.model.named_modules()}
+        layers, self._sharing = _layers_of(engine.model, self._modules, layout)
+        processed = [layer for layer in layers if layer.processed or into == "layers"]
+        if into == "parameters" and processed:
+            first = processed[0]
+            raise rtr.ConfigurationError(f"into='parameters' is impossible for {first.name!r}: {first.processed}")
+        direct = [layer for layer in layers if layer not in processed]
         self._direct = _Group(direct, store) if direct else None
         self._groups = [_Group(each, store) for each in divide(processed, lambda layer: layer.nbytes, group_bytes)]
-        sizes = {"parameters": sum(layer.nbytes for layer in direct), "layers": sum(each.nbytes for each in processed)}
-        why = next((layer.processed for layer in processed if layer.processed), "as asked" if processed else "")
-        into = "layers" if processed else "parameters"
-        self.status = UpdateStatus(into, why, {way: size for way, size in sizes.items() if size})
+        ways = {"in its parameters": direct, "layer by layer": processed}
+        sizes = {way: sum(layer.nbytes for layer in its) / 1e6 for way, its in ways.items() if its}
+        why = next((layer.processed for layer in processed if layer.processed), "as asked" if processed else None)
+        self.how = " and ".join(f"{way} ({size:,.1f} MB)" for way, size in sizes.items()) + (f": {why}" if why else "")
 
     def bring(self, version: int, progress: Progress) -> None:
         """See ``Update``."""
         if self._direct is not None:
-            with progress.phase("pull"):
-                self._direct.pull(self._direct.targets(), version, progress.left())
+            self._direct.pull(self._direct.targets(), version, progress.left())
             progress.has_written = True
         if self._groups:
             self._bring_processed(version, progress)
-        with progress.phase("process"):
-            for module in self._placement.sharing:
-                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-            for module in self._placement.attention:
-                module.process_weights_after_loading(self._target.config.dtype)  # type: ignore[operator]
+        for module in self._sharing:
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+        for module in filter(internals.is_attention, self._modules):
+            module.process_weights_after_loading(self._engine.model_config.dtype)
 
     def _bring_processed(self, version: int, progress: Progress) -> None:
         """Pull each group while vLLM processes the one before."""
@@ -62,39 +92,34 @@ class LayeredUpdate(Update):
         try:
             for number, group in enumerate(self._groups):
                 pulling = pulling or self._start(group, version, progress)
-                with progress.phase("pull"):
-                    pulling.result()
+                pulling.result()
                 pulling, progress.has_written = None, True
                 if number + 1 < len(self._groups):
                     pulling = self._start(self._groups[number + 1], version, progress)
-                with progress.phase("process"):
-                    for layer in group.layers:
-                        internals.process(layer.module)
+                for layer in group.layers:
+                    internals.process(layer.module)
         finally:
             if pulling is not None:
                 pulling.exception()  # until then its thread writes to the layers
             for group in self._groups:
-                group.put_back()
+                for layer in group.layers:
+                    internals.put_back(layer.module)
 
     def _start(self, group: _Group, version: int, progress: Progress) -> Future[None]:
         """Begin to pull a group, on a thread."""
-        device, left, done = self._target.device, progress.left(), Future[None]()
-        with progress.phase("prepare"):
-            targets = group.take_out(device)
+        device, left, done = self._engine.device, progress.left(), Future[None]()
+        for layer in group.layers:
+            internals.take_out(layer.module, device, layer.kept)
+        targets = group.targets()
         stream: AbstractContextManager[Any] = nullcontext()
         if device.type == "cuda":  # copies are queued where the layers are processed
             stream = torch.cuda.stream(torch.cuda.current_stream(device))
 
         def pull() -> None:
-            try:
-                with stream:
-                    group.pull(targets, version, left)
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+            with stream:
+                group.pull(targets, version, left)
 
-        threads.start(pull, name="raytorchrpc-vllm-pull")
+        threads.start(threads.settle, done, pull, name="raytorchrpc-vllm-pull")
         return done
 
 
@@ -104,29 +129,85 @@ class _Group:
     def __init__(self, layers: Sequence[Layer], store: rtr.WeightStore) -> None:
         self.layers = layers
         self._store = copy(store)  # each remembers how its own pulls go
-        self._names, self._mapping = distinct([part.copied.source for layer in layers for part in layer.parts])
+        self._parts = Parts(copied.source for layer in layers for _, copied in layer.parts)
 
-    def take_out(self, device: torch.device) -> dict[str, rtr.Shard]:
-        """Give the layers memory to load into; returns where the tensors go."""
-        for layer in self.layers:
-            internals.take_out(layer.module, device, layer.kept)
-        return self.targets()
-
-    def targets(self) -> dict[str, rtr.Shard]:
+    def targets(self) -> Sequence[rtr.Shard]:
         """Where the tensors go now."""
-        found = []
-        for layer in self.layers:
-            for name, view in layer.zeros:
-                view.of(getattr(layer.module, name).data).zero_()
-            found += [part.shard(getattr(layer.module, part.parameter)) for part in layer.parts]
-        return dict(zip(self._names, found, strict=True))
+        return [shard for layer in self.layers for shard in layer.targets()]
 
-    def pull(self, targets: dict[str, rtr.Shard], version: int, timeout: float) -> None:
+    def pull(self, targets: Sequence[rtr.Shard], version: int, timeout: float) -> None:
         """Fill the targets. Blocks."""
-        mapping = self._mapping or None
-        self._store.pull(targets, version, mapping=mapping, only=self._names, convert=True, timeout=timeout)
+        self._parts.pull(self._store, targets, version, timeout)
 
-    def put_back(self) -> None:
-        """Have the layers as they were, if they were not processed."""
-        for layer in self.layers:
-            internals.put_back(layer.module)
+
+def _layers_of(
+    model: torch.nn.Module, names: Mapping[torch.nn.Module, str], layout: Any
+) -> tuple[list[Layer], list[torch.nn.Module]]:
+    """The layers that a checkpoint has something for, in the order of the model, which stays as it is.
+
+    And the modules that share memory with these, and have to be processed again after them. ``names``: of all modules.
+
+    Raises NoPlan, and ConfigurationError if the model has no place for a tensor, or lacks some.
+    """
+    with internals.as_loaded(model):
+        there = {module: internals.tensors_of(module) for module in names}
+        in_use = {module: internals.tensors_in_use(module) for module in names}
+        recorded = record("vLLM", model, layout, [its for tensors in there.values() for its in tensors.values()])
+    owners = {memory_of(its): (module, name) for module, tensors in there.items() for name, its in tensors.items()}
+    parts, zeros = defaultdict[Any, list[tuple[str, Copy]]](list), defaultdict[Any, list[tuple[str, View]]](list)
+    for to, copied in recorded.copies:
+        module, name = owners[memory_of(to)]
+        parts[module].append((name, copied))
+    for to, view in recorded.zeros:
+        module, name = owners[memory_of(to)]
+        zeros[module].append((name, view))
+    layers = []
+    for module in names:
+        if not (its := parts.get(module)):
+            continue
+        if internals.is_attention(module):
+            raise NoPlan(f"{its[0][1].source!r} is a scale of {names[module]}, which vLLM loads with the attention")
+        loaded, used = there[module], in_use[module]
+        changed = [name for name in loaded if not _is_like(loaded[name], used.get(name))]
+        kept = [name for name in loaded if not recorded.filled[memory_of(loaded[name])]]
+        if not set(changed).isdisjoint(kept):
+            raise NoPlan(f"vLLM makes {kept} of {names[module]!r} of other tensors")
+        processed = internals.why_processed(module)
+        if changed and processed is None:
+            processed = f"vLLM changes the layout of {changed[0]!r} after loading"
+        size = sum(math.prod(copied.to.shape) * loaded[name].itemsize for name, copied in its)
+        layers.append(Layer(module, names[module], its, zeros[module], kept, size, processed))
+    check_filled("vLLM", model, layout, _lacking(recorded, there, in_use, names))
+    planned = {memory_of(its) for layer in layers for its in in_use[layer.module].values() if its.numel()}
+    sharing = [
+        module
+        for module in names
+        if module not in parts
+        and any(memory_of(its) in planned for its in in_use[module].values())
+        and internals.why_processed(module)
+    ]
+    return layers, sharing
+
+
+def _is_like(loaded: torch.Tensor, in_use: torch.Tensor | None) -> bool:
+    """Whether a tensor that the kernels read has the layout of the one that the loaders fill."""
+    same = (loaded.shape, loaded.dtype, loaded.stride())
+    return in_use is not None and (in_use.shape, in_use.dtype, in_use.stride()) == same
+
+
+def _lacking(
+    recorded: Recorder,
+    there: Mapping[torch.nn.Module, internals.Tensors],
+    in_use: Mapping[torch.nn.Module, internals.Tensors],
+    names: Mapping[torch.nn.Module, str],
+) -> list[str]:
+    """The parameters that nothing fills, or not all of them."""
+    lacking, shared = [], set()
+    for module, tensors in there.items():
+        for name, its in tensors.items():
+            filled, used = recorded.filled[memory_of(its)], in_use[module].get(name)
+            if filled and used is not None and used.numel():
+                shared.add(memory_of(used))
+            if isinstance(its, torch.nn.Parameter) and not internals.is_attention(module) and filled < its.numel():
+                lacking.append((f"{names[module]}.{name}", used if not filled else None))
+    return [name for name, used in lacking if used is None or not used.numel() or memory_of(used) not in shared]

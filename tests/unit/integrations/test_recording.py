@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.recording import Recorder, distinct, memory_of
+from raytorchrpc.integrations.recording import NoPlan, Parts, Recorder
 
 
 def recorded(load: object, *parameters: torch.Tensor, **checkpoint: tuple[int, ...]) -> list[torch.Tensor]:
     """What the parameters have after the recorded copies, where the loader would have copied these tensors."""
     real = {name: torch.randn(shape) for name, shape in checkpoint.items()}
     meta = {name: tensor.to("meta") for name, tensor in real.items()}
-    with Recorder(meta) as recorder:
-        targets = [parameter.to("meta") for parameter in parameters]
+    targets = [parameter.to("meta") for parameter in parameters]
+    with Recorder(meta, targets) as recorder:
         load(targets, meta)  # type: ignore[operator]
     filled = [torch.full_like(parameter, 7.0) for parameter in parameters]
     for to, copied in recorder.copies:
@@ -65,24 +65,31 @@ def test_a_loader_that_does_more_than_copy_has_no_plan(change: str) -> None:
         "computes": lambda its: its * 2,
         "flattens": lambda its: its.view(-1)[2:10].view(4, 2),
     }[change]
-    with pytest.raises(Exception, match=change[:7].replace("flatten", "reshape")), Recorder(meta):
+    with pytest.raises(NoPlan, match=change[:7].replace("flatten", "reshape")):
         source = changed(meta["w"])
-        torch.empty(source.shape, device="meta").copy_(source)
+        to = torch.empty(source.shape, device="meta")
+        with Recorder(meta, [to]):
+            to.copy_(changed(meta["w"]))
 
 
 def test_a_quantised_model_is_refused_with_the_remedy() -> None:
     meta = {"w": torch.empty(4, 4, dtype=torch.bfloat16, device="meta")}
-    with (
-        pytest.raises(rtr.ConfigurationError, match=r"'w' is torch.bfloat16.*quantised.*with their scales"),
-        Recorder(meta),
-    ):
-        torch.empty(4, 4, dtype=torch.float8_e4m3fn, device="meta").copy_(meta["w"])
+    to = torch.empty(4, 4, dtype=torch.float8_e4m3fn, device="meta")
+    match = r"'w' is torch.bfloat16.*quantised.*with their scales"
+    with pytest.raises(rtr.ConfigurationError, match=match), Recorder(meta, [to]):
+        to.copy_(meta["w"])
+
+
+def test_a_loader_that_copies_to_a_tensor_of_its_own_has_no_plan() -> None:
+    meta = {"w": torch.empty(4, device="meta")}
+    with pytest.raises(NoPlan, match="copies 'w' to a tensor of its own"), Recorder(meta, []):
+        torch.empty(4).copy_(meta["w"])
 
 
 def test_a_model_that_is_in_use_keeps_its_values_while_its_loaders_are_recorded() -> None:
     """As SGLang's: its tensors are real, and what a loader computes apart from them is computed."""
     weight, checkpoint = torch.ones(4), {"w": torch.empty(2, device="meta")}
-    with Recorder(checkpoint, {memory_of(weight)}) as recorder:
+    with Recorder(checkpoint, [weight]) as recorder:
         weight.zero_()
         weight[:2].copy_(checkpoint["w"])
         scratch = torch.ones(2).zero_() + 1
@@ -92,5 +99,12 @@ def test_a_model_that_is_in_use_keeps_its_values_while_its_loaders_are_recorded(
     assert [view.shape for _, view in recorder.zeros] == [(4,)]
 
 
-def test_each_copy_of_a_tensor_has_a_name_of_its_own() -> None:
-    assert distinct(["a", "b", "a", "a"]) == (["a", "b", "a (2)", "a (3)"], {"a (2)": "a", "a (3)": "a"})
+def test_one_tensor_may_fill_several_parts() -> None:
+    class Store:
+        def pull(self, model: dict[str, object], version: int, **options: object) -> None:
+            self.pulled, self.options = model, options
+
+    store = Store()
+    Parts(["a", "b", "a", "a"]).pull(store, "wxyz", 1, 5.0)  # type: ignore[arg-type]
+    assert store.pulled == {"a": "w", "b": "x", "a (2)": "y", "a (3)": "z"}
+    assert store.options["mapping"] == {"a (2)": "a", "a (3)": "a"}

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
-
-from raytorchrpc.integrations.versions import report
-from raytorchrpc.integrations.vllm import TESTED, UpdateStatus
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,25 +46,3 @@ def test_what_the_plugin_registers_is_there() -> None:
     for _, module, name in registered:
         source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
         assert f"\nclass {name}(" in source
-
-
-def test_the_engine_asks_for_no_vllm_to_read_a_status() -> None:
-    program = "import sys, raytorchrpc.integrations.vllm; assert 'vllm' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
-
-
-# --- what a user reads ------------------------------------------------------------------------------------------------
-
-
-def test_a_status_says_which_way_and_why() -> None:
-    status = UpdateStatus("layers", "X processes Y after loading", {"parameters": 10**6, "layers": 230 * 10**6})
-    assert str(status) == "in its parameters (1.0 MB) and layer by layer (230.0 MB): X processes Y after loading"
-
-
-@pytest.mark.parametrize(
-    ("version", "known"), [("0.32.0", True), ("0.32.1rc2", True), ("0.31.2", False), ("0.33.0", False)]
-)
-def test_another_release_of_vllm_is_reported(version: str, known: bool, caplog: pytest.LogCaptureFixture) -> None:
-    report("vllm", *TESTED, logging.getLogger("raytorchrpc"), version)
-    messages = [record.getMessage() for record in caplog.records]
-    assert not messages if known else f"vllm {version} is installed" in messages[0]
