@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -38,20 +39,16 @@ class Team:
 
         Blocks until all of them can be called. If it fails, ``holder`` holds what it held before.
         """
-        handles = [handle for its in actors.values() for handle in its]
         with self._lock:
             group = self._existing()
-            others = [handle for other, its in self._held.items() if other != holder for handle in its]
-            there = {member.name for member in group.members} if group is not None else set()
-            kept = dict.fromkeys([*others, *handles])
-            names = {handle: name for handle, name in self._names.items() if handle in kept and name in there}
-            leaving = [name for handle, name in self._names.items() if handle not in kept and name in there]
-            arriving: dict[str, ActorHandle[Any]] = {}
-            taken = {*there, *self._names.values()}
+            there = set() if group is None else {member.name for member in group.members}
+            names = {handle: name for handle, name in self._names.items() if name in there}
+            taken, arriving = {*there, *self._names.values()}, dict[str, ActorHandle[Any]]()
             for role, its in actors.items():
                 for handle in its:
                     if handle not in names:
-                        names[handle] = name = _free_name(role, taken)
+                        free = (name for number in itertools.count() if (name := f"{role}_{number}") not in taken)
+                        names[handle] = name = next(free)
                         taken.add(name)
                         arriving[name] = handle
             if group is None:
@@ -61,10 +58,9 @@ class Team:
                 self._is_own = True
             elif arriving:
                 group.add(arriving, timeout=timeout)
-            self._held[holder], self._names = handles, names
-            if group is not None:
-                _remove(group, leaving)
-            return [names[handle] for handle in handles]
+            self._held[holder], self._names = [handle for its in actors.values() for handle in its], names
+            self._dismiss(group)
+            return [names[handle] for handle in self._held[holder]]
 
     def release(self, holder: Hashable) -> None:
         """End the membership of actors that only ``holder`` needs, and the group if nobody needs it. Never raises."""
@@ -72,13 +68,19 @@ class Team:
             if self._held.pop(holder, None) is None:
                 return
             group = self._existing()
-            kept = {handle for its in self._held.values() for handle in its}
-            leaving = [name for handle, name in self._names.items() if handle not in kept]
-            self._names = {handle: name for handle, name in self._names.items() if handle in kept}
             if group is not None and self._is_own and not self._held:
                 group.shutdown()
-            elif group is not None:
-                _remove(group, leaving)
+            else:
+                self._dismiss(group)
+
+    def _dismiss(self, group: rtr.Group | None) -> None:
+        """End the membership of actors that nobody holds."""
+        held = {handle for its in self._held.values() for handle in its}
+        leaving = {self._names.pop(handle) for handle in [*self._names] if handle not in held}
+        if group is not None:
+            with suppress(rtr.RayTorchRpcError):  # one of them was lost for good meanwhile
+                if names := [member.name for member in group.members if member.name in leaving]:
+                    group.remove(names)
 
     def _existing(self) -> rtr.Group | None:
         """The group, if it has been formed here and still lasts."""
@@ -89,17 +91,3 @@ class Team:
             self._held.clear()
             self._names.clear()
             return None
-
-
-def _free_name(role: str, taken: set[str]) -> str:
-    number = 0
-    while f"{role}_{number}" in taken:
-        number += 1
-    return f"{role}_{number}"
-
-
-def _remove(group: rtr.Group, names: Sequence[str]) -> None:
-    there = {member.name for member in group.members}
-    with suppress(rtr.RayTorchRpcError):  # one of them was lost for good meanwhile
-        if leaving := [name for name in names if name in there]:
-            group.remove(leaving)

@@ -23,6 +23,7 @@ import torch
 from ray.actor import ActorHandle
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import Progress
 from raytorchrpc.integrations.team import Team
 from raytorchrpc.integrations.versions import adapted_to
 from raytorchrpc.process import threads
@@ -150,14 +151,14 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
 
         Raises ConfigurationError if verl gave the trainers different tensors.
         """
-        device, until = _device(), time.monotonic() + self._timeout
+        device, progress = _device(), Progress(self._timeout)
         part, is_last = 0, False
-        pulling = asyncio.ensure_future(self._pull(part, device, until))
+        pulling = asyncio.ensure_future(self._pull(part, device, progress))
         while not is_last:
             tensors, is_last = await pulling
             if not is_last:
                 part += 1
-                pulling = asyncio.ensure_future(self._pull(part, device, until))
+                pulling = asyncio.ensure_future(self._pull(part, device, progress))
             try:
                 for pair in tensors.items():
                     yield pair
@@ -165,18 +166,15 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
                 pulling.cancel()
                 raise
 
-    async def _pull(self, part: int, device: torch.device, until: float) -> tuple[dict[str, torch.Tensor], bool]:
+    async def _pull(self, part: int, device: torch.device, progress: Progress) -> tuple[dict[str, torch.Tensor], bool]:
         """Returns the tensors of a part, and whether it is the last."""
 
         def bring() -> tuple[dict[str, torch.Tensor], bool]:
             store = self._store(part)
-            store.wait(self._version, left())
-            tensors = store.layout(self._version, timeout=left()).empty(device)
-            store.pull(tensors, self._version, timeout=left())
+            store.wait(self._version, progress.left())
+            tensors = store.layout(self._version, timeout=progress.left()).empty(device)
+            store.pull(tensors, self._version, timeout=progress.left())
             return tensors, _taken_out(tensors)
-
-        def left() -> float:
-            return max(0.001, until - time.monotonic())
 
         return await threads.in_thread(bring)
 

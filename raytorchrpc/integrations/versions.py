@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
+from raytorchrpc._compat.requirements import is_older
+
 logger = logging.getLogger(__name__)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    release = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def outside(package: str, oldest: str, before: str, installed: str | None = None) -> str | None:
@@ -23,7 +19,7 @@ def outside(package: str, oldest: str, before: str, installed: str | None = None
     Pre-releases count as their release.
     """
     installed = metadata.version(package) if installed is None else installed
-    if _numbers(oldest) <= _numbers(installed) < _numbers(before):
+    if is_older(installed, before) and not is_older(installed, oldest):
         return None
     return f"{package} {installed} is installed, and this adapter was tested with {package}>={oldest},<{before}"
 

@@ -13,5 +13,10 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """tests/integrations/test_NAME.py needs the package NAME; looking for it imports nothing."""
     for item in items:
-        if item.path.parent == HERE and find_spec(package := item.path.stem.removeprefix("test_")) is None:
+        if item.path.parent != HERE:
+            continue
+        # Some start two engines, one after the other, and an engine has 200 s to start on a busy machine. A call that
+        # hangs is named earlier: each has a deadline of its own.
+        item.add_marker(pytest.mark.timeout(900))
+        if find_spec(package := item.path.stem.removeprefix("test_")) is None:
             item.add_marker(pytest.mark.skip(reason=f"needs {package}: make test-integrations ENGINES={package}"))

@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from raytorchrpc.integrations import sglang
 from tests.integrations.sglang_engine import QKV, Engine, Holder, Publisher, checkpoint
 
 pytestmark = pytest.mark.usefixtures("cluster")
+#: No call lasts longer, unless it says so.
+get = partial(ray.get, timeout=120)
 HIDDEN, LAYERS = 64, 2
 
 
@@ -30,8 +33,8 @@ def group_of(**options: Any) -> Iterator[tuple[Any, Any]]:
     holder = ray.remote(Holder).options(num_cpus=0).remote(**options)
     try:
         with rtr.init_group({"publisher": publisher, "holder": holder}, timeout=120):
-            ray.get(publisher.publish.remote(1))
-            ray.get(holder.connect.remote())
+            get(publisher.publish.remote(1))
+            get(holder.connect.remote())
             yield publisher, holder
     finally:
         ray.kill(publisher)
@@ -53,7 +56,7 @@ def parts(seed: int, rank: int, ranks: int, dtype: torch.dtype = torch.float32) 
 
 def has(holder: Any, seed: int, dtype: torch.dtype = torch.float32) -> bool:
     """Whether every rank has its part of a checkpoint, and what the model derives of it."""
-    states = ray.get(holder.states.remote())
+    states = get(holder.states.remote())
     return all(
         torch.equal(its, state[name])
         for rank, state in enumerate(states)
@@ -64,22 +67,22 @@ def has(holder: Any, seed: int, dtype: torch.dtype = torch.float32) -> bool:
 @pytest.mark.parametrize("options", [{}, {"tp_size": 2}, {"tp_size": 2, "computes": True}], ids=str)
 def test_each_rank_has_its_part_after_each_update(options: dict[str, Any]) -> None:
     with group_of(**options) as (publisher, holder):
-        assert ray.get(holder.bring.remote()) == 1
+        assert get(holder.bring.remote()) == 1
         assert has(holder, 1)
-        assert ray.get(holder.bring.remote(ray.get(publisher.publish.remote(2)))) == 2
+        assert get(holder.bring.remote(get(publisher.publish.remote(2)))) == 2
         assert has(holder, 2)
         assert len(rtr.get_group().members) == 2 + options.get("tp_size", 1), "the ranks have joined"
-        ray.get(publisher.publish.remote(3, dtype="bfloat16"))
-        ray.get(holder.bring.remote())
+        get(publisher.publish.remote(3, dtype="bfloat16"))
+        get(holder.bring.remote())
         assert has(holder, 3, torch.bfloat16), "converted to the dtype of the model"
-        ray.get(holder.connect.remote(into="load_weights"))
-        ray.get(holder.bring.remote())
+        get(holder.connect.remote(into="load_weights"))
+        get(holder.bring.remote())
         assert has(holder, 3, torch.bfloat16)
 
 
 def test_only_the_bytes_of_a_rank_are_brought() -> None:
     with group_of(tp_size=2) as (_, holder):
-        ray.get(holder.bring.remote())
+        get(holder.bring.remote())
         rows = [row for row in rtr.get_group().stats().weights if row.member.startswith("holder.")]
         norms = LAYERS * HIDDEN * 4
         whole = LAYERS * (4 * HIDDEN * HIDDEN + HIDDEN) * 4
@@ -88,27 +91,27 @@ def test_only_the_bytes_of_a_rank_are_brought() -> None:
 
 def test_other_names_are_refused_and_the_engine_goes_on() -> None:
     with group_of(tp_size=2) as (publisher, holder):
-        ray.get(holder.bring.remote())
-        ray.get(publisher.publish.remote(2, rename="policy."))
+        get(holder.bring.remote())
+        get(publisher.publish.remote(2, rename="policy."))
         with pytest.raises(
             rtr.ConfigurationError, match=r"'policy' do not fill 'layers.0.qkv_proj'.*and 1 more of SGLang"
         ):
-            ray.get(holder.bring.remote())
+            get(holder.bring.remote())
         assert has(holder, 1), "nothing was written"
         with pytest.raises(rtr.NotFound, match="version 99"):
-            ray.get(holder.bring.remote(99))
-        ray.get(publisher.publish.remote(3))
-        ray.get(holder.bring.remote())
+            get(holder.bring.remote(99))
+        get(publisher.publish.remote(3))
+        get(holder.bring.remote())
         assert has(holder, 3)
 
 
 def test_an_update_that_fails_midway_says_so_and_the_next_one_works() -> None:
     with group_of(tp_size=2) as (_, holder):
-        ray.get(holder.bring.remote())
-        ray.get(holder.tell.remote("fail_in_next_pull"))
+        get(holder.bring.remote())
+        get(holder.tell.remote("fail_in_next_pull"))
         with pytest.raises(rtr.RayTorchRpcError, match=r"SGLang's model to version 1 failed midway.*PeerLost"):
-            ray.get(holder.bring.remote())
-        ray.get(holder.bring.remote())
+            get(holder.bring.remote())
+        get(holder.bring.remote())
         assert has(holder, 1)
 
 
@@ -117,12 +120,12 @@ def test_an_engine_whose_rank_dies_in_an_update_leaves_the_others_alone() -> Non
         other = ray.remote(Holder).options(num_cpus=0).remote()
         try:
             rtr.get_group().add({"other": other})
-            ray.get(other.connect.remote())
-            ray.get(holder.tell.remote("die_in_next_update"))
+            get(other.connect.remote())
+            get(holder.tell.remote("die_in_next_update"))
             with pytest.raises(RayActorError):
-                ray.get(holder.bring.remote(), timeout=60)
-            ray.get(publisher.publish.remote(2))
-            ray.get(other.bring.remote(), timeout=60)
+                get(holder.bring.remote(), timeout=60)
+            get(publisher.publish.remote(2))
+            get(other.bring.remote(), timeout=60)
             assert has(other, 2)
         finally:
             ray.kill(other)
@@ -131,9 +134,9 @@ def test_an_engine_whose_rank_dies_in_an_update_leaves_the_others_alone() -> Non
 def test_wrong_use_is_told_the_remedy() -> None:
     with group_of(custom_weight_loader=["os.path.join"]) as (_, holder):
         with pytest.raises(rtr.ConfigurationError, match="into='fast' has to be 'auto' or 'load_weights'"):
-            ray.get(holder.connect.remote(into="fast"))
+            get(holder.connect.remote(into="fast"))
         with pytest.raises(rtr.NotFound, match="no such store"):
-            ray.get(holder.connect.remote("no such store", timeout=2))
+            get(holder.connect.remote("no such store", timeout=2))
     with pytest.raises(rtr.NotAMember):
         sglang.Updates(None)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ with warnings.catch_warnings():  # of torchrl, tensordict and gymnasium there ar
     from raytorchrpc.integrations.torchrl import RayTorchRpcWeightSyncScheme
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cluster")]
+#: No call lasts longer, unless it says so.
+get = partial(ray.get, timeout=120)
 
 
 class Net(torch.nn.Module):
@@ -203,15 +206,15 @@ def test_a_collector_that_dies_is_named_and_the_others_go_on(collect: Callable[.
     collector = collect(WeightSyncScheme.from_backend("raytorchrpc"), policy, sync=True)
     collector.update_policy_weights_(policy)
     dying, living = collector.remote_collectors
-    pid = ray.get(dying.__ray_call__.remote(lambda _: os.getpid()))
+    pid = get(dying.__ray_call__.remote(lambda _: os.getpid()))
     wanted = change(policy)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(rtr.PeerLost, match="collector_0"):
         collector.update_policy_weights_(policy)
-    assert_equal([ray.get(living.__ray_call__.remote(lambda its: values(its.policy)))], wanted)
+    assert_equal([get(living.__ray_call__.remote(lambda its: values(its.policy)))], wanted)
     wanted = change(policy)
     collector.update_policy_weights_(policy, worker_ids=[1])
-    assert_equal([ray.get(living.__ray_call__.remote(lambda its: values(its.policy)))], wanted)
+    assert_equal([get(living.__ray_call__.remote(lambda its: values(its.policy)))], wanted)
 
 
 def test_weights_of_another_model_are_refused_by_name(collect: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from tests.integrations.verl_actors import (
 # verl's own environment has another package of the name tests, which Ray's workers would look into.
 ray.cloudpickle.register_pickle_by_value(verl_actors)
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cluster")]
+#: No call lasts longer, unless it says so.
+get = partial(ray.get, timeout=120)
 
 
 class Job(NamedTuple):
@@ -100,7 +103,7 @@ def test_a_rollout_that_dies_in_an_update_leaves_the_next_ones_to_the_others(job
     job.step()
     job.manager.update_weights(global_steps=1)
     dying, living = job.replicas
-    ray.get(dying.workers[0].die_in_next_update.remote())
+    get(dying.workers[0].die_in_next_update.remote())
     with pytest.raises(RayActorError):
         job.manager.update_weights(global_steps=2)
     job.manager.remove_replicas([dying])
@@ -117,10 +120,10 @@ def test_a_rollout_that_dies_in_an_update_leaves_the_next_ones_to_the_others(job
 
 def test_an_update_whose_trainer_fails_leaves_the_next_one_to_work(job: Job) -> None:
     job.step()
-    ray.get([trainer.misbehave.remote(fails_after=3) for trainer in job.trainers.actors])
+    get([trainer.misbehave.remote(fails_after=3) for trainer in job.trainers.actors])
     with pytest.raises(RayError, match="out of memory, for instance"):
         job.manager.update_weights(global_steps=1)
-    ray.get([trainer.misbehave.remote() for trainer in job.trainers.actors])
+    get([trainer.misbehave.remote() for trainer in job.trainers.actors])
     wanted = job.step()
     job.manager.update_weights(global_steps=2)
     assert_equal(job.own(), wanted)
@@ -128,13 +131,13 @@ def test_an_update_whose_trainer_fails_leaves_the_next_one_to_work(job: Job) -> 
 
 def test_trainers_with_different_tensors_are_refused_and_the_remedy_works(job: Job, tmp_path: Path) -> None:
     job.step()
-    ray.get(job.trainers.actors[1].misbehave.remote(left_out="1.weight"))
+    get(job.trainers.actors[1].misbehave.remote(left_out="1.weight"))
     with pytest.raises(rtr.ConfigurationError, match="share=False"):
         job.manager.update_weights(global_steps=1)
     (tmp_path / "again").mkdir()
     again = make_job(tmp_path / "again", share=False)
     try:
-        ray.get(again.trainers.actors[1].misbehave.remote(left_out="1.weight"))
+        get(again.trainers.actors[1].misbehave.remote(left_out="1.weight"))
         wanted = again.step()
         again.manager.update_weights(global_steps=1)
         assert_equal(again.own(), wanted)

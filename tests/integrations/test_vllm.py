@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from tests.integrations.vllm_actors import (
 )
 
 ROOT = Path(__file__).parents[2]
+#: No call lasts longer, unless it says so.
+get = partial(ray.get, timeout=120)
 
 
 @contextmanager
@@ -42,10 +45,10 @@ def group_of(path: str, name: str = "default", **options: Any) -> Iterator[tuple
     trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
     engine = ray.remote(Engine).options(num_cpus=0).remote(path, **options)
     try:
-        ray.get(engine.start_s.remote(), timeout=200)
+        get(engine.start_s.remote(), timeout=200)
         with rtr.init_group({"trainer": trainer, "engine": engine}, name=name):
-            ray.get(trainer.open.remote())
-            ray.get(trainer.step.remote())
+            get(trainer.open.remote())
+            get(trainer.step.remote())
             yield trainer, engine
     finally:
         ray.kill(engine)
@@ -54,7 +57,7 @@ def group_of(path: str, name: str = "default", **options: Any) -> Iterator[tuple
 
 def agree(trainer: Any, engine: Any) -> bool:
     """Whether both generate the same tokens."""
-    ours, its = ray.get([trainer.greedy.remote(), engine.greedy.remote()])
+    ours, its = get([trainer.greedy.remote(), engine.greedy.remote()])
     return bool(ours == its)
 
 
@@ -78,25 +81,25 @@ def pair(cluster: None, llama: Callable[..., str]) -> Iterator[tuple[Any, Any]]:
 def test_each_way_gives_the_published_model(pair: tuple[Any, Any], into: str, how: str) -> None:
     """On a CPU, vLLM packs linear layers, so they are brought layer by layer."""
     trainer, engine = pair
-    ray.get(trainer.open.remote(f"by {into}"))
-    ray.get(trainer.step.remote())
-    ray.get(engine.connect.remote(f"by {into}", into=into))
+    get(trainer.open.remote(f"by {into}"))
+    get(trainer.step.remote())
+    get(engine.connect.remote(f"by {into}", into=into))
     assert not agree(trainer, engine), "connecting has updated the model already"
     for _ in range(2):
-        version = ray.get(trainer.step.remote())
-        ray.get(engine.update.remote(version))
+        version = get(trainer.step.remote())
+        get(engine.update.remote(version))
         assert agree(trainer, engine)
-    assert re.search(how, ray.get(engine.how.remote()))
+    assert re.search(how, get(engine.how.remote()))
     assert {row.pulled for row in rtr.get_group("pair").stats().weights if row.store == f"by {into}"} >= {version}
-    assert ray.get(engine.weight_version.remote()) == str(version)
+    assert get(engine.weight_version.remote()) == str(version)
 
 
 def test_the_first_version_may_come_after_the_engine(pair: tuple[Any, Any]) -> None:
     trainer, engine = pair
-    ray.get(trainer.open.remote("later"))
-    ray.get(engine.connect.remote("later"))
-    ray.get(trainer.step.remote())
-    ray.get(engine.update.remote())
+    get(trainer.open.remote("later"))
+    get(engine.connect.remote("later"))
+    get(trainer.step.remote())
+    get(engine.update.remote())
     assert agree(trainer, engine)
 
 
@@ -110,87 +113,87 @@ def test_a_model_of_other_names_is_refused_and_the_engine_goes_on(pair: tuple[An
         ),
         ("lacking", {"without": "model.norm.weight"}, r"'lacking' do not fill 'model.norm.weight' of vLLM's Llama"),
     ):
-        ray.get(trainer.open.remote(store))
-        ray.get(trainer.publish.remote(**wrong))
+        get(trainer.open.remote(store))
+        get(trainer.publish.remote(**wrong))
         with pytest.raises(rtr.ConfigurationError, match=text):
-            ray.get(engine.connect.remote(store))
-        ray.get(trainer.step.remote())
-        ray.get(engine.connect.remote(store))
-        ray.get(engine.update.remote())
+            get(engine.connect.remote(store))
+        get(trainer.step.remote())
+        get(engine.connect.remote(store))
+        get(engine.update.remote())
         assert agree(trainer, engine)
 
 
 def test_wrong_settings_are_refused(pair: tuple[Any, Any]) -> None:
     trainer, engine = pair
-    ray.get(trainer.open.remote("settings"))
-    ray.get(trainer.step.remote())
+    get(trainer.open.remote("settings"))
+    get(trainer.step.remote())
     with pytest.raises(rtr.ConfigurationError, match="into='fast' has to be one of 'auto', 'parameters'"):
-        ray.get(engine.connect.remote("settings", into="fast"))
+        get(engine.connect.remote("settings", into="fast"))
     with pytest.raises(rtr.ConfigurationError, match=r"'parameters' is impossible for 'model.*Unquantized"):
-        ray.get(engine.connect.remote("settings", into="parameters"))
+        get(engine.connect.remote("settings", into="parameters"))
     with pytest.raises(rtr.NotFound, match="no such store"):
-        ray.get(engine.connect.remote("no such store"))
+        get(engine.connect.remote("no such store"))
 
 
 def test_an_update_that_fails_midway_says_so_and_the_next_one_works(pair: tuple[Any, Any]) -> None:
     trainer, engine = pair
-    ray.get(trainer.open.remote("midway"))
-    ray.get(trainer.step.remote())
-    ray.get(engine.connect.remote("midway", group_bytes=1))  # each layer alone
-    ray.get(engine.update.remote(1))
+    get(trainer.open.remote("midway"))
+    get(trainer.step.remote())
+    get(engine.connect.remote("midway", group_bytes=1))  # each layer alone
+    get(engine.update.remote(1))
     assert agree(trainer, engine)
-    ray.get(engine.run.remote(fail_midway))
-    version = ray.get(trainer.step.remote())
+    get(engine.run.remote(fail_midway))
+    version = get(trainer.step.remote())
     with pytest.raises(rtr.RayTorchRpcError, match=r"failed midway.*two versions.*update it again.*PeerLost"):
-        ray.get(engine.update.remote(version))
-    ray.get(engine.update.remote(version))
+        get(engine.update.remote(version))
+    get(engine.update.remote(version))
     assert agree(trainer, engine)
     with pytest.raises(rtr.NotFound, match="version 99"):
-        ray.get(engine.update.remote(99))
+        get(engine.update.remote(99))
     assert agree(trainer, engine), "the model stays as it is if the version is not there"
 
 
 def test_bfloat16_of_a_float32_trainer(llama: Callable[..., str], cluster: None) -> None:
     with group_of(llama(), dtype="bfloat16") as (trainer, engine):
-        ray.get(engine.connect.remote())
-        ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+        get(engine.connect.remote())
+        get(engine.update.remote(get(trainer.step.remote())))
         name = "model.embed_tokens.weight"
-        dtype, total = ray.get(engine.run.remote(dtype_and_sum, name))
-        assert (dtype, total) == ("torch.bfloat16", ray.get(trainer.total.remote(name, "bfloat16")))
+        dtype, total = get(engine.run.remote(dtype_and_sum, name))
+        assert (dtype, total) == ("torch.bfloat16", get(trainer.total.remote(name, "bfloat16")))
 
 
 def test_parameters_that_kernels_read_are_written_in_place(llama: Callable[..., str], cluster: None) -> None:
     """As on GPUs, where vLLM leaves unquantised layers as they were loaded. Tied embeddings are one tensor."""
     with group_of(llama(tie_word_embeddings=True), keep_layout=True) as (trainer, engine):
-        ray.get(engine.connect.remote(into="parameters"))
+        get(engine.connect.remote(into="parameters"))
         for _ in range(2):
-            ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+            get(engine.update.remote(get(trainer.step.remote())))
             assert agree(trainer, engine)
-        assert re.fullmatch(r"in its parameters \(.* MB\)", ray.get(engine.how.remote()))
+        assert re.fullmatch(r"in its parameters \(.* MB\)", get(engine.how.remote()))
 
 
 def test_a_quantised_model_takes_the_tensors_of_its_checkpoint(llama: Callable[..., str], cluster: None) -> None:
     """As vLLM loads them from a file; those of the model before it was quantised are refused."""
     path = llama(quantization_config=INT8)
     trainer = ray.remote(Int8Trainer).options(num_cpus=0).remote(path)
-    ray.get(trainer.save.remote(path))
+    get(trainer.save.remote(path))
     engine = ray.remote(Engine).options(num_cpus=0).remote(path, load_format="auto")
     try:
-        loaded = ray.get(engine.greedy.remote(), timeout=200)
+        loaded = get(engine.greedy.remote(), timeout=200)
         with rtr.init_group({"trainer": trainer, "engine": engine}, name="int8"):
-            ray.get(trainer.open.remote("int8", keep=4))
-            saved = ray.get(trainer.publish_int8.remote())
-            ray.get(trainer.change.remote())
-            changed = ray.get(trainer.publish_int8.remote())
-            ray.get(engine.connect.remote("int8"))
+            get(trainer.open.remote("int8", keep=4))
+            saved = get(trainer.publish_int8.remote())
+            get(trainer.change.remote())
+            changed = get(trainer.publish_int8.remote())
+            get(engine.connect.remote("int8"))
             for version, is_saved in ((changed, False), (saved, True), (changed, False)):
-                ray.get(engine.update.remote(version))
-                assert (ray.get(engine.greedy.remote()) == loaded) is is_saved
-            assert re.search("layer by layer.*process", ray.get(engine.how.remote()))
-            ray.get(trainer.open.remote("whole"))
-            ray.get(trainer.publish.remote())
+                get(engine.update.remote(version))
+                assert (get(engine.greedy.remote()) == loaded) is is_saved
+            assert re.search("layer by layer.*process", get(engine.how.remote()))
+            get(trainer.open.remote("whole"))
+            get(trainer.publish.remote())
             with pytest.raises(rtr.ConfigurationError, match=r"is quantised: publish the tensors of its quantised"):
-                ray.get(engine.connect.remote("whole"))
+                get(engine.connect.remote("whole"))
     finally:
         ray.kill(engine)
         ray.kill(trainer)
@@ -200,8 +203,8 @@ def test_embeddings_that_are_tied_are_packed_again(llama: Callable[..., str], cl
     """vLLM packs the tied matrix for the output layer, which has no tensor of its own in the checkpoint."""
     with group_of(llama(tie_word_embeddings=True)) as (trainer, engine):
         for into in ("layers", "load_weights"):
-            ray.get(engine.connect.remote(into=into))
-            ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+            get(engine.connect.remote(into=into))
+            get(engine.update.remote(get(trainer.step.remote())))
             assert agree(trainer, engine), into
 
 
@@ -211,18 +214,18 @@ def test_two_engines_of_which_one_is_stopped(llama: Callable[..., str], pair: tu
     other = ray.remote(Engine).options(num_cpus=0).remote(llama())
     try:
         rtr.get_group("pair").add({"other": other})
-        ray.get(trainer.open.remote("two"))
-        ray.get(trainer.step.remote())
-        ray.get([each.connect.remote("two") for each in (engine, other)])
-        pid = ray.get(other.run.remote(pid_of))
+        get(trainer.open.remote("two"))
+        get(trainer.step.remote())
+        get([each.connect.remote("two") for each in (engine, other)])
+        pid = get(other.run.remote(pid_of))
         os.kill(pid, signal.SIGSTOP)
         try:
             for _ in range(3):
-                ray.get(engine.update.remote(ray.get(trainer.step.remote())), timeout=60)
+                get(engine.update.remote(get(trainer.step.remote())), timeout=60)
                 assert agree(trainer, engine)
         finally:
             os.kill(pid, signal.SIGCONT)
-        ray.get(other.update.remote())
+        get(other.update.remote())
         assert agree(trainer, other)
     finally:
         rtr.get_group("pair").remove(["other"])
@@ -242,11 +245,11 @@ def test_a_trainer_of_two_processes_with_fsdp(
     engine = ray.remote(Engine).options(num_cpus=0).remote(path)
     try:
         with rtr.init_group({"t0": trainers[0], "t1": trainers[1], "engine": engine}, name="sharded") as group:
-            ray.get([trainer.connect.remote([engine], shards, store="sharded") for trainer in trainers], timeout=120)
+            get([trainer.connect.remote([engine], shards, store="sharded") for trainer in trainers], timeout=120)
             for _ in range(2):
-                ray.get([trainer.step.remote() for trainer in trainers], timeout=120)
+                get([trainer.step.remote() for trainer in trainers], timeout=120)
                 assert agree(trainers[0], engine)
-            assert ray.get(engine.weight_version.remote()) == "3"
+            assert get(engine.weight_version.remote()) == "3"
             publishers = {row.member for row in group.stats().weights if row.published}
             assert publishers == ({"t0", "t1"} if shards else {"t0"})
     finally:
@@ -261,21 +264,21 @@ def test_a_worker_in_a_child_process_joins_the_group(llama: Callable[..., str], 
     """vLLM's default. If the worker dies in an update, the engine says so, and a new one is updated."""
     path = llama()
     with group_of(path, in_process=False) as (trainer, engine):
-        ray.get(engine.connect.remote())
-        ray.get(engine.update.remote(ray.get(trainer.step.remote())))
+        get(engine.connect.remote())
+        get(engine.update.remote(get(trainer.step.remote())))
         assert agree(trainer, engine)
         assert [member.name for member in rtr.get_group().members if member.name.startswith("engine.")]
-        ray.get(engine.run.remote(die_in_next_update))
+        get(engine.run.remote(die_in_next_update))
         with pytest.raises(ray.exceptions.RayTaskError, match=r"failed|Engine"):
-            ray.get(engine.update.remote(ray.get(trainer.step.remote())), timeout=60)
+            get(engine.update.remote(get(trainer.step.remote())), timeout=60)
         rtr.get_group().remove(["engine"])
         ray.kill(engine)
         other = ray.remote(Engine).options(num_cpus=0).remote(path, in_process=False)
         try:
-            ray.get(other.start_s.remote(), timeout=200)
+            get(other.start_s.remote(), timeout=200)
             rtr.get_group().add({"other": other})
-            ray.get(other.connect.remote())
-            ray.get(other.update.remote())
+            get(other.connect.remote())
+            get(other.update.remote())
             assert agree(trainer, other)
         finally:
             ray.kill(other)
@@ -285,23 +288,23 @@ def test_each_rank_of_a_tensor_parallel_engine_pulls_its_half(llama: Callable[..
     """Under vLLM's own executor: the ranks are grandchildren of the actor."""
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     with group_of(llama(), in_process=False, **parallel) as (trainer, engine):
-        ray.get(engine.connect.remote())
+        get(engine.connect.remote())
         for _ in range(2):
-            version = ray.get(trainer.step.remote())
-            ray.get(engine.update.remote(), timeout=100)  # without a version: both ranks choose the same
+            version = get(trainer.step.remote())
+            get(engine.update.remote(), timeout=100)  # without a version: both ranks choose the same
             assert agree(trainer, engine)
         ranks = [row for row in rtr.get_group().stats().weights if row.member.startswith("engine.")]
         assert [rank.pulled for rank in ranks] == [version, version]
-        whole = ray.get(trainer.nbytes.remote())
+        whole = get(trainer.nbytes.remote())
         for rank in ranks:
             assert whole <= rank.bytes_in < whole * 1.02, "two updates by halves; norms are on both ranks"
-        ray.get(engine.run.remote(fail_to_wait, 0))
+        get(engine.run.remote(fail_to_wait, 0))
         with pytest.raises(ray.exceptions.RayTaskError, match="the test says so"):
-            ray.get(engine.update.remote(), timeout=60)  # no rank waits for the other
+            get(engine.update.remote(), timeout=60)  # no rank waits for the other
         with suppress(ray.exceptions.RayTaskError):  # vLLM reads the second rank's answer to the failed call only now
-            ray.get(engine.run.remote(fail_to_wait, 1), timeout=60)
-        ray.get(trainer.step.remote())
-        ray.get(engine.update.remote(), timeout=60)  # only the first one asks the store
+            get(engine.run.remote(fail_to_wait, 1), timeout=60)
+        get(trainer.step.remote())
+        get(engine.update.remote(), timeout=60)  # only the first one asks the store
         assert agree(trainer, engine)
 
 
@@ -312,15 +315,15 @@ def test_workers_of_the_ray_executor_join_by_name(llama: Callable[..., str], clu
     parallel = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
     engine = ray.remote(Engine).options(num_cpus=0).remote(path, **parallel)
     try:
-        ray.get(engine.start_s.remote(), timeout=300)
+        get(engine.start_s.remote(), timeout=300)
         config = rtr.GroupConfig(joinable_by="cluster")
         with rtr.init_group({"trainer": trainer, "engine": engine}, config=config, name="executor") as group:
-            ray.get(trainer.open.remote())
-            ray.get(trainer.step.remote())
-            ray.get(engine.connect.remote(group="executor"))
+            get(trainer.open.remote())
+            get(trainer.step.remote())
+            get(engine.connect.remote(group="executor"))
             assert len(group.members) == 4
-            version = ray.get(trainer.step.remote())
-            ray.get(engine.update.remote(version), timeout=100)
+            version = get(trainer.step.remote())
+            get(engine.update.remote(version), timeout=100)
             assert agree(trainer, engine)
             assert [row.pulled for row in group.stats().weights if row.pulled] == [version, version]
     finally:
@@ -343,16 +346,16 @@ def test_engines_of_an_external_launcher_are_the_ranks(llama: Callable[..., str]
         variables = {name: str(its) for name, its in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
         engines.append(ray.remote(Engine).options(num_cpus=0).remote(path, variables=variables, **parallel))
     try:
-        ray.get([engine.start_s.remote() for engine in engines], timeout=300)
+        get([engine.start_s.remote() for engine in engines], timeout=300)
         with rtr.init_group(
             {"trainer": trainer, "engine_0": engines[0], "engine_1": engines[1]}, name="launcher"
         ) as group:
-            ray.get(trainer.open.remote())
-            ray.get(trainer.step.remote())
-            ray.get([engine.connect.remote() for engine in engines])
-            version = ray.get(trainer.step.remote())
-            ray.get([engine.update.remote() for engine in engines], timeout=100)  # both ranks choose the same
-            tokens = ray.get([each.greedy.remote() for each in (trainer, *engines)])
+            get(trainer.open.remote())
+            get(trainer.step.remote())
+            get([engine.connect.remote() for engine in engines])
+            version = get(trainer.step.remote())
+            get([engine.update.remote() for engine in engines], timeout=100)  # both ranks choose the same
+            tokens = get([each.greedy.remote() for each in (trainer, *engines)])
             assert tokens[1:] == tokens[:1] * 2
             assert [row.pulled for row in group.stats().weights if row.pulled] == [version, version]
     finally:
@@ -365,15 +368,15 @@ def test_every_data_parallel_engine_has_the_version(llama: Callable[..., str], c
     trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
     engine = ray.remote(AsyncEngine).options(num_cpus=0).remote(path, data_parallel_size=2)
     try:
-        ray.get(engine.start.remote(), timeout=300)
+        get(engine.start.remote(), timeout=300)
         with rtr.init_group({"trainer": trainer, "engine": engine}) as group:
-            ray.get(trainer.open.remote())
-            ray.get(trainer.step.remote())
-            ray.get(engine.connect.remote("policy"))
-            version = ray.get(trainer.step.remote())
-            ray.get(engine.update.remote(version), timeout=100)
+            get(trainer.open.remote())
+            get(trainer.step.remote())
+            get(engine.connect.remote("policy"))
+            version = get(trainer.step.remote())
+            get(engine.update.remote(version), timeout=100)
             for rank in range(2):
-                assert ray.get(engine.greedy.remote(data_parallel_rank=rank)) == ray.get(trainer.greedy.remote())
+                assert get(engine.greedy.remote(data_parallel_rank=rank)) == get(trainer.greedy.remote())
             pulled = [row.pulled for row in group.stats().weights if row.member.startswith("engine.")]
             assert pulled == [version, version]
     finally:
@@ -386,15 +389,13 @@ def test_an_update_while_requests_run(llama: Callable[..., str], cluster: None) 
     trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
     engine = ray.remote(AsyncEngine).options(num_cpus=0).remote(path)
     try:
-        ray.get(engine.start.remote(), timeout=200)
+        get(engine.start.remote(), timeout=200)
         with rtr.init_group({"trainer": trainer, "engine": engine}):
-            ray.get(trainer.open.remote())
-            ray.get(trainer.step.remote())
-            ray.get(engine.connect.remote("policy"))
+            get(trainer.open.remote())
+            get(trainer.step.remote())
+            get(engine.connect.remote("policy"))
             for _ in range(2):
-                then, count = ray.get(
-                    engine.update_while_generating.remote(ray.get(trainer.step.remote())), timeout=100
-                )
+                then, count = get(engine.update_while_generating.remote(get(trainer.step.remote())), timeout=100)
                 assert 0 < then < count == 60
                 assert agree(trainer, engine)
     finally:
@@ -407,13 +408,13 @@ def test_a_server_is_updated_over_http(llama: Callable[..., str], cluster: None,
     trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
     server = ray.remote(Server).options(num_cpus=0).remote(path, str(tmp_path / "socket"))
     try:
-        ray.get(server.ask.remote("GET", "/health"), timeout=250)
+        get(server.ask.remote("GET", "/health"), timeout=250)
         with rtr.init_group({"trainer": trainer, "server": server}):
-            ray.get(trainer.open.remote())
-            version = ray.get(trainer.step.remote())
+            get(trainer.open.remote())
+            version = get(trainer.step.remote())
 
             def ask(method: str, path: str, body: Any = None) -> Any:
-                return ray.get(server.ask.remote(method, path, body), timeout=100)
+                return get(server.ask.remote(method, path, body), timeout=100)
 
             ask("POST", "/init_weight_transfer_engine", {"init_info": {"store": "policy"}})
             ask("POST", "/pause")
@@ -424,7 +425,7 @@ def test_a_server_is_updated_over_http(llama: Callable[..., str], cluster: None,
             assert ask("GET", "/weight_info") == {"weight_version": str(version)}
             assert agree(trainer, server)
             assert len(rtr.get_group().members) == 3
-            ray.get(server.stop.remote())
+            get(server.stop.remote())
     finally:
         ray.kill(server)
         ray.kill(trainer)

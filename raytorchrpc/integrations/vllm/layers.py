@@ -5,6 +5,7 @@ Where the tensors of a checkpoint go is recorded once, from what vLLM's own load
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,48 +68,40 @@ class LayeredUpdate:
             first = processed[0]
             raise rtr.ConfigurationError(f"into='parameters' is impossible for {first.name!r}: {first.processed}")
         direct = [layer for layer in layers if layer not in processed]
-        self._direct = _Group(direct, store) if direct else None
-        self._groups = [_Group(each, store) for each in divide(processed, lambda layer: layer.nbytes, group_bytes)]
+        self._groups = [_Group(direct, store, loads=False)] if direct else []
+        for each in divide(processed, lambda layer: layer.nbytes, group_bytes):
+            self._groups.append(_Group(each, store, loads=True))
         ways = {"in its parameters": direct, "layer by layer": processed}
         sizes = {way: sum(layer.nbytes for layer in its) / 1e6 for way, its in ways.items() if its}
         why = next((layer.processed for layer in processed if layer.processed), "as asked" if processed else None)
         self.how = " and ".join(f"{way} ({size:,.1f} MB)" for way, size in sizes.items()) + (f": {why}" if why else "")
 
     def bring(self, version: int, progress: Progress) -> None:
-        """See ``Update``."""
-        if self._direct is not None:
-            self._direct.pull(self._direct.targets(), version, progress.left())
-            progress.has_written = True
-        if self._groups:
-            self._bring_processed(version, progress)
-        for module in self._sharing:
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-        for module in filter(internals.is_attention, self._modules):
-            module.process_weights_after_loading(self._engine.model_config.dtype)
-
-    def _bring_processed(self, version: int, progress: Progress) -> None:
-        """Pull each group while vLLM processes the one before."""
+        """Pull each group while vLLM processes the one before; see ``Update``."""
         pulling: Future[None] | None = None
         try:
-            for number, group in enumerate(self._groups):
+            for group, following in itertools.zip_longest(self._groups, self._groups[1:]):
                 pulling = pulling or self._start(group, version, progress)
                 pulling.result()
-                pulling, progress.has_written = None, True
-                if number + 1 < len(self._groups):
-                    pulling = self._start(self._groups[number + 1], version, progress)
-                for layer in group.layers:
+                progress.has_written = True
+                pulling = self._start(following, version, progress) if following else None
+                for layer in group.taken_out:
                     internals.process(layer.module)
         finally:
             if pulling is not None:
                 pulling.exception()  # until then its thread writes to the layers
             for group in self._groups:
-                for layer in group.layers:
+                for layer in group.taken_out:
                     internals.put_back(layer.module)
+        for module in self._sharing:
+            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+        for module in filter(internals.is_attention, self._modules):
+            module.process_weights_after_loading(self._engine.model_config.dtype)
 
     def _start(self, group: _Group, version: int, progress: Progress) -> Future[None]:
         """Begin to pull a group, on a thread."""
         device, left, done = self._engine.device, progress.left(), Future[None]()
-        for layer in group.layers:
+        for layer in group.taken_out:
             internals.take_out(layer.module, device, layer.kept)
         targets = group.targets()
         stream: AbstractContextManager[Any] = nullcontext()
@@ -126,14 +119,15 @@ class LayeredUpdate:
 class _Group:
     """Layers that are pulled together."""
 
-    def __init__(self, layers: Sequence[Layer], store: rtr.WeightStore) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[Layer], store: rtr.WeightStore, loads: bool) -> None:
+        self._layers, self.taken_out = layers, layers if loads else ()
+        """Which vLLM loads and processes, instead of reading them as they are."""
         self._store = copy(store)  # each remembers how its own pulls go
         self._parts = Parts(copied.source for layer in layers for _, copied in layer.parts)
 
     def targets(self) -> Sequence[rtr.Shard]:
         """Where the tensors go now."""
-        return [shard for layer in self.layers for shard in layer.targets()]
+        return [shard for layer in self._layers for shard in layer.targets()]
 
     def pull(self, targets: Sequence[rtr.Shard], version: int, timeout: float) -> None:
         """Fill the targets. Blocks."""
