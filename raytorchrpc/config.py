@@ -58,7 +58,7 @@ class GroupConfig:
     that the process may use. It is allocated when needed and kept until the group ends."""
 
     copy_threads: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Threads that copy a large CPU tensor together. None: half the cores, 2 to 4."""
+    """Threads that copy a CPU tensor of 8 MiB or more together. None: half the cores, 2 to 4."""
 
     max_calls_in_flight: Annotated[int, Field(ge=1)] = 10_000
     """Calls that a member may have in flight to one peer. ``when_full`` says what happens to further calls."""
