@@ -299,9 +299,12 @@ class Core:
     def handle(self, events: Iterable[Event], now: float) -> list[Instruction]:
         """What to do next, in order. ``now``: ``time.monotonic()``. What these events change is announced at once."""
         self._now, self._out = now, []
-        before = self.view.version
+        before, answered = self.view.version, False
         for event in events:
             self._handlers[type(event)](event)
+            answered |= isinstance(event, Answered)
+        if answered:
+            self.view.forget(min((member.version for member in self._members.values()), default=0))
         if self.view.version != before:
             for name, member in self._members.items():
                 if member.version < self.view.version and name not in self.lost:
@@ -378,7 +381,6 @@ class Core:
             self.view.amend(moved)
         elif moved:
             self.view.describe(moved)
-        self.view.forget(min((member.version for member in self._members.values()), default=0))
 
     def _return(self, name: str, prepared: Prepared | None) -> None:
         """A process that was unreachable has replaced its connections: the others do so too."""

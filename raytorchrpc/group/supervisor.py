@@ -100,7 +100,6 @@ class Supervisor:
         self._changed = threading.Condition()
         """Notified when members may be ready, and at the end."""
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[tuple[str, int], Callable[[], Answer]]] = queue.SimpleQueue()
         self._reported: deque[core.Event] = deque()
         self._todo: deque[core.Instruction] = deque()
         """Instructions to carry out. One that fails for lack of memory or threads stays."""
@@ -439,25 +438,15 @@ class Supervisor:
 
     def _announce(self, its: core.Announce) -> None:
         def answered(name: str, outcome: Callable[[], Answer]) -> None:
-            self._answers.put(((name, its.members[name]), outcome))
-            self._submit(self._note_answers)
+            answer = None
+            try:
+                answer = outcome()
+            except Exception as error:
+                if not isinstance(error, PeerLost):  # that is reported by its connection
+                    logger.info("%s could not follow a change of its group yet: %s", name, error)
+            self._report(core.Answered({(name, its.members[name]): answer}))
 
         self._connections.ask(join.follow, (its.delta,), its.members, answered)
-
-    def _note_answers(self) -> None:
-        """Handle all answers that are there."""
-        answers = dict[tuple[str, int], Answer | None]()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                key, outcome = self._answers.get_nowait()
-                try:
-                    answers[key] = outcome()
-                except Exception as error:
-                    answers[key] = None
-                    if not isinstance(error, PeerLost):  # that is reported by its connection
-                        logger.info("%s could not follow a change of its group yet: %s", key[0], error)
-        if answers:
-            self._handle(core.Answered(answers))
 
     def _await_members(self, first_s: float, gap_s: float) -> None:
         """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after another

@@ -78,12 +78,12 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
 
 def file_facts(root: Path) -> dict[str, Any]:
     """The fields of an ``Endpoint`` that are read in the same way from a machine and from a copy of its files."""
-    clients = root / "sys/kernel/mm/memory_peers"
+    clients = f"{root}/sys/kernel/mm/memory_peers"
     return {
         "boot_id": sysfs.read(root / "proc/sys/kernel/random/boot_id") or "",
         "namespaces": sysfs.namespaces(root),
         "hcas": tuple(_hca(root, hca) for hca in sysfs.listing(root / "sys/class/infiniband")),
-        "peer_memory": any((clients / client / "version").exists() for client in _PEER_MEMORY_CLIENTS),
+        "peer_memory": any(os.path.exists(f"{clients}/{client}/version") for client in _PEER_MEMORY_CLIENTS),
         "shm_free_bytes": sysfs.shm_free_bytes(root),
     }
 

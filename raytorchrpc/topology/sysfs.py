@@ -28,12 +28,13 @@ _EVERY_UID = 4294967295
 def read(path: Path) -> str | None:
     """The file's text without surrounding space, or None if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
     except OSError:
         return None
 
 
-def link_name(path: Path) -> str | None:
+def link_name(path: Path | str) -> str | None:
     """Last part of a symbolic link's target, or None if there is no such link."""
     try:
         return os.path.basename(os.readlink(path)) or None
@@ -52,7 +53,7 @@ def listing(path: Path) -> list[str]:
 
 def namespaces(root: Path) -> dict[str, str]:
     """This process's namespaces, kind -> inode as the kernel prints it; without the unreadable ones."""
-    found = {kind: link_name(root / "proc/self/ns" / kind) for kind in NAMESPACES}
+    found = {kind: link_name(f"{root}/proc/self/ns/{kind}") for kind in NAMESPACES}
     return {kind: inode for kind, inode in found.items() if inode}
 
 
