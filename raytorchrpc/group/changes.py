@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple
 
@@ -158,36 +156,3 @@ class RequestedChange:
         if self._done.cancel():
             raise BootstrapError(f"group {self._group!r} is busy with another change; this one did not begin")
         raise BootstrapError(f"group {self._group!r}: this change began and has not finished after {patience_s:g} s")
-
-
-class Joining:
-    """Those that are being added to a group. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.handles: Mapping[str, Any] = {}
-        """By name."""
-
-    @contextlib.contextmanager
-    def of(
-        self,
-        named: Callable[[Mapping[str, Any]], dict[str, Any]],
-        check: Callable[[dict[str, Any], Mapping[str, Any]], object],
-        deadline: float,
-    ) -> Iterator[dict[str, Any]]:
-        """Those that ``named`` returns, given the others, are, within the block. Blocks while others are being added
-        under their names, and then for ``check``, which raises if they cannot be added to the group as it is then, nor
-        to others that are being added.
-        """
-        with self._changed:
-            handles = named(self.handles)
-            left_s = max(0.0, deadline - time.monotonic())
-            self._changed.wait_for(lambda: not self.handles.keys() & handles.keys(), left_s)
-            check(handles, self.handles)
-            self.handles = {**self.handles, **handles}
-        try:
-            yield handles
-        finally:
-            with self._changed:
-                self.handles = {name: its for name, its in self.handles.items() if name not in handles}
-                self._changed.notify_all()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError
@@ -61,26 +59,6 @@ def check_encryption(backend: str, endpoints: Mapping[str, Endpoint]) -> None:
                 f"backend {backend!r} does not encrypt, the group has tls=True, and {first} and {name} share no "
                 f"network namespace: name members of one host in members=, or form a group without tls"
             )
-
-
-class ProcessGroups:
-    """Creates them one at a time, and counts them."""
-
-    def __init__(self, group: str) -> None:
-        self._group, self._lock, self._count = group, threading.Lock(), 0
-
-    @contextlib.contextmanager
-    def next(self, deadline: float) -> Iterator[int]:
-        """The number of the one that is created within the block. Blocks while another is being created; raises
-        BootstrapError.
-        """
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise BootstrapError(f"group {self._group!r}: another process group is being created")
-        try:
-            self._count += 1
-            yield self._count
-        finally:
-            self._lock.release()
 
 
 def create_process_group(

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -22,11 +22,11 @@ from raytorchrpc.calls.peers import process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import core, ray_calls
-from raytorchrpc.group.changes import Change, EventBus, Joining, RequestedChange
+from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.core import Core
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
-from raytorchrpc.group.process_groups import ProcessGroups, check_backend, create_process_group
+from raytorchrpc.group.process_groups import check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, Roster
 from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
@@ -93,8 +93,8 @@ class Supervisor:
     ) -> None:
         self.roster, self.info = roster, roster.info(prepared)
         """The group as it is now."""
-        self._joining, self._assigned = Joining(), dict[Formation, None]()
-        """Those that are being added, and the attempts to admit members, returning ones too, that go on."""
+        self._joining, self._assigned = dict[str, Any](), dict[Formation, None]()
+        """The handles of those that are being added, by name, and the attempts to admit members that go on."""
         self._core = Core(roster.peers(prepared))
         self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
         self._changed = threading.Condition()
@@ -104,7 +104,8 @@ class Supervisor:
         self._todo: deque[core.Instruction] = deque()
         """Instructions to carry out. One that fails for lack of memory or threads stays."""
         self._events = EventBus(roster.name)
-        self._process_groups = ProcessGroups(roster.name)
+        self._making, self._process_groups = threading.Lock(), 0
+        """Held while a process group is created; how many were."""
         self._connections = ControlConnections(roster.credentials)
         self._restarts = RestartedActors(roster, None if roster.config.joinable_by == "nobody" else self.take_in)
         self._tracing = Tracing(self._connections)
@@ -131,9 +132,9 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         self._check_running()
         while True:
-            waiting = self._check_newcomers(self._newcomers(actors, {}), {})
+            waiting = self.roster.check_newcomers(self._newcomers(actors))
             ray_calls.wait_for_answers(waiting, deadline)  # they may be busy, or restart
-            with self._joining.of(partial(self._newcomers, actors), self._check_newcomers, deadline) as newcomers:
+            with self._joining_as(partial(self._newcomers, actors), deadline) as newcomers:
                 formation = Formation(self.roster, newcomers, timeout_s, deadline=deadline)
                 try:
                     self._admit("added", formation)
@@ -141,12 +142,27 @@ class Supervisor:
                 except BootstrapError as error:
                     formation.raise_unless_restarted(error)
 
-    def _newcomers(self, actors: Any, joining: Mapping[str, Any]) -> dict[str, Any]:
-        taken = {*self.roster.records, *joining}
+    def _newcomers(self, actors: Any) -> dict[str, Any]:
+        taken = {*self.roster.records, *self._joining}
         return participants_of(actors, False, first_rank=self.roster.next_rank, taken=taken)
 
-    def _check_newcomers(self, newcomers: dict[str, Any], joining: Mapping[str, Any]) -> dict[str, Any]:
-        return self.roster.check_newcomers(newcomers, joining)
+    @contextlib.contextmanager
+    def _joining_as(self, named: Callable[[], dict[str, Any]], deadline: float) -> Iterator[dict[str, Any]]:
+        """Those that ``named`` returns are being added within the block. Blocks while others are under their names;
+        raises if they cannot be added to the group as it is then, nor to others that are being added.
+        """
+        with self._changed:
+            handles = named()
+            left_s = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: not self._joining.keys() & handles.keys(), left_s)
+            self.roster.check_newcomers(handles, self._joining)
+            self._joining = {**self._joining, **handles}
+        try:
+            yield handles
+        finally:
+            with self._changed:
+                self._joining = {name: its for name, its in self._joining.items() if name not in handles}
+                self._changed.notify_all()
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -201,7 +217,7 @@ class Supervisor:
             self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
             self._strike_ended(request.name)
             call_all, attempt = self._restarts.call_all, request.attempt
-            with self._joining.of(lambda _: newcomer, self._check_newcomers, time.monotonic() + patience_s):
+            with self._joining_as(lambda: newcomer, time.monotonic() + patience_s):
                 formation = Formation(self.roster, newcomer, patience_s, call_all, by_reference=False, attempt=attempt)
                 self._admit("added", formation)
             # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
@@ -239,10 +255,15 @@ class Supervisor:
         if away := self.wait_ready(timeout_s, names):
             reasons = ", ".join(f"{name} ({cause})" for name, cause in away.items())
             raise BootstrapError(f"group {self.roster.name!r}: members are away: {reasons}", members=tuple(away))
-        with self._process_groups.next(deadline) as number:
+        if not self._making.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise BootstrapError(f"group {self.roster.name!r}: another process group is being created")
+        try:
             self._check_running()
-            left = max(1.0, deadline - time.monotonic())
-            return create_process_group(self.roster, self._connections, number, backend, left, collective_s, names)
+            self._process_groups += 1
+            making = self.roster, self._connections, self._process_groups, backend
+            return create_process_group(*making, max(1.0, deadline - time.monotonic()), collective_s, names)
+        finally:
+            self._making.release()
 
     def stats(self, timeout_s: float) -> GroupStats:
         """What all members have counted, by peer."""
@@ -541,7 +562,7 @@ class Supervisor:
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         """Have the participants join. Blocks: not on the supervisor's thread."""
-        self._reserve({*formation.participants, *self._joining.handles})
+        self._reserve({*formation.participants, *self._joining})
         formation.probe()
         try:
             self._request(lambda: self._assign(formation))
