@@ -132,7 +132,7 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
 
     def _publish(self, weights: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> int:
         """Returns the bytes that were published here."""
-        with torch.no_grad(), _using(device):
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             if self._name not in self._publishers:
                 for _ in weights:
                     pass
@@ -238,7 +238,3 @@ def _taken_out(tensors: dict[str, torch.Tensor]) -> bool:
 def _device() -> torch.device:
     """Where an engine of this process has its weights."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _using(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

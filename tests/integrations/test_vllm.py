@@ -98,6 +98,7 @@ def test_the_first_version_may_come_after_the_engine(pair: tuple[Any, Any]) -> N
     trainer, engine = pair
     get(trainer.open.remote("later"))
     get(engine.connect.remote("later"))
+    assert get(engine.how.remote()) == "None"
     get(trainer.step.remote())
     get(engine.update.remote())
     assert agree(trainer, engine)

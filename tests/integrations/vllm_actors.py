@@ -246,7 +246,7 @@ class Engine:
 
     def how(self) -> str:
         """How the first worker's model is updated, as its log says."""
-        return str(self.llm.collective_rpc(lambda worker: worker.weight_transfer_engine._update.how)[0])
+        return str(self.llm.collective_rpc(lambda worker: worker.weight_transfer_engine.how)[0])
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function(self, *args)``."""
@@ -307,7 +307,7 @@ def leave_layout_alone() -> None:
 
 def fail_midway(engine: Engine) -> None:
     """Have the next update fail after its first layers, as if the trainer was lost then."""
-    update = engine.llm.llm_engine.collective_rpc(lambda worker: worker.weight_transfer_engine._update)[0]
+    update = engine.llm.llm_engine.collective_rpc(lambda worker: worker.weight_transfer_engine._bring.__self__)[0]
     group = update._groups[1]
     pull = group.pull
 
@@ -322,7 +322,7 @@ def die_in_next_update(engine: Engine) -> None:
     """Have the worker be killed when it pulls next."""
 
     def spoil(worker: Any) -> None:
-        worker.weight_transfer_engine._update._groups[0].pull = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        worker.weight_transfer_engine._bring.__self__._groups[0].pull = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     engine.llm.collective_rpc(spoil)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import vllm
@@ -62,16 +64,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
     timeout: float | None = None
 
 
-class Update(Protocol):
-    """Brings versions of one store into one model."""
-
-    how: str
-    """Which ways in the model takes, and why no faster one."""
-
-    def bring(self, version: int, progress: Progress) -> None:
-        """Bring a version into the model. Blocks; see ``WeightEngine.update_weights``."""
-
-
 class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """vLLM's engine for ``weight_transfer_config={"backend": "raytorchrpc"}``: vLLM makes one in each worker."""
 
@@ -79,8 +71,10 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
+    how: str | None = None
+    """Which ways versions take into the model, and why no faster ones; None: there is no version yet."""
     _store: rtr.WeightStore | None = None
-    _update: Update | None = None
+    _bring: Callable[[int, Progress], None] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group, find the store and, if it has a version, prepare the updates. Blocks.
@@ -92,7 +86,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.into not in INTO:
             raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
         report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
-        self._info, self._update = init_info, None
+        self._info, self._bring, self.how = init_info, None, None
         become_member(init_info.group, init_info.timeout)
         self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)
         if newest := self._store.version():
@@ -118,12 +112,12 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         timeout = self._info.timeout if update_info.timeout is None else update_info.timeout
         if version is None:
             version = _newest(store, timeout)
-        update = self._update or self._prepare(version, timeout)
+        bring = self._bring or self._prepare(version, timeout)
         try:
             with updating("vLLM", version, timeout) as progress:
-                update.bring(version, progress)
+                bring(version, progress)
         except rtr.ConfigurationError:
-            self._update = None  # the trainer publishes other tensors now: prepare again
+            self._bring = None  # the trainer publishes other tensors now: prepare again
             raise
 
     def finish_weight_update(self) -> None:
@@ -131,33 +125,42 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Forget the store. The process stays in its group until it ends."""
-        self._store = self._update = None
+        self._store = self._bring = self.how = None
 
-    def _prepare(self, version: int, timeout: float) -> Update:
-        store = self._initialised()
-        layout = store.layout(version, timeout=timeout)
-        self._update = self._fastest(store, layout)
-        logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self._update.how)
-        return self._update
-
-    def _fastest(self, store: rtr.WeightStore, layout: Any) -> Update:
-        """The fastest update that the model allows, or what ``into`` asks for.
+    def _prepare(self, version: int, timeout: float) -> Callable[[int, Progress], None]:
+        """Find the fastest way that the model allows, or the one that ``into`` asks for.
 
         Raises ConfigurationError if that is impossible, or the published tensors are not those of the model.
         """
-        into, why = self._info.into, "as asked"
+        store, into, why = self._initialised(), self._info.into, "as asked"
+        layout, bring = store.layout(version, timeout=timeout), None
         if into != "load_weights":
             try:
                 from raytorchrpc.integrations.vllm import layers  # needs names of vLLM that it does not promise
 
-                return layers.LayeredUpdate(self, store, layout, into, self._info.group_bytes)
+                update = layers.LayeredUpdate(self, store, layout, into, self._info.group_bytes)
+                bring, self.how = update.bring, update.how
             except ImportError as error:
                 why = f"this release of vLLM lacks what a faster way needs ({error})"
             except NoPlan as error:
                 why = str(error)
-            if into != "auto":
+        if bring is None:
+            if into not in ("auto", "load_weights"):
                 raise rtr.ConfigurationError(f"into={into!r} is impossible: {why}; into='auto' takes the fastest way")
-        return CheckpointUpdate(self, store, layout, why)
+            bring = partial(self._load, store, layout)
+            self.how = f"by load_weights ({layout.nbytes / 1e6:,.1f} MB): {why}"
+        logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self.how)
+        self._bring = bring
+        return bring
+
+    def _load(self, store: rtr.WeightStore, layout: Any, version: int, progress: Progress) -> None:
+        """Pull whole tensors, and have the model's ``load_weights`` do the rest: the way that all models allow."""
+        groups = layerwise_groups(list(layout))  # so that one layer at a time takes memory
+        initialize_layerwise_reload(self.model)
+        try:
+            load_whole(self.model, store, layout, version, groups, self.device, progress)
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def _initialised(self) -> rtr.WeightStore:
         if self._store is None:
@@ -165,23 +168,6 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a WeightStore"
             )
         return self._store
-
-
-class CheckpointUpdate:
-    """Pulls whole tensors, and has the model's ``load_weights`` do the rest: the slowest way, which all models take."""
-
-    def __init__(self, engine: WeightEngine, store: rtr.WeightStore, layout: Any, why: str) -> None:
-        self._engine, self._store, self._layout = engine, store, layout
-        self.how = f"by load_weights ({layout.nbytes / 1e6:,.1f} MB): {why}"
-
-    def bring(self, version: int, progress: Progress) -> None:
-        """See ``Update``."""
-        model, groups = self._engine.model, layerwise_groups(list(self._layout))  # so that one layer takes memory
-        initialize_layerwise_reload(model)
-        try:
-            load_whole(model, self._store, self._layout, version, groups, self._engine.device, progress)
-        finally:
-            finalize_layerwise_reload(model, self._engine.model_config)
 
 
 def _newest(store: rtr.WeightStore, timeout: float) -> int:

@@ -77,7 +77,7 @@ class LayeredUpdate:
         self.how = " and ".join(f"{way} ({size:,.1f} MB)" for way, size in sizes.items()) + (f": {why}" if why else "")
 
     def bring(self, version: int, progress: Progress) -> None:
-        """Pull each group while vLLM processes the one before; see ``Update``."""
+        """Bring a version into the model, pulling each group while vLLM processes the one before. Blocks."""
         pulling: Future[None] | None = None
         try:
             for group, following in itertools.zip_longest(self._groups, self._groups[1:]):
