@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.server.exposed import service
@@ -26,21 +26,8 @@ RENEW = "raytorchrpc.renew"
 _GUESTS_BELOW = -1  # the rank of a supervisor
 
 
-class Guest(Protocol):
-    """This process as a guest of one group."""
-
-    @property
-    def lasts(self) -> bool:
-        """Whether this process can still reach the group."""
-
-    def local(self, home: Any = None) -> Any:
-        """A LocalMember with a route to ``home``, if the group has that member. Blocks to connect.
-
-        Raises NotAMember if the group has ended.
-        """
-
-    def close(self) -> None:
-        """End all operations and free everything. Idempotent, never raises."""
+#: This process as a guest of one group: a ``group.guest.Guest``, in a package above this one.
+Guest = Any
 
 
 class OwnGroups:

@@ -61,7 +61,7 @@ class Connection(connections.Connection):
 
     def __init__(
         self,
-        selector: Selector[Connection],
+        selector: Selector,
         sock: socket.socket,
         peer: str | None,
         protection: Protection | None,
@@ -123,6 +123,7 @@ class Connection(connections.Connection):
             self._enables_later = True
 
     def enable_if_unread(self) -> bool:
+        """Called soon after ``Selector.enable_later``. Returns whether to call it again."""
         with self._state:
             wanted = self.accepted or bool(self._pending)
             again = wanted and self._read_lately and not self.enabled
@@ -139,6 +140,7 @@ class Connection(connections.Connection):
             self._selector.enable(self.fd)
 
     def enable_again(self) -> None:
+        """Called after a thread failed: have the leader poll the connection, if no thread reads it."""
         with self._state:
             self._enables_later = False
             if not self._reading and self._ended is None and (self.accepted or self._pending):
@@ -404,7 +406,7 @@ class SocketLane(ConnectedLane[Connection]):
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._selector: Selector[Connection] = Selector(me, self._read, self._readable, self.close)
+        self._selector = Selector(me, self._read, self._readable, self.close)
         for fd in self._polled:
             self._selector.listen_to(fd)
 

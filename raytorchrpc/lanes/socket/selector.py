@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 from raytorchrpc.lanes.base import Spawn
 from raytorchrpc.lanes.common import polling
@@ -46,26 +46,11 @@ _READ_ONCE = _READ | select.EPOLLONESHOT
 Task = Callable[[], None]
 
 
-class Readable(Protocol):
-    """A connection, as the selector sees it."""
-
-    fd: int
-    enabled: bool
-
-    def enable_if_unread(self) -> bool:
-        """Called soon after ``Selector.enable_later``. Returns whether to call it again."""
-
-    def enable_again(self) -> None:
-        """Called after a thread failed: have the leader poll the connection, if no thread reads it."""
-
-    def end(self, reason: str) -> None:
-        """Close: a request was perhaps not answered."""
+#: A connection of the lane: a ``lane.Connection``, in the module above this one.
+Connection = Any
 
 
-R = TypeVar("R", bound=Readable)
-
-
-class _Listener(Generic[R]):
+class _Listener:
     """One thread of a selector, and the task that it runs outside ``Selector._step``, if any."""
 
     __slots__ = ("began", "connection", "keeps", "runs")
@@ -74,7 +59,7 @@ class _Listener(Generic[R]):
         self.runs = self.keeps = False
         """``keeps``: it has kept leading for the task."""
         self.began = 0.0
-        self.connection: R | None = None
+        self.connection: Connection | None = None
         """That the task came from."""
 
 
@@ -113,13 +98,13 @@ class Spinner:
             self._failed = 0
 
 
-class Selector(Generic[R]):
+class Selector:
     """Polls the connections of one lane, and runs the methods of the requests. Thread-safe."""
 
     def __init__(
         self,
         me: str,
-        read: Callable[[R, deque[tuple[Task, R | None]]], None],
+        read: Callable[[Connection, deque[tuple[Task, Connection | None]]], None],
         accept: Callable[[int], bool],
         give_up: Callable[[], None],
     ) -> None:
@@ -130,14 +115,14 @@ class Selector(Generic[R]):
         self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
         self._lock = threading.Lock()
         self.closed = False
-        self.connections: dict[int, R] = {}
+        self.connections: dict[int, Connection] = {}
         """By descriptor."""
         self._listening: set[int] = set()
         self._threads = 0
         self._idle = 0  # those that lead or follow
-        self._leader: _Listener[R] | None = None
+        self._leader: _Listener | None = None
         self._leading_thread = 0
-        self._tasks: deque[tuple[Task, R | None]] = deque()
+        self._tasks: deque[tuple[Task, Connection | None]] = deque()
         self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
         self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
         self._served = self._polled = 0.0
@@ -150,7 +135,7 @@ class Selector(Generic[R]):
         self._vacancy = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._takeover, self._takeover_runs = Timer(BRIEF_S), False
         self._enabling = Timer(BRIEF_S)
-        self._unread: list[R] = []  # for enable_if_unread
+        self._unread: list[Connection] = []  # for enable_if_unread
         self._epoll.register(self._end, select.EPOLLIN)
         self._epoll.register(self._enabling.fd, select.EPOLLIN)
         self._followers.register(self._end, select.EPOLLIN)
@@ -163,7 +148,7 @@ class Selector(Generic[R]):
         self._listening.add(fd)
         self._epoll.register(fd, _READ_ONCE)
 
-    def add(self, connection: R) -> bool:
+    def add(self, connection: Connection) -> bool:
         """Add a connection; it is polled from now on if it is enabled. Returns False after ``close``."""
         with self._lock:
             if not self.closed:
@@ -171,7 +156,7 @@ class Selector(Generic[R]):
                 self.connections[connection.fd] = connection
             return not self.closed
 
-    def remove(self, connection: R) -> None:
+    def remove(self, connection: Connection) -> None:
         with self._lock:
             self.connections.pop(connection.fd, None)
             with contextlib.suppress(OSError, ValueError):
@@ -184,7 +169,7 @@ class Selector(Generic[R]):
         except (OSError, ValueError):  # closed meanwhile
             return
 
-    def enable_later(self, connection: R) -> None:
+    def enable_later(self, connection: Connection) -> None:
         """Call ``enable_if_unread`` soon: a caller is expected to read the connection before."""
         with self._lock:
             if not self._unread and not self.closed:
@@ -280,7 +265,7 @@ class Selector(Generic[R]):
     # --- one thread ------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        me: _Listener[R] = _Listener()
+        me: _Listener = _Listener()
 
         def step() -> bool | Task:
             try:
@@ -295,7 +280,7 @@ class Selector(Generic[R]):
 
         threads.serve(step, f"a listener of {self._me}", restore=lambda: self._restore(me), give_up=give_up)
 
-    def _step(self, me: _Listener[R]) -> bool | Task:
+    def _step(self, me: _Listener) -> bool | Task:
         """Lead, or follow, until something has happened. Returns the next task for this thread to run, if any; False
         if it is to end.
         """
@@ -319,7 +304,7 @@ class Selector(Generic[R]):
         self.retire(1)
         return False
 
-    def _lead(self, me: _Listener[R]) -> bool | Task:
+    def _lead(self, me: _Listener) -> bool | Task:
         """Poll. Returns the next task; False if this thread is to end."""
         if not self._tasks or self._is_late():
             self._poll(wait=not self._tasks)
@@ -337,17 +322,17 @@ class Selector(Generic[R]):
         """Whether methods, however brief, have kept the leader from polling for so long that it polls next."""
         return time.monotonic() - self._polled >= BRIEF_S
 
-    def _become_leader(self, me: _Listener[R]) -> None:
+    def _become_leader(self, me: _Listener) -> None:
         """Under the lock."""
         self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
 
-    def _follow(self, me: _Listener[R]) -> None:
+    def _follow(self, me: _Listener) -> None:
         """Wait until there is no leader, or until the present one has been running a method for too long."""
         with contextlib.suppress(InterruptedError):
             if any(fd == self._takeover.fd for fd, _ in self._followers.poll(-1, 1)):
                 self._take_over(me)
 
-    def _take_over(self, me: _Listener[R]) -> None:
+    def _take_over(self, me: _Listener) -> None:
         with self._lock:
             if self.closed:
                 return
@@ -386,7 +371,7 @@ class Selector(Generic[R]):
                 self._tasks.append((partial(self._accept_from, fd), None))
         self._polled = time.monotonic()
 
-    def _next_task(self, me: _Listener[R]) -> bool | Task:
+    def _next_task(self, me: _Listener) -> bool | Task:
         """As the leader, take the next task. While it runs another thread may become the leader."""
         if not self._ensure_follower():
             with contextlib.suppress(Exception):  # it has not taken the task then
@@ -410,7 +395,7 @@ class Selector(Generic[R]):
             task, me.connection = self._tasks.popleft()  # last: a taken task must run, as its method may be admitted
         return task
 
-    def _end_task(self, me: _Listener[R]) -> None:
+    def _end_task(self, me: _Listener) -> None:
         me.runs, me.connection = False, None
         with self._lock:
             self._idle += 1
@@ -436,7 +421,7 @@ class Selector(Generic[R]):
                 if self._began and self._leading_thread == threading.get_ident():
                     self._vacate()
 
-    def _step_aside(self, me: _Listener[R]) -> None:
+    def _step_aside(self, me: _Listener) -> None:
         with self._lock:
             if self._leader is me or self._leader is None:  # or this thread has woken to lead, and will not
                 self._vacate()
@@ -448,7 +433,7 @@ class Selector(Generic[R]):
         finally:
             self.enable(fd, _READ_ONCE)
 
-    def _restore(self, me: _Listener[R]) -> None:
+    def _restore(self, me: _Listener) -> None:
         """After this thread failed, what it was handling may not be polled any more: poll everything."""
         self._step_aside(me)
         if me.connection is not None:

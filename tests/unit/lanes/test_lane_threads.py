@@ -61,8 +61,8 @@ def read(source: Source, tasks: deque[tuple[Task, Source | None]]) -> None:
 
 
 @pytest.fixture
-def selector() -> Iterator[Selector[Source]]:
-    made: Selector[Source] = Selector("test", read, lambda fd: True, lambda: None)
+def selector() -> Iterator[Selector]:
+    made = Selector("test", read, lambda fd: True, lambda: None)
     made.start(lambda work: threading.Thread(target=work, daemon=True).start())
     yield made
     sources = list(made.connections.values())
@@ -71,13 +71,13 @@ def selector() -> Iterator[Selector[Source]]:
         os.close(source.fd)
 
 
-def add(selector: Selector[Source], *tasks: Task) -> Source:
+def add(selector: Selector, *tasks: Task) -> Source:
     source = Source(*tasks)
     assert selector.add(source)
     return source
 
 
-def meeting(selector: Selector[Source]) -> None:
+def meeting(selector: Selector) -> None:
     """A method waits for a method of another connection."""
     met, done = threading.Event(), threading.Event()
     other = add(selector, met.set)
@@ -105,12 +105,12 @@ def fail_once(where: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> threadi
     return failed
 
 
-def test_a_method_may_wait_for_another_one(selector: Selector[Source]) -> None:
+def test_a_method_may_wait_for_another_one(selector: Selector) -> None:
     for _ in range(3):
         meeting(selector)
 
 
-def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Selector[Source]) -> None:
+def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Selector) -> None:
     done = threading.Event()
     other = add(selector)
 
@@ -125,7 +125,7 @@ def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Select
 
 
 def test_requests_that_keep_coming_find_the_timer_set_and_a_long_method_among_them_is_still_replaced(
-    selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
+    selector: Selector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader would set it between a request and its method."""
     noted: list[float | None] = []
@@ -153,15 +153,13 @@ def test_requests_that_keep_coming_find_the_timer_set_and_a_long_method_among_th
     meeting(selector)
 
 
-def test_a_leader_is_replaced_after_an_attempt_failed(
-    selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_is_replaced_after_an_attempt_failed(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = fail_once(selector._takeover, "clear", monkeypatch)
     meeting(selector)
     assert failed.is_set()
 
 
-def test_a_method_runs_after_its_start_failed(selector: Selector[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_runs_after_its_start_failed(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be admitted, and would keep all others out."""
     failed, done = fail_once(selector, "_ensure_follower", monkeypatch), threading.Event()
     add(selector, done.set).arrive()
@@ -169,7 +167,7 @@ def test_a_method_runs_after_its_start_failed(selector: Selector[Source], monkey
     assert failed.is_set()
 
 
-def test_a_connection_whose_method_failed_ends(selector: Selector[Source]) -> None:
+def test_a_connection_whose_method_failed_ends(selector: Selector) -> None:
     """Its caller may not have an answer."""
     done = threading.Event()
 
@@ -185,7 +183,7 @@ def test_a_connection_whose_method_failed_ends(selector: Selector[Source]) -> No
 
 def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
     """They may be admitted, and would keep all others out."""
-    made: Selector[Source] = Selector("test", read, lambda fd: True, lambda: None)
+    made = Selector("test", read, lambda fd: True, lambda: None)
     made.start(lambda work: threading.Thread(target=work, daemon=True).start())
     done = threading.Event()
     source = add(made, lambda: time.sleep(10 * BRIEF_S), made.close, done.set)
@@ -194,16 +192,14 @@ def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
     os.close(source.fd)
 
 
-def test_a_thread_that_could_not_be_started_is_not_counted(
-    selector: Selector[Source], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_could_not_be_started_is_not_counted(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = fail_once(threads, "start", monkeypatch)
     meeting(selector)
     assert failed.is_set()
     meeting(selector)  # which has to start one
 
 
-def test_all_threads_end_if_none_can_poll(selector: Selector[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_threads_end_if_none_can_poll(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
     meeting(selector)  # there are several now
     monkeypatch.setattr(threads, "_HOPELESS_S", 0.2)
     monkeypatch.setattr(selector, "_give_up", selector.close)
