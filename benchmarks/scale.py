@@ -38,8 +38,8 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Instance
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, FabricPeer
+from raytorchrpc.membership.join import settings_of
 from raytorchrpc.membership.messages import Listening, Prepared, Probe, packed, unpacked
-from raytorchrpc.membership.settings import settings_of
 from raytorchrpc.membership.view import JOINING, View
 from raytorchrpc.topology import endpoint, probe
 
