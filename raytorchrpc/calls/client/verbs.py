@@ -53,33 +53,30 @@ class _Proxy:
 def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
     if on_loop():
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
-    local, options = current_local(), _options
-    if local is None:
-        local, options = _joined(options)
+    local, options = _member(_options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
     return result_of(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    local, options = current_local(), _options
-    if local is None:
-        if on_loop():
-            return Future(_DeferredCall(_target, _name, args, kwargs, options))
-        local, options = _joined(options)
+    if current_local() is None and on_loop():
+        return Future(_DeferredCall(_target, _name, args, kwargs, _options))
+    local, options = _member(_options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _remote(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    local, options = current_local(), _options
-    if local is None:
-        local, options = _joined(options)
+    local, options = _member(_options)
     return local.outgoing.remote(_target, _name, args, kwargs, options.timeout)
 
 
-def _joined(options: CallOptions) -> tuple[Any, CallOptions]:
-    """The LocalMember that this process becomes, and the call's options with what is left of its time. Blocks."""
-    local, left = rejoin.wait(options.timeout)
-    return local, options._replace(timeout=left)
+def _member(options: CallOptions) -> tuple[Any, CallOptions]:
+    """The LocalMember that sends the call, and its options. Blocks until this process is a member."""
+    local: Any = current_local()
+    if local is None:
+        local, left = rejoin.wait(options.timeout)
+        options = options._replace(timeout=left)
+    return local, options
 
 
 class _DeferredCall(OutgoingCall):

@@ -89,7 +89,7 @@ class IncomingCalls:
             return self._answer(reply, kept)
         if header.kind == protocol.CANCEL:
             return partial(self._answer_cancelled, self.callee.cancellable.cancel(header.number), reply)
-        if header.kind == protocol.CLOSE and (stream := self.callee.streams.find(header.number)) is not None:
+        if header.kind == protocol.CLOSE and (stream := self.callee.streams.get(header.number)) is not None:
             stream.close()
         if header.kind == protocol.ASK:
             return partial(self._ask, message, reply)

@@ -168,32 +168,23 @@ class CancellableCalls:
         return call if call is not None and call.cancel() else None
 
 
-class StreamTable:
-    """The streams that are open, by number; see ``services.Served``. Thread-safe."""
+class StreamTable(dict[int, Any]):
+    """The streams that are open, by number; see ``services.Served``."""
 
     instance_id = 0
 
     def __init__(self) -> None:
-        self._streams: dict[int, Any] = {}
         self._numbers = itertools.count(1)
 
     def add(self, stream: Any) -> int:
         """Returns its number."""
         number = next(self._numbers)
-        self._streams[number] = stream
+        self[number] = stream
         return number
-
-    def find(self, number: int) -> Any:
-        """The stream of that number, if it is open."""
-        return self._streams.get(number)
-
-    def remove(self, number: int) -> None:
-        """The stream has ended. Idempotent."""
-        self._streams.pop(number, None)
 
     def lose(self, rank: int) -> None:
         """Close the streams of a member that is away or gone."""
-        for stream in list(self._streams.values()):
+        for stream in self.copy().values():  # another thread may open or end some
             if stream.route.member.rank == rank:
                 stream.close()
 
@@ -202,7 +193,7 @@ class StreamTable:
 
     def close(self, error: Exception) -> None:
         """Close all streams."""
-        for stream in list(self._streams.values()):
+        for stream in self.copy().values():
             stream.close()
 
 

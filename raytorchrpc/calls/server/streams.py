@@ -171,7 +171,7 @@ class ServedStream(ServedCall):
             self._is_closed = True
             left, self._requests = list(self._requests.values()), {}
         if self._number is not None:
-            self.callee.streams.remove(self._number)
+            self.callee.streams.pop(self._number, None)
         for request in left:
             request.end()
 
@@ -181,7 +181,7 @@ class ItemRequest(ServedCall):
 
     def _call(self) -> None:
         (number, position), _ = self._arguments()
-        stream = self.callee.streams.find(number)
+        stream = self.callee.streams.get(number)
         if stream is None or not stream.request(position, self):
             raise RpcTimeout(
                 f"{self.callee.name} has ended this stream: its caller did not begin to read it by the deadline of the "

@@ -125,7 +125,7 @@ def is_closed(members: Members, actor: Actor, gate: Gate) -> None:
     """The generator, and nothing is left of it."""
     assert wait_until(lambda: actor.log == ["closed"], LONG)
     assert wait_until(lambda: not gate._admitted, LONG), "other methods may run"
-    assert wait_until(lambda: not members.members["home"].incoming.callee.streams._streams, LONG)
+    assert wait_until(lambda: not members.members["home"].incoming.callee.streams, LONG)
 
 
 # --- items ---------------------------------------------------------------------------------------------------
