@@ -15,7 +15,6 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
-from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_tensors import (
     ModuleState,
     Targets,
@@ -26,7 +25,7 @@ from raytorchrpc.patterns.weights.model_tensors import (
 from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
 from raytorchrpc.patterns.weights.publishers import Committed, begin_look, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
-from raytorchrpc.patterns.weights.source_pull import Source, SourcePull
+from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 

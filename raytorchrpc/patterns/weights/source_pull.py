@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.guests import is_guest
+from raytorchrpc.calls.member import LocalMember
+from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Window
-from raytorchrpc.errors import NotFound, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights import published
+from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes, takes_elements
-from raytorchrpc.patterns.weights.feeds import BETWEEN_HOSTS, ON_A_HOST, ChainedPull, Pace, Requests, feeds_of
+from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Tie
 from raytorchrpc.patterns.weights.relays import Advice
+from raytorchrpc.patterns.weights.snapshots import TensorSpec
+from raytorchrpc.process.completion import nothing
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -31,6 +37,81 @@ MESSAGE_BYTES = 256 << 20
 Source = tuple[str, int | None]
 #: Smaller pulls do not use a relay: asking which member has it takes as long (bytes).
 _WORTH_RELAYING = 1 << 20
+
+
+class Requests:
+    """Requests of one pull, by the thread that uses it."""
+
+    def __init__(self, local: LocalMember, until: float, counter: PullCounter) -> None:
+        """``until``: when the pull has to end (``time.monotonic``)."""
+        self.local, self.until, self.counter = local, until, counter
+        self._brought: dict[Any, int] = {}  # bytes, by the member that they came from, since the last report to it
+
+    def left(self, least: float = 0.0) -> float:
+        """Seconds until the pull has to end."""
+        return max(least, self.until - time.monotonic())
+
+    def call(
+        self, target: Any, service: str, args: tuple[Any, ...], timeout: float | None, **options: Any
+    ) -> Future[Any]:
+        """Send a request. Raises PeerLost."""
+        return Future(self.local.outgoing.call(target, service, args, {}, CallOptions(timeout, retry=0, **options)))
+
+    def notify(self, target: Any, service: str, args: tuple[Any, ...]) -> None:
+        """Send a request without waiting for its answer; ignores errors."""
+        with suppress(RayTorchRpcError):
+            self.call(target, service, args, None)
+
+    def count(self, source: Any, size: int) -> None:
+        """Count bytes that have come from a member."""
+        self.counter.add(size, self._name_of(source))
+        self._brought[source] = self._brought.get(source, 0) + size
+
+    def _name_of(self, member: Any) -> str:
+        if isinstance(member, str):
+            return member
+        with suppress(NotAMember):  # it has just left
+            return str(self.local.peers.route(member).member.name)
+        return f"rank {member}"
+
+    def report(self, source: Any) -> tuple[Any, ...]:
+        """What a member that granted a lease is told with the end of it."""
+        size = self._brought.pop(source, 0)
+        return (self.counter.store, self.counter.version, size) if size else ()
+
+    def is_near(self, member: Any) -> bool:
+        """Whether a member is on this node."""
+        return self.local.peers.route(member).member.node_id == self.local.me.node_id
+
+
+def stream(requests: Iterable[Callable[[], Future[Any]]], ahead: int) -> Iterable[Any]:
+    """Send requests, so many ahead, and yield their answers in order. Raises the error of the first that fails."""
+    sent: deque[Future[Any]] = deque()
+    for request in requests:
+        sent.append(request())
+        if len(sent) > ahead:
+            yield sent.popleft().wait()
+    while sent:
+        yield sent.popleft().wait()
+
+
+class Pace(NamedTuple):
+    """In which pieces members feed one another."""
+
+    piece_bytes: int  # the least bytes of a piece
+    pieces: int  # the most pieces
+    ahead: int  # how many are asked for at once
+
+
+#: Between hosts; and on one host, where members take about a millisecond to ask for a piece and to answer, and GPUs two
+#: to copy a sixth of 4 GB.
+BETWEEN_HOSTS, ON_A_HOST = Pace(4 << 20, 64, 2), Pace(64 << 20, 6, 6)
+#: How long a pull waits at least for those that it feeds, once it has everything (seconds).
+PATIENCE_S = 0.02
+#: How many members are tried before the home alone.
+_ATTEMPTS = 3
+#: What a member may do to others that it feeds: stop, lose the weights, be out of reach or stand still.
+_FAILURES = (PeerLost, NotFound, LaneUnavailable, RpcTimeout)
 
 
 class SourcePull:
@@ -49,7 +130,7 @@ class SourcePull:
         device_type: str | None,
     ) -> None:
         """``device_type``: of the memory that is to come with the lease; None: none is."""
-        self._store, self._requests, self._local = store, requests, requests.local
+        self.store, self.requests, self._local = store, requests, requests.local
         self.layout, self.planned = layout, planned
         self.lease: VersionLease | None = None  # as soon as the home has answered. It has to be released
         self.home, self._address = store.home, store._address
@@ -62,14 +143,14 @@ class SourcePull:
     @property
     def source(self) -> Source:
         """Where it pulls from."""
-        return self.home, self._store._instance_id
+        return self.home, self.store._instance_id
 
     def loss_of(self, lost: PeerLost) -> PeerLost:
         """The error for the loss of the home: it says what was lost with it."""
-        return self._store._home_lost(lost)
+        return self.store._home_lost(lost)
 
     @property
-    def _leased(self) -> VersionLease:
+    def leased(self) -> VersionLease:
         assert self.lease is not None
         return self.lease
 
@@ -77,26 +158,26 @@ class SourcePull:
 
     def ask(self, version: int | None, since: int | None, caller_waits: bool = False) -> None:
         """Ask the home for a lease. Then call ``answer`` or ``release``."""
-        left = self._requests.left()
+        left = self.requests.left()
         args = version, since, 0 if self.layout is None else self.layout.number
         if self._is_home:
-            found = self._store._object(self._local).lease(self._local.me.rank, *args, None)
+            found = self.store._object(self._local).lease(self._local.me.rank, *args, None)
             if found is not None:
                 self._take(found)
             return
         signature = None
         if self.planned is not None and (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
             signature = alike[0]
-            feeds_of(self._requests, self._store)  # before the home hears of it: others come at once
+            self.feeds()  # before the home hears of it: others come at once
         request = (*self._address, *args, left, self._device_type, signature)
         options: dict[str, Any] = {"caller_waits": caller_waits, "into": self._memory}
-        self._asked = self._store._send(self._local, published.LEASE, request, left, **options)
+        self._asked = self.store._send(self._local, published.LEASE, request, left, **options)
 
     def answer(self) -> VersionLease | None:
         """The lease; None if nothing is published yet."""
         sent, self._asked = self._asked, None
         if sent is not None:
-            response = self._store._response(sent)
+            response = self.store._response(sent)
             del sent  # see _response
             run(response)
         self._note_answer()
@@ -124,7 +205,7 @@ class SourcePull:
         if lease.lease and lease.rows is not None:
             self.layout, self.planned = KnownLayout(lease.layout, lease.rows), None  # the plan was for another one
         elif lease.lease and (self.layout is None or self.layout.number != lease.layout):
-            raise NotFound(f"the home of {self._requests.counter.store[0]!r} did not say what it has; pull again")
+            raise NotFound(f"the home of {self.requests.counter.store[0]!r} did not say what it has; pull again")
 
     def abandon(self, answered: Callable[[], object] | None = None) -> None:
         """Give the request for a lease up: a late answer writes nothing, and its lease ends before ``answered``."""
@@ -157,16 +238,16 @@ class SourcePull:
             return
         self._give_turn_back()
         if self._is_home:
-            self._store._object(self._local).pool.release(self.lease.lease)
+            self.store._object(self._local).pool.release(self.lease.lease)
         else:
-            report = (*self._address, self.lease.lease, *self._requests.report(self.home))
-            self._requests.notify(self.home, published.RELEASE, report)
+            report = (*self._address, self.lease.lease, *self.requests.report(self.home))
+            self.requests.notify(self.home, published.RELEASE, report)
 
-    def _check_lease(self) -> None:
+    def check_lease(self) -> None:
         """Raise RpcTimeout if the lease may have ended before the tensors were copied."""
-        if time.monotonic() > lease_is_valid_until(self._requests.until):
+        if time.monotonic() > lease_is_valid_until(self.requests.until):
             raise RpcTimeout(
-                f"a pull of {self._store.kind} {self._store.name!r} was suspended, or took much longer than its "
+                f"a pull of {self.store.kind} {self.store.name!r} was suspended, or took much longer than its "
                 f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
                 f"pull again"
             )
@@ -184,16 +265,16 @@ class SourcePull:
             equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
         both = zip(ties, equal, strict=True)
         wrong = [tied_mismatch(tie.names, tie.parts) for tie, is_equal in both if not is_equal]
-        check_fits(self._requests.counter.store[0], wrong)
+        check_fits(self.requests.counter.store[0], wrong)
 
     def _doubtful(self) -> list[Tie]:
         """The pairs for one tensor of the model that the home has published as two tensors."""
         ties = () if self.planned is None else self.planned.plan.ties
-        first = {place: one for one, place in self._leased.ties} if ties else {}
+        first = {place: one for one, place in self.leased.ties} if ties else {}
         return [tie for tie in ties if len({first.get(place, place) for place in tie.places}) > 1]
 
     def _snapshot(self) -> Any:
-        return self._store._object(self._local).pool.leased(self._leased.lease)
+        return self.store._object(self._local).pool.leased(self.leased.lease)
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
@@ -201,12 +282,12 @@ class SourcePull:
     def selection(self) -> Selection:
         """What the pull brings."""
         assert self.planned is not None
-        return self.planned.only(self._leased.changed)
+        return self.planned.only(self.leased.changed)
 
     def expect(self) -> int:
         """Count the tensors as still to come; returns their bytes."""
         size = self.selection.nbytes
-        self._requests.counter.expect(self._leased.version, size)
+        self.requests.counter.expect(self.leased.version, size)
         return size
 
     @property
@@ -224,10 +305,10 @@ class SourcePull:
             yield
             if self._is_home:
                 self._snapshot().copy_into(selection.targets, selection.places, selection.regions)
-                self._requests.counter.add(selection.nbytes)
+                self.requests.counter.add(selection.nbytes)
             else:
                 self._memory.copy_into(selection.parts)
-                self._requests.count(self.home, selection.nbytes)
+                self.requests.count(self.home, selection.nbytes)
         else:
             self._memory = Window()  # what came with the lease, if anything, is in another form
             deltas, rest = self._divide(selection)
@@ -237,7 +318,7 @@ class SourcePull:
             self._fetch_deltas(deltas, first)
             if rest.transfers:
                 self._fetch_whole(rest, sent)
-        self._check_lease()
+        self.check_lease()
 
     def _request_whole(self, selection: Selection, caller_waits: bool) -> Future[Any] | None:
         """Ask for memory to copy from; None if the tensors come in another way."""
@@ -249,19 +330,19 @@ class SourcePull:
 
     def _fetch_whole(self, selection: Selection, sent: Future[Any] | None) -> None:
         if self._uses_relay(selection):
-            what = self._leased.version, selection.signature(self._leased.layout)
-            self._chained(what, selection, BETWEEN_HOSTS, self._request_message).bring_between_hosts()
+            signature = selection.signature(self.leased.layout)
+            ChainedPull(self, signature, selection, BETWEEN_HOSTS, self._request_message).bring_between_hosts()
             return
         if self._has_turn and self._take_turn(selection):
             return
         if sent is None:
             sent = self._request_whole(selection, caller_waits=True)
         if sent is not None and sent.wait():
-            self._requests.count(self.home, selection.nbytes)
+            self.requests.count(self.home, selection.nbytes)
             return
         for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
             self._request_message(message).wait()
-            self._requests.count(self.home, message.nbytes)
+            self.requests.count(self.home, message.nbytes)
 
     def _request_pieces(
         self, device_type: str, selection: Selection, caller_waits: bool = False
@@ -277,19 +358,19 @@ class SourcePull:
         return self._request(published.TENSORS, message.places, message.regions, into=message.targets)
 
     def _request(self, service: str, *args: Any, **options: Any) -> Future[Any]:
-        request = (*self._address, self._leased.lease, *args)
-        return self._requests.call(self.home, service, request, self._requests.left(0.001), **options)
+        request = (*self._address, self.leased.lease, *args)
+        return self.requests.call(self.home, service, request, self.requests.left(0.001), **options)
 
     # --- deltas --------------------------------------------------------------------------------------------------
 
     def _divide(self, selection: Selection) -> tuple[list[Selection], Selection]:
         """The messages of what comes as deltas, and what comes whole."""
-        deltas, planned = self._leased.deltas, self.planned
+        deltas, planned = self.leased.deltas, self.planned
         assert planned is not None
         if not deltas or self._readable_in_place(self.home, planned.device_type):
             return [], selection
         # The home sends deltas to each reader, and whole tensors to other hosts once.
-        times = 1 if self._requests.is_near(self.home) else max(1, self._far_members())
+        times = 1 if self.requests.is_near(self.home) else max(1, self._far_members())
         return divide(selection, dict(deltas), planned.plan.layout, times)
 
     def _fetch_deltas(self, deltas: Sequence[Selection], sent: Future[Any] | None) -> None:
@@ -298,8 +379,8 @@ class SourcePull:
             sent = self._request_deltas(deltas[number + 1]) if number + 1 < len(deltas) else None
             apply(message.regions, message.targets, answer)
             size = sum(tensor.nbytes for tensor in answer[1])
-            self._requests.counter.expect(self._leased.version, size - message.nbytes)
-            self._requests.count(self.home, size)
+            self.requests.counter.expect(self.leased.version, size - message.nbytes)
+            self.requests.count(self.home, size)
 
     def _request_deltas(self, message: Selection, caller_waits: bool = False) -> Future[Any]:
         spans = [(transfer.place[0], *bounds_of(transfer.region)) for transfer in message.transfers]
@@ -311,7 +392,7 @@ class SourcePull:
         """Whether other members that are not on the home's host may pull the same."""
         if is_guest(self._local.me.rank):  # no member connects to it
             return False
-        if self._requests.is_near(self.home) or selection.nbytes < _WORTH_RELAYING:
+        if self.requests.is_near(self.home) or selection.nbytes < _WORTH_RELAYING:
             return False
         return self._far_members() > 1
 
@@ -321,10 +402,9 @@ class SourcePull:
         its_node = peers.member(self.home).node_id
         return sum(member.node_id != its_node for member in peers.members)
 
-    def _chained(
-        self, what: tuple[int, str], selection: Selection, pace: Pace, fetch: Callable[[Selection], Future[Any]]
-    ) -> ChainedPull:
-        return ChainedPull(self._requests, self._store, what, selection, pace, fetch, self._check_lease)
+    def feeds(self) -> Feeds:
+        """What this member feeds to others. To be called before the home hears of a pull that might."""
+        return feeds.feeds_of(self._local, self.store, self.requests.counter.store)
 
     def _takes_turns(self, device: torch.device) -> bool:
         """Whether other GPUs of this host may be nearer than the home: not for a reader on the home's own."""
@@ -335,32 +415,169 @@ class SourcePull:
     @property
     def _has_turn(self) -> bool:
         """Whether other GPUs of this host pull the same, and the home has told this member from which it copies."""
-        return self._leased.turn is not None and not self._had_turn
+        return self.leased.turn is not None and not self._had_turn
 
     def _take_turn(self, selection: Selection) -> bool:
         """Copy from the one that is before this member; False if that is not possible."""
-        assert self._leased.turn is not None
+        assert self.leased.turn is not None
         if self.planned is None or selection is not self.planned or (alike := selection.alike) is None:
             self._give_turn_back()
             return False
-        self._had_turn, what = True, (self._leased.version, alike[0])
-        send = partial(self._request_pieces, alike[1].type)
-        return self._chained(what, selection, ON_A_HOST, send).bring_on_a_host(Advice(*self._leased.turn).source)
+        self._had_turn = True
+        chained = ChainedPull(self, alike[0], selection, ON_A_HOST, partial(self._request_pieces, alike[1].type))
+        return chained.bring_on_a_host(Advice(*self.leased.turn).source)
 
     def _give_turn_back(self) -> None:
         """Tell those that would be fed by this member that they have to look elsewhere."""
         if self._has_turn and self.planned is not None and (alike := self.planned.alike) is not None:
-            self._had_turn, version = True, self._leased.version
-            feeds_of(self._requests, self._store).fail(alike[0], version, None)
+            self._had_turn, version = True, self.leased.version
+            self.feeds().fail(alike[0], version, None)
             report = (*self._address, (version, alike[0]), self._local.me.rank)
-            self._requests.notify(self.home, published.REPORT, report)
+            self.requests.notify(self.home, published.REPORT, report)
 
     def _readable_in_place(self, source: Any, device_type: str | None) -> str | None:
         """Return ``device_type`` if a lane can read parts of the source's memory on such devices in place."""
-        if device_type is None or not self._requests.is_near(source):
+        if device_type is None or not self.requests.is_near(source):
             return None
         lane = self._local.tensor_lanes.get(self._local.peers.route(source).beside.get(device_type, ""))
         return device_type if isinstance(lane, WindowLane) else None
+
+
+class _NotReadable(Exception):
+    """The home's memory cannot be copied from."""
+
+
+class ChainedPull:
+    """One pull of a chain: another member may feed it, and it may feed others. By the thread that uses it."""
+
+    def __init__(
+        self,
+        pull: SourcePull,
+        signature: str,
+        selection: Selection,
+        pace: Pace,
+        fetch: Callable[[Selection], Future[Any]],
+    ) -> None:
+        """``signature``: see ``Selection``. ``fetch``: sends a request for a message to the home."""
+        self._pull, self._requests, self._local, self._store = pull, pull.requests, pull.requests.local, pull.store
+        self._what = pull.leased.version, signature
+        self._selection, self._pace, self._fetch = selection, pace, fetch
+        self._size = max(pace.piece_bytes, selection.nbytes // pace.pieces)
+        self._mine = pull.feeds()
+
+    def bring_between_hosts(self) -> None:
+        """Bring the tensors from another host. The member of a host that leads keeps them for all others."""
+        pieces = self._pieces(self._selection)
+        for _ in range(_ATTEMPTS):
+            request = *self._store._address, self._what, len(pieces)
+            answer = self._requests.call(self._store.home, published.ADVISE, request, self._requests.left(0.001))
+            advice = Advice(*answer.wait())
+            if advice.leads or advice.source is None:
+                self._lead(advice.source)
+                return
+            if self._from_member(advice.source, pieces, nothing) == len(pieces):
+                return
+        self._from_home(pieces, nothing)
+
+    def _lead(self, source: int | None) -> None:
+        """Pull into memory that this member keeps for others."""
+        feed, (version, signature) = None, self._what
+        targets, pool = self._selection.targets, self._mine.pool
+        specs = [TensorSpec(target.dtype, tuple(target.shape), target.device) for target in targets]
+        try:
+            memory = pool.memory(specs)
+            pieces = self._pieces(self._selection.into(memory.tensors))
+            feed = Feed(self._local, version, specs, memory, pool, [piece.targets for piece in pieces])
+            lease = self._mine.open(signature, feed)
+            try:
+                brought = 0 if source is None else self._from_member(source, pieces, feed.add)
+                self._from_home(pieces[brought:], feed.add)
+                feed.copy_into(targets, [(place, None) for place in range(len(targets))])
+            finally:
+                pool.release(lease)
+        except BaseException:
+            self._mine.fail(signature, version, feed)
+            self._report(self._local.me.rank)
+            raise
+
+    def bring_on_a_host(self, source: int | None) -> bool:
+        """Copy from the GPU before this one, or from the home; meanwhile feed the next from the model's tensors.
+
+        Returns False if the home's memory cannot be copied from.
+        """
+        (version, signature), began = self._what, time.monotonic()
+        pieces = self._pieces(self._selection)
+        feed = Feed(self._local, version, (), None, self._mine.pool, [piece.targets for piece in pieces])
+        self._mine.pool.release(self._mine.open(signature, feed))
+        is_sound = False
+        try:
+            if source is None:
+                self._from_home(pieces, feed.add)
+                is_sound = True
+            elif self._from_member(source, pieces, feed.add, confirms=True) == len(pieces):
+                is_sound = True
+            else:
+                self._mine.fail(signature, version, feed)  # those that were fed have what nobody vouches for
+                self._from_home(pieces, nothing)
+            if is_sound:
+                self._mine.end(signature, feed, PATIENCE_S + (time.monotonic() - began) / 2)
+            return True
+        except _NotReadable:
+            return False
+        finally:
+            if not is_sound:
+                self._mine.fail(signature, version, feed)
+            self._report(self._local.me.rank)
+
+    def _pieces(self, selection: Selection) -> list[Selection]:
+        return selection.in_slices(self._size).messages(self._size)
+
+    def _from_home(self, pieces: Sequence[Selection], arrived: Callable[[], None]) -> None:
+        answers = stream((partial(self._fetch, piece) for piece in pieces), self._pace.ahead)
+        for piece, answer in zip(pieces, answers, strict=True):
+            if not answer:
+                raise _NotReadable
+            self._pull.check_lease()
+            self._requests.count(self._store.home, piece.nbytes)
+            arrived()
+
+    def _from_member(
+        self, source: int, pieces: Sequence[Selection], arrived: Callable[[], None], *, confirms: bool = False
+    ) -> int:
+        """Bring pieces from a member that leads; returns how many it has brought before it failed.
+
+        ``confirms``: it may have taken back what came, and says so at the end: then none.
+        """
+        requests, address, brought = self._requests, (feeds.KIND, self._mine.name, None), 0
+
+        def request(service: str, *args: Any, **options: Any) -> Future[Any]:
+            wait_s = requests.left(0.001) / 2  # the rest is for the home
+            return requests.call(source, service, (*address, *args, wait_s), 1.5 * wait_s, **options)
+
+        try:
+            lease = request(feeds.LEASE, *reversed(self._what), requests.left()).wait()
+            if lease:
+                try:
+                    fed = enumerate(piece.targets for piece in pieces)
+                    asks = (partial(request, feeds.PIECE, lease, place, into=into) for place, into in fed)
+                    for piece, _ in zip(pieces, stream(asks, self._pace.ahead), strict=True):
+                        self._pull.check_lease()
+                        requests.count(source, piece.nbytes)
+                        arrived()
+                        brought += 1
+                    if not confirms or request(feeds.CONFIRM, lease).wait():
+                        return brought
+                finally:
+                    requests.notify(source, published.RELEASE, (*address, lease, *requests.report(source)))
+        except _FAILURES:
+            if not requests.left():
+                raise
+        self._report(source)
+        return 0 if confirms else brought
+
+    def _report(self, leader: int) -> None:
+        """Tell the home that a leader feeds no more."""
+        self._requests.notify(self._store.home, published.REPORT, (*self._store._address, self._what, leader))
 
 
 def divide(

@@ -20,7 +20,6 @@ from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
-from raytorchrpc.patterns.weights.feeds import Requests
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model, has_shards
@@ -29,6 +28,7 @@ from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.source_pull import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
