@@ -18,7 +18,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
-from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, ReorderBuffer, SequenceMark, Store
+from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, SequenceMark, Store
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
 SHARED_PART = 4
@@ -38,16 +38,6 @@ class HomeStore(Store):
         super().__init__(local.deadlines, closes, f"{label} in member {local.me.name!r}")
         self._local, self.settings, self.shared = local, settings, shared
         self.budget = SharedMemoryBudget((local.config.shm_bytes or local.max_bytes) // SHARED_PART)
-        self.arrivals = ReorderBuffer(self.put, local.deadlines)
-
-    def lose(self, rank: int) -> None:
-        self.arrivals.lose(rank)
-        super().lose(rank)
-
-    def stats(self, key: str | None = None) -> dict[str, int | bool]:
-        stats = super().stats(key)
-        stats["waiting_to_put"] += self.arrivals.held
-        return stats
 
     def metric_rows(self, kind: str, name: str) -> list[QueueStats]:
         """What the metrics show of it: one row and, for a topic, another one for each member that has subscribed."""
@@ -75,15 +65,10 @@ class HomeStore(Store):
                 add(buffer.rank, *counts, oldest_s=buffer.oldest_s(), getting=getting)
         return list(found.values())
 
-    def close(self, error: Exception) -> None:
-        super().close(error)
-        self.arrivals.close(error)
-
     # --- requests of peers -----------------------------------------------------------------------------------------
 
     def serve_put(self, caller: int, packed: PackedItems, wait_s: float, mark: SequenceMark | None) -> Any:
-        items, until = unpack(packed, caller, self.budget), time.monotonic() + wait_s
-        return self.put(items, until, caller) if mark is None else self.arrivals.put(caller, mark, items, until)
+        return self.put(unpack(packed, caller, self.budget), time.monotonic() + wait_s, caller, mark)
 
     def serve_take(self, caller: int, key: str, limit: int, wait_s: float, request_id: int) -> Any:
         taken = self.take(key, limit, time.monotonic() + wait_s, caller, request_id)
@@ -122,7 +107,7 @@ class HomeStore(Store):
 SERVICES = object_services(
     {
         PUT: HomeStore.serve_put,
-        SKIP: lambda store, caller, sequence_id, first: store.arrivals.skip(caller, sequence_id, first),
+        SKIP: HomeStore.skip,
         TAKE: HomeStore.serve_take,
         PUT_BACK: HomeStore.serve_put_back,
         WITHDRAW: lambda store, caller, key, request_id: store.withdraw(key, caller, request_id),
