@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, get_args
 
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
@@ -376,10 +377,7 @@ class Topic(Channel):
             yield from self._response(sent)
         except BaseException:  # the home may have made the buffer, or will: it must not hold up publishers
             call: Any = sent._call
-
-            def cancel() -> None:
-                self._notify_home(local, CANCEL, (*self._address, key), RETURNS)
-
+            cancel = partial(self._notify_home, local, CANCEL, (*self._address, key), RETURNS)
             call.add_done_callback(lambda: local.workers.submit(cancel))
             raise
         finally:

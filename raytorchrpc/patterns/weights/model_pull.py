@@ -182,14 +182,6 @@ class PullMemory:
         self.plans = (plan, *[one for one in self.plans if one is not plan][: _MOST_PLANS - 1])
 
 
-def _is_committed(look: Callable[[], Committed | None], expected: Committed, pulls: Iterable[SourcePull]) -> bool:
-    """Whether leases are of the version that the coordinator names, at the expected instances of the publishers."""
-    found = look()
-    if found is None or found.instances != expected.instances:
-        return False
-    return all(pull.lease is not None and pull.lease.version == found.version for pull in pulls)
-
-
 class ModelPull:
     """One pull into a model, by the thread that uses it."""
 
@@ -276,8 +268,15 @@ class ModelPull:
         if last is None or publishers_of(self._handle) is None:
             return None
         look = begin_look(self._handle, self._local, None, self._requests.left())
+
+        def is_committed(pulls: Iterable[SourcePull]) -> bool:
+            found = look()
+            if found is None or found.instances != last.instances:
+                return False
+            return all(pull.lease is not None and pull.lease.version == found.version for pull in pulls)
+
         try:
-            return self._bring(None, since, sources_of(self._handle, last), partial(_is_committed, look, last))
+            return self._bring(None, since, sources_of(self._handle, last), is_committed)
         except (NotFound, PeerLost, Silent, _Unexpected) as error:
             if self.has_begun:  # the publishers that it has lost are not asked again
                 self._usable.can_do_without(error)
@@ -438,7 +437,7 @@ class ModelPull:
         except PeerLost as lost:
             if lost.peer != pull.home:
                 raise
-            raise pull.loss_of(lost) from lost
+            raise pull.store._home_lost(lost) from lost
 
     # --- the plan ------------------------------------------------------------------------------------------------
 
@@ -499,10 +498,12 @@ class ModelPull:
         """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
         assert pull.layout is not None and pull.lease is not None
         targets, rows = self._request.targets, pull.layout.rows
-        if any(name not in targets or DTYPE_NAMES[targets[name].tensor.dtype] != dtype for name, dtype, *_ in rows):
-            raise ConfigurationError(
-                "carry= brings all tensors as they were published: the model needs each of them, under the same dtype"
-            )
+        for name, dtype, *_ in rows:
+            its = targets.get(name)
+            if its is None or not its.is_whole or DTYPE_NAMES[its.tensor.dtype] != dtype:
+                raise ConfigurationError(
+                    f"carry= brings whole tensors as published: the model needs all of {name!r}, as {dtype}"
+                )
         with torch.no_grad():
             carry(pull.lease.version, [targets[name].tensor for name, *_ in rows])
         self._requests.counter.add(self._requests.counter.expected)

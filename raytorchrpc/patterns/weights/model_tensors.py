@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -137,18 +137,6 @@ def _place_of(value: Any) -> Any:
 
 #: A module, or its tensors by name: tensors, DTensors or Shards.
 Model = torch.nn.Module | Mapping[str, Any]
-
-
-def has_shards(model: Any) -> bool:
-    """Whether some tensor of a model may be a Shard or a DTensor. Quick where no DTensor exists."""
-    values: Iterable[Any] = model.values() if isinstance(model, Mapping) else ()
-    if any(type(value) is Shard for value in values):
-        return True
-    if torch_internals.dtensor_type() is None:
-        return False
-    if isinstance(model, torch.nn.Module):
-        values = (*model.parameters(), *model.buffers())
-    return any(map(_is_dtensor, values))
 
 
 def shards_of(model: Any, store: str) -> dict[str, Shard]:

@@ -188,6 +188,13 @@ def lease_end(seconds: float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds + LINGER_S
 
 
+def name_of(local: LocalMember, rank: int) -> str:
+    """What the counters call a member."""
+    with suppress(NotAMember):  # it has just left
+        return str(local.peers.route_back(rank).member.name)
+    return f"rank {rank}"
+
+
 class Readable:
     """Snapshots that other members read under leases; see ``Served``."""
 
@@ -233,10 +240,7 @@ class Readable:
     def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
         """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
         if store is not None:
-            reader = f"rank {caller}"
-            with suppress(NotAMember):  # it has just left
-                reader = self._local.peers.route_back(caller).member.name
-            self._local.weights.served(store, version, size, reader)
+            self._local.weights.served(store, version, size, name_of(self._local, caller))
         self.pool.release(lease)
 
     def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:

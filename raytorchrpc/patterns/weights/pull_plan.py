@@ -81,15 +81,18 @@ class Selection:
         """The same, into other tensors."""
         return Selection(self.transfers, targets)
 
-    def messages(self, size: int) -> list[Selection]:
-        """Divide into messages of at most ``size`` bytes; a larger tensor is a message of its own."""
+    def messages(self, size: int, sizes: Sequence[int] | None = None) -> list[Selection]:
+        """Divide into messages of at most ``size`` bytes; a larger tensor is a message of its own.
+
+        ``sizes``: what each transfer takes, if that is not its ``nbytes``.
+        """
         found: list[Selection] = []
         begin = filled = 0
-        for place, transfer in enumerate(self.transfers):
-            if place > begin and filled + transfer.nbytes > size:
+        for place, its in enumerate(sizes or [transfer.nbytes for transfer in self.transfers]):
+            if place > begin and filled + its > size:
                 found.append(self.at(range(begin, place)))
                 begin, filled = place, 0
-            filled += transfer.nbytes
+            filled += its
         return [*found, self.at(range(begin, len(self.transfers)))]
 
     def in_slices(self, size: int) -> Selection:

@@ -18,7 +18,7 @@ from raytorchrpc.calls.guests import is_guest
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Window
-from raytorchrpc.errors import LaneUnavailable, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import feeds, published
@@ -64,15 +64,8 @@ class Requests:
 
     def count(self, source: Any, size: int) -> None:
         """Count bytes that have come from a member."""
-        self.counter.add(size, self._name_of(source))
+        self.counter.add(size, source if isinstance(source, str) else published.name_of(self.local, source))
         self._brought[source] = self._brought.get(source, 0) + size
-
-    def _name_of(self, member: Any) -> str:
-        if isinstance(member, str):
-            return member
-        with suppress(NotAMember):  # it has just left
-            return str(self.local.peers.route(member).member.name)
-        return f"rank {member}"
 
     def report(self, source: Any) -> tuple[Any, ...]:
         """What a member that granted a lease is told with the end of it."""
@@ -144,10 +137,6 @@ class SourcePull:
     def source(self) -> Source:
         """Where it pulls from."""
         return self.home, self.store._instance_id
-
-    def loss_of(self, lost: PeerLost) -> PeerLost:
-        """The error for the loss of the home: it says what was lost with it."""
-        return self.store._home_lost(lost)
 
     @property
     def leased(self) -> VersionLease:
@@ -600,13 +589,5 @@ def divide(
                 is_worth_a_request |= not is_tiny
     if not is_worth_a_request:
         return [], selection
-    messages: list[list[int]] = []
-    filled = 0
-    for index, size in sizes.items():
-        if not messages or filled + size > MESSAGE_BYTES:
-            messages.append([])
-            filled = 0
-        messages[-1].append(index)
-        filled += size
     rest = [index for index in range(len(selection.transfers)) if index not in sizes]
-    return list(map(selection.at, messages)), selection.at(rest)
+    return selection.at(list(sizes)).messages(MESSAGE_BYTES, list(sizes.values())), selection.at(rest)

@@ -22,7 +22,7 @@ from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
-from raytorchrpc.patterns.weights.model_tensors import Model, has_shards
+from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
@@ -383,7 +383,7 @@ class WeightStore(Handle):
         instance_id, failures = self._instance_id or 0, _pulled.failures
         if carry is not None:
             self._check_unsharded("carry=")
-            if converts_blocks(options.convert) or options.mapping or options.only or has_shards(model):
+            if converts_blocks(options.convert) or options.mapping or options.only:
                 raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
         if carry is not None or (since is not None and not self._has_pulled(since, options)):
             since = None
