@@ -129,7 +129,7 @@ class SourcePull:
         self.home, self._address = store.home, store._address
         self._is_home = store._is_home(self._local)
         self._device_type = None if self._is_home else self._readable_in_place(self.home, device_type)
-        self._memory = Window()  # that has come with the lease
+        self.memory = Window()  # that has come with the lease
         self._had_turn = self._is_abandoned = False
         self._asked: Future[Any] | None = None  # for the lease
 
@@ -159,7 +159,7 @@ class SourcePull:
             signature = alike[0]
             self.feeds()  # before the home hears of it: others come at once
         request = (*self._address, *args, left, self._device_type, signature)
-        options: dict[str, Any] = {"caller_waits": caller_waits, "into": self._memory}
+        options: dict[str, Any] = {"caller_waits": caller_waits, "into": self.memory}
         self._asked = self.store._send(self._local, published.LEASE, request, left, **options)
 
     def answer(self) -> VersionLease | None:
@@ -184,10 +184,10 @@ class SourcePull:
 
     def _note_answer(self) -> None:
         """Take the lease out of the answer, if one has come."""
-        if self.lease is None and (answer := self._memory.result) is not None:
+        if self.lease is None and (answer := self.memory.result) is not None:
             self._take(VersionLease(*answer[0]))
             if self.planned is None:
-                self._memory.prepare()
+                self.memory.prepare()
 
     def _take(self, lease: VersionLease) -> None:
         self.lease = lease
@@ -249,7 +249,7 @@ class SourcePull:
             return
         pairs = [tie.places for tie in ties]
         if self._is_home:
-            equal = self._snapshot().equal(pairs)
+            equal = self.snapshot().equal(pairs)
         else:
             equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
         both = zip(ties, equal, strict=True)
@@ -262,7 +262,7 @@ class SourcePull:
         first = {place: one for one, place in self.leased.ties} if ties else {}
         return [tie for tie in ties if len({first.get(place, place) for place in tie.places}) > 1]
 
-    def _snapshot(self) -> Any:
+    def snapshot(self) -> Any:
         return self.store._object(self._local).pool.leased(self.leased.lease)
 
     # --- moving tensors ------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ class SourcePull:
         """Whether the memory that has come with the lease has the tensors."""
         assert self.planned is not None
         its_type = None if self.planned.converts else self.planned.device_type
-        return self._memory.has_tensors and its_type == self._device_type
+        return self.memory.has_tensors and its_type == self._device_type
 
     def bring(self, caller_waits: bool = False) -> Iterator[None]:
         """Bring the tensors into the model. Yields once, when the home is asked for what comes first."""
@@ -293,13 +293,13 @@ class SourcePull:
         if self._is_home or self._has_arrived:
             yield
             if self._is_home:
-                self._snapshot().copy_into(selection.targets, selection.places, selection.regions)
+                self.snapshot().copy_into(selection.targets, selection.places, selection.regions)
                 self.requests.counter.add(selection.nbytes)
             else:
-                self._memory.copy_into(selection.parts)
+                self.memory.copy_into(selection.parts)
                 self.requests.count(self.home, selection.nbytes)
         else:
-            self._memory = Window()  # what came with the lease, if anything, is in another form
+            self.memory = Window()  # what came with the lease, if anything, is in another form
             deltas, rest = self._divide(selection)
             first = self._request_deltas(deltas[0], caller_waits) if deltas else None
             sent = self._request_whole(rest, caller_waits and not deltas)

@@ -8,20 +8,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import OFTEN, CallOptions
-from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane, windows
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.plan import KnownLayout, selected
-from raytorchrpc.patterns.weights.published import HOLD, LEASE, RELEASE, VersionLease, lease_is_valid_until
+from raytorchrpc.patterns.weights.plan import selected
+from raytorchrpc.patterns.weights.published import HOLD, RELEASE, lease_is_valid_until
 from raytorchrpc.patterns.weights.publishers import publishers_of
+from raytorchrpc.patterns.weights.source_pull import Requests, SourcePull
 from raytorchrpc.tensors.dtypes import DTYPES, view_at
 
 
@@ -72,15 +73,6 @@ class WeightView(Mapping[str, torch.Tensor]):
         return f"<raytorchrpc.WeightView of {self._store!r}: version {self.version}, {state}{copied}>"
 
 
-class _Leased(NamedTuple):
-    """A version under a lease."""
-
-    lease: VersionLease
-    flat: torch.Tensor | None  # its memory; None: this process cannot read it in place
-    is_copy: bool
-    release: Callable[[], object]  # ends the lease
-
-
 def view_in_place(
     store: Handle,
     local: LocalMember,
@@ -95,31 +87,49 @@ def view_in_place(
     """
     if (obstacle := _obstacle(store, local)) is not None:
         return obstacle
-    lease = _lease_here if store._is_home(local) else _lease_there
-    while (leased := lease(store, local, version, until)) is None:
-        wait(1, max(0.0, until - time.monotonic()))
+    at_home, requests = store._is_home(local), Requests(local, until, PullCounter((store.name, store.home)))
+    while True:
+        pull = SourcePull(store, requests, None, None, "cpu")
+        pull.ask(version, None)
+        if (lease := pull.answer()) is not None:
+            break
+        wait(1, requests.left())
+    address = *store._address, lease.lease
+    release: Callable[[], object] = partial(_release, local, store.home, address)
+    if at_home:
+        release = partial(store._object(local).pool.release, lease.lease)
     try:
-        if leased.flat is None or leased.lease.rows is None:
-            leased.release()
+        if at_home:
+            whole, is_copy = pull.snapshot().memory.whole, False
+            flat = None if whole is None or whole.is_cuda else _read_only(local, whole)
+        else:
+            pieces, is_copy = pull.memory.view()
+            flat = pieces[0] if pieces else None
+        if flat is None or pull.layout is None:
+            release()
             return (
                 f"its tensors are not all in CPU memory that {store.home!r} shares: to read those of a GPU there, pull "
                 f"them into tensors on that GPU"
             )
-        layout = KnownLayout(leased.lease.layout, leased.lease.rows)
-        wanted = set(selected(globs, [name for name, *_ in layout.rows], store.name))
+        if not at_home and not is_copy:  # from now on the lease has no end
+            run(store._request(local, HOLD, address, requests.left()))
+            if time.monotonic() > lease_is_valid_until(until):
+                raise RpcTimeout(f"a view of {store.kind} {store.name!r} took much longer than its timeout; try again")
+        rows = pull.layout.rows
+        wanted = set(selected(globs, [name for name, *_ in rows], store.name))
         with torch.inference_mode(False):
-            flat = _tracked(leased.flat, partial(local.cleanup.leave, leased.release))
+            flat = _tracked(flat, partial(local.cleanup.leave, release))
             tensors = {
-                name: view_at(flat, layout.offset((place, None)), (DTYPES[dtype], shape))
-                for place, (name, dtype, shape, _) in enumerate(layout.rows)
+                name: view_at(flat, pull.layout.offset((place, None)), (DTYPES[dtype], shape))
+                for place, (name, dtype, shape, _) in enumerate(rows)
                 if name in wanted
             }
     except BaseException:
-        leased.release()
+        release()
         raise
-    if not leased.is_copy and not store._is_home(local):
+    if not is_copy and not at_home:
         local.weights.viewed((store.name, store.home))
-    return WeightView(store.name, leased.lease.version, tensors, "they came in a message" if leased.is_copy else None)
+    return WeightView(store.name, lease.version, tensors, "they came in a message" if is_copy else None)
 
 
 def _obstacle(store: Handle, local: LocalMember) -> str | None:
@@ -136,15 +146,6 @@ def _obstacle(store: Handle, local: LocalMember) -> str | None:
     return None
 
 
-def _lease_here(store: Handle, local: LocalMember, version: int | None, until: float) -> _Leased | None:
-    weights = store._object(local)
-    lease = weights.lease(local.me.rank, version, None, 0, None)
-    if lease is None:
-        return None
-    whole, release = weights.pool.leased(lease.lease).memory.whole, partial(weights.pool.release, lease.lease)
-    return _Leased(lease, None if whole is None or whole.is_cuda else _read_only(local, whole), False, release)
-
-
 def _read_only(local: LocalMember, lent: torch.Tensor) -> torch.Tensor | None:
     """See memory that this process lends as its peers see it."""
     for lane in windows(local.tensor_lanes):
@@ -153,30 +154,6 @@ def _read_only(local: LocalMember, lent: torch.Tensor) -> torch.Tensor | None:
             if (found := lane.view(local.me.name, descriptor, [lent.nbytes])) is not None:
                 return found[0]
     return None
-
-
-def _lease_there(store: Handle, local: LocalMember, version: int | None, until: float) -> _Leased | None:
-    def left() -> float:
-        return max(0.0, until - time.monotonic())
-
-    memory = Window()
-    request = (*store._address, version, None, 0, left(), "cpu", None)
-    answer = run(store._response(store._send(local, LEASE, request, left(), into=memory)))
-    if answer is None:
-        return None
-    lease = VersionLease(*answer[0])
-    pieces, are_copies = memory.view()
-    flat = pieces[0] if pieces else None
-    release = partial(_release, local, store.home, (*store._address, lease.lease))
-    try:
-        if flat is not None and not are_copies:  # from now on the lease has no end
-            run(store._request(local, HOLD, (*store._address, lease.lease), left()))
-            if time.monotonic() > lease_is_valid_until(until):
-                raise RpcTimeout(f"a view of {store.kind} {store.name!r} took much longer than its timeout; try again")
-    except BaseException:
-        release()
-        raise
-    return _Leased(lease, flat, are_copies, release)
 
 
 def _release(local: LocalMember, home: str, request: Sequence[Any]) -> None:
