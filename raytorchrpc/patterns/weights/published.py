@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -80,19 +80,33 @@ class VersionLease(NamedTuple):
     ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
 
 
-class VersionWaits:
-    """Waits for versions. Thread-safe."""
+V = TypeVar("V")
+
+
+class Versions(Generic[V]):
+    """What is known of each version that there is, by its number, and waits for versions. Thread-safe."""
 
     instance_id: int
 
     def __init__(self, local: LocalMember) -> None:
         self._local, self._lock = local, ReplyLock()
         self._waits: Waits[int] = Waits(local.deadlines, self._lock)
+        self._versions: OrderedDict[int, V] = OrderedDict()
         self._broken: Exception | None = None
 
     def _newest(self) -> int:
         """The newest version; 0 before the first."""
-        raise NotImplementedError
+        return next(reversed(self._versions), 0)
+
+    def _find(self, version: int | None) -> V:
+        """A version (None: the newest). The caller holds the lock. Raises NotFound."""
+        if not self._versions:
+            raise NotFound(f"version {version or 1} of the weights is not there: none is published yet")
+        chosen = self._newest() if version is None else version
+        if (found := self._versions.get(chosen)) is None:
+            kept = ", ".join(map(str, self._versions))
+            raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
+        return found
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -116,6 +130,7 @@ class VersionWaits:
         with self._lock:
             self._broken = error
             self._waits.settle(error=error)
+            self._versions.clear()
 
 
 def complete(
@@ -253,20 +268,19 @@ class Readable:
         return pieces
 
 
-class PublishedWeights(Readable, VersionWaits):
+class PublishedWeights(Readable, Versions[Snapshot]):
     """The versions that a home has published. Thread-safe."""
 
     def __init__(self, local: LocalMember, settings: tuple[int, bool]) -> None:
         """``settings``: how many versions can be pulled; whether changes of tensors are tracked."""
         Readable.__init__(self, local)
-        VersionWaits.__init__(self, local)
+        Versions.__init__(self, local)
         self.settings = settings
         self._keep, self._track = settings
         self._partial = False  # whether some version has tensors of the version before
         self.relays = RelayPlan()
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
-        self._versions: OrderedDict[int, Snapshot] = OrderedDict()
         self._last = 0  # the highest number that was published, which is there no longer if it was retired
 
     # --- publishing ----------------------------------------------------------------------------------------------
@@ -411,20 +425,6 @@ class PublishedWeights(Readable, VersionWaits):
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    def _newest(self) -> int:
-        """The newest version; 0 before the first."""
-        return next(reversed(self._versions), 0)
-
-    def _find(self, version: int | None) -> Snapshot:
-        """A version (None: the newest). The caller holds the lock. Raises NotFound."""
-        if not self._versions:
-            raise NotFound(f"version {version or 1} of the weights is not there: none is published yet")
-        chosen = self._newest() if version is None else version
-        if (found := self._versions.get(chosen)) is None:
-            kept = ", ".join(map(str, self._versions))
-            raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
-        return found
-
     def serve_layout(self, _: int, version: int | None) -> tuple[int, int, list[Row]]:
         """Return a version (None: the newest), and the number and rows of its layout. Raises NotFound."""
         with self._lock:
@@ -496,11 +496,6 @@ class PublishedWeights(Readable, VersionWaits):
     def lose(self, rank: int) -> None:
         super().lose(rank)
         self.relays.lose(rank)
-
-    def close(self, error: Exception) -> None:
-        VersionWaits.close(self, error)
-        with self._lock:
-            self._versions.clear()
 
 
 SERVICES = object_services(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple
@@ -22,7 +21,7 @@ from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
-from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, VersionWaits
+from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, Versions
 
 #: The shards of one publisher.
 SHARDS = "weight shards"
@@ -69,7 +68,7 @@ def shards_name(store: str, instance: int | None) -> str:
     return f"{store} {instance}"
 
 
-class Coordinator(VersionWaits):
+class Coordinator(Versions[Committed]):
     """Which versions exist. Thread-safe; never blocks."""
 
     def __init__(self, local: LocalMember, name: str, settings: tuple[int, bool, tuple[str, ...]]) -> None:
@@ -81,7 +80,6 @@ class Coordinator(VersionWaits):
         self._vain: set[int] = set()
         """Versions above ``_void`` that will never exist: not all publishers have kept what they had staged."""
         self._present: dict[int, Publisher] = {}
-        self._committed: OrderedDict[int, Committed] = OrderedDict()
         self._highest = self._void = 0
         """The highest version that anyone has staged; versions up to ``_void`` that do not exist never will."""
         self._behind: Waits[int] = Waits(local.deadlines, self._lock)
@@ -115,7 +113,7 @@ class Coordinator(VersionWaits):
                 there.instances[publisher.number] = publisher.instance
                 if len(there.instances) == len(self._publishers):
                     self._commit(version, there.instances)
-                    self._lock.after(self._tell_publishers, next(iter(self._committed)), publisher.number)
+                    self._lock.after(self._tell_publishers, next(iter(self._versions)), publisher.number)
             mine = self._staged_by(publisher.number)
             if version in mine and len(mine) > _AHEAD:
                 return self._await_others(publisher.number, version, until)
@@ -156,7 +154,7 @@ class Coordinator(VersionWaits):
 
     def _kept(self, publisher: int) -> list[int]:
         """The versions that a publisher has to keep."""
-        return [*self._committed, *self._staged_by(publisher)]
+        return [*self._versions, *self._staged_by(publisher)]
 
     def _kept_now(self, publisher: int) -> list[int]:
         with self._lock:
@@ -164,9 +162,9 @@ class Coordinator(VersionWaits):
 
     def _commit(self, version: int, having: dict[int, int]) -> None:
         instances = tuple(having[publisher] for publisher in range(len(self._publishers)))
-        self._committed[version] = Committed(version, instances)
-        while len(self._committed) > self._keep:
-            self._committed.popitem(last=False)
+        self._versions[version] = Committed(version, instances)
+        while len(self._versions) > self._keep:
+            self._versions.popitem(last=False)
         self._staged = {number: there for number, there in self._staged.items() if number > version}
         self._vain = {number for number in self._vain if number > version}
         self._waits.settle(lambda wanted: wanted <= version, version)
@@ -187,9 +185,6 @@ class Coordinator(VersionWaits):
         reply = DeferredReply()
         reply.convert = lambda _: self._kept_now(publisher)
         return self._behind.add(version, until, give_up, reply)
-
-    def _newest(self) -> int:
-        return next(reversed(self._committed), 0)
 
     def _tell_publishers(self, oldest: int, but: int) -> None:
         """Have publishers free the memory of older versions. Does not wait for them."""
@@ -217,14 +212,9 @@ class Coordinator(VersionWaits):
         """A version (None: the newest); None if there is none yet. Raises NotFound if it is not kept."""
         with self._lock:
             self._check_open()
-            if not self._committed and version is None:
+            if not self._versions and version is None:
                 return None
-            chosen = self._newest() if version is None else version
-            found = self._committed.get(chosen)
-            if found is None:
-                kept = ", ".join(map(str, self._committed)) or "none"
-                raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
-            return found
+            return self._find(version)
 
     def lose(self, rank: int) -> None:
         """See ``Served``. What a publisher has staged stays: it may only be away."""
