@@ -16,12 +16,12 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
@@ -163,20 +163,15 @@ def _container(root: Path, environ: Mapping[str, str]) -> str | None:
 
 def _own_addresses(hostname: str) -> tuple[str, ...] | None:
     """Resolves on a thread: an unresponsive name server can take minutes, and the call cannot be interrupted."""
-    found: list[tuple[str, ...]] = []
-
-    def ask() -> None:
-        try:
-            answers = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
-        except OSError:
-            answers = []
-        found.append(tuple(dict.fromkeys(str(answer[4][0]) for answer in answers)))
-
+    answers: futures.Future[list[Any]] = futures.Future()
+    look_up = partial(socket.getaddrinfo, hostname, None, type=socket.SOCK_STREAM)
     try:
-        threads.start(ask, name="raytorchrpc-doctor-name").join(_RESOLVING_S)
-    except threads.ThreadShortage:
+        threads.start(threads.settle, answers, look_up, name="raytorchrpc-doctor-name")
+        return tuple(dict.fromkeys(str(answer[4][0]) for answer in answers.result(_RESOLVING_S)))
+    except (threads.ThreadShortage, futures.TimeoutError):
         return None
-    return found[0] if found else None
+    except OSError:
+        return ()
 
 
 # --- GPUs, by the driver, torch and NVML ----------------------------------------------------------------------------
@@ -316,14 +311,16 @@ def _text(value: Any) -> str:
 
 
 def collect_from_nodes(timeout_s: float) -> list[Evidence]:
-    """Evidence of a new process on each live node. Raises BootstrapError naming nodes that did not answer in time."""
+    """Evidence of each live node, from a process that ends with it. Raises BootstrapError naming nodes that did not
+    answer in time.
+    """
     nodes = _live_nodes()
     hosts = len({node["NodeManagerAddress"] for node in nodes.values()})
     asked = {}
     for name, node in nodes.items():
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        task = ray.remote(_run_in_new_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        asked[name] = task.remote(name, node["NodeManagerAddress"], hosts, timeout_s)
+        task = ray.remote(max_calls=1)(_run_in_task).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        asked[name] = task.remote(name, node["NodeManagerAddress"], hosts)
     return _answers(asked, "node", timeout_s, "is raytorchrpc installed there?")
 
 
@@ -381,34 +378,14 @@ def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> l
     return found
 
 
-def _run_in_new_process(name: str, node_ip: str, hosts: int, timeout_s: float) -> str:
-    """Runs as a Ray task; the new process keeps CUDA out of the memory of Ray's worker."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "raytorchrpc.doctor.collector", name, node_ip, str(hosts)],
-        env={**_as_started(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    if answer.returncode:
-        raise RuntimeError((answer.stderr.strip().splitlines() or ["it exited without an error message"])[-1])
-    return answer.stdout
-
-
-def _as_started() -> dict[str, str]:
-    """The environment with the node's GPUs visible: Ray hides them from a task that requests none."""
-    now = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    started = environment_of(Path("/"))
-    return {**now, **{name: value for name, value in started.items() if name == "CUDA_VISIBLE_DEVICES"}}
+def _run_in_task(name: str, node_ip: str, hosts: int) -> str:
+    """Runs as a Ray task, whose process sees all GPUs of the node: Ray hides them from a task that requests none."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ.update({k: v for k, v in environment_of(LIVE).items() if k == "CUDA_VISIBLE_DEVICES"})
+    return gather(name=name, node_ip=node_ip, hosts=hosts).model_dump_json()
 
 
 def _run_in_actor(instance: Any, name: str, hosts: int) -> str:
     """Runs in the actor's process."""
     granted: dict[str, list[str]] = ray.get_runtime_context().get_accelerator_ids()
     return gather(name=name, wants_gpu=bool(granted.get("GPU")), hosts=hosts).model_dump_json()
-
-
-if __name__ == "__main__":  # NAME ADDRESS HOSTS: prints this machine's evidence as JSON
-    own_name, address, host_count = sys.argv[1:]
-    print(gather(name=own_name, node_ip=address, hosts=int(host_count)).model_dump_json())
