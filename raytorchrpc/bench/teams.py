@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from statistics import median
@@ -23,6 +23,7 @@ from raytorchrpc.bench.cases import Case, Row, Shape
 from raytorchrpc.bench.links import LINKS, TIMEOUT_S, Failed, Link, Stuck, get, one_line
 from raytorchrpc.bench.results import Device
 from raytorchrpc.bench.site import Site
+from raytorchrpc.process import threads
 
 #: Ray's share of a GPU for each actor. All teams run at once, each actor with its own CUDA context.
 _GPU_SHARE = 0.01
@@ -335,19 +336,12 @@ def _collective_group(actors: Sequence[Any], backend: str, timeout_s: float) -> 
     """Create the collective group that Ray's two-sided transports need. Raises Failed."""
     from ray.experimental.collective import create_collective_group
 
-    failures: list[Exception] = []
-
-    def create() -> None:
-        try:
-            create_collective_group(list(actors), backend=backend)
-        except Exception as error:  # an alpha API: any exception is the row's reason
-            failures.append(error)
-
     # create_collective_group has no timeout.
-    creating = threading.Thread(target=create, name="bench-rdt", daemon=True)
-    creating.start()
-    creating.join(timeout_s)
-    if creating.is_alive():
-        raise Stuck(f"Ray did not create the collective group within {timeout_s:.0f} s")
-    if failures:
-        raise Failed(one_line(failures[0])) from failures[0]
+    created: futures.Future[Any] = futures.Future()
+    threads.start(threads.settle, created, create_collective_group, list(actors), backend, name="bench-rdt")
+    try:
+        created.result(timeout_s)
+    except futures.TimeoutError:
+        raise Stuck(f"Ray did not create the collective group within {timeout_s:.0f} s") from None
+    except Exception as error:  # an alpha API: any exception is the row's reason
+        raise Failed(one_line(error)) from error

@@ -253,17 +253,13 @@ class Fabric:
         begun: Future[None] = Future()
 
         def begin() -> None:
-            try:
-                with self._lock:
-                    self._starter = threading.get_ident()
-                    if self._agent is None:
-                        self._start()
-                begun.set_result(None)
-            except BaseException as error:
-                begun.set_exception(error)
+            with self._lock:
+                self._starter = threading.get_ident()
+                if self._agent is None:
+                    self._start()
 
         try:
-            threads.start(begin, name="raytorchrpc-start")
+            threads.start(threads.settle, begun, begin, name="raytorchrpc-start")
         except threads.ThreadShortage as error:
             raise BootstrapError(f"torchrpc's agent cannot be started: {error}") from error
         begun.result()
