@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,31 +14,41 @@ from typer.core import TyperCommand, TyperGroup
 from raytorchrpc import __version__
 
 
-def _without_type(params: list[Any]) -> list[Any]:
-    for param in params:
-        if getattr(param, "is_flag", False) and param.metavar is None:
-            param.metavar = ""  # recent releases of typer show <bool> otherwise
-        if param.param_type_name == "argument":
-            param.display_type_rich = lambda ctx: None  # and <str> beside the name of an argument
-    return params
-
-
 def _option(metavar: str, text: str, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=text, **limits)
 
 
-class Command(TyperCommand):
-    """A command whose help shows flags and arguments without a type."""
+@contextmanager
+def _reported(command: str) -> Iterator[None]:
+    """Report an error in one line. The exit code is 2 for bad input and where no cluster answers, else 1."""
+    from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+
+    try:
+        yield
+    except (RayTorchRpcError, OSError) as error:
+        typer.echo(f"raytorchrpc {command}: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, (ConfigurationError, ConnectionError)) else 1) from error
+
+
+class _WithoutTypes:
+    """Shows flags and arguments without a type in the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type(super().get_params(ctx))
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) and param.metavar is None:
+                param.metavar = ""  # recent releases of typer show <bool> otherwise
+            if param.param_type_name == "argument":
+                param.display_type_rich = lambda ctx: None  # and <str> beside the name of an argument
+        return params
 
 
-class Group(TyperGroup):
+class Command(_WithoutTypes, TyperCommand):
+    """A command."""
+
+
+class Group(_WithoutTypes, TyperGroup):
     """A command with commands of its own."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _without_type(super().get_params(ctx))
 
 
 _AddressOrLocal = Annotated[
@@ -126,14 +138,9 @@ def bench(
     """
     given = {name: value for name, value in locals().items() if value is not None}
     from raytorchrpc.cli.bench import run
-    from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
-    try:
+    with _reported("bench"):
         run(**given)
-    except (RayTorchRpcError, ConnectionError) as error:
-        typer.echo(f"raytorchrpc bench: {error}", err=True)
-        bad_input = isinstance(error, ConfigurationError) or not isinstance(error, RayTorchRpcError)
-        raise typer.Exit(2 if bad_input else 1) from error
 
 
 @app.command(cls=Command)
@@ -252,13 +259,9 @@ def copy(
 ) -> None:
     """Copy an example into a folder, and name the command that runs it. Overwrites nothing."""
     from raytorchrpc.cli.examples import copy
-    from raytorchrpc.errors import ConfigurationError
 
-    try:
+    with _reported("examples copy"):
         example = copy(name, folder)
-    except (ConfigurationError, OSError) as error:
-        typer.echo(f"raytorchrpc examples copy: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
     typer.echo(f"copied to {folder / example.file}; next:\n\n    cd {folder}\n    {example.command}")
 
 
@@ -272,7 +275,7 @@ def _write(kind: str, values: dict[str, Any]) -> None:
     values["root"] = not values.pop("non_root")
     values["ray_version"] = values["ray_version"] or ray.__version__
     pairs = values.pop("env") or []
-    try:
+    with _reported(f"manifest {kind}"):
         if bad := [pair for pair in pairs if "=" not in pair]:
             raise ConfigurationError(f"env: {bad[0]!r} is not NAME=VALUE")
         values["env"] = dict(pair.split("=", 1) for pair in pairs)
@@ -282,6 +285,3 @@ def _write(kind: str, values: dict[str, Any]) -> None:
             typer.echo(text, nl=False)
         else:
             output.write_text(text)
-    except (ConfigurationError, OSError) as error:
-        typer.echo(f"raytorchrpc manifest {kind}: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
