@@ -154,7 +154,7 @@ def calls_of_ray(end: Any) -> float:
 
 def prices(ends: Sequence[Any], pick: Pick, called: bool) -> list[Line]:
     """Each measurement is with and without the setting, in an order of its own."""
-    count, seconds = pick(20, 6, 2), pick(0.25, 0.2, 0.05)
+    count, seconds = pick(20, 6, 1), pick(0.25, 0.2, 0.05)
     callee, caller = ends
     lines = []
     for program in [*PROGRAMS, *([] if called else ["Ray's own calls"])]:

@@ -74,10 +74,10 @@ def before_step(step: str, act: Callable[[], object]) -> None:
 #: The steps of ``init_group`` in a driver: what it calls, how often, and those of the calls that count.
 FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
     **{
-        step: (ray_internals, "call_actor", 9, lambda _, asked, *args, step=step: asked.__name__ == step)
+        step: (ray_internals, "call_actor", 4, lambda _, asked, *args, step=step: asked.__name__ == step)
         for step in ("probe", "prepare", "commit")
     },
-    "wait": (Requests, "next", 20, lambda *_: True),
+    "wait": (Requests, "next", 8, lambda *_: True),
     "post": (ray_internals, "store", 1, lambda key, value: key.startswith("groups/") and value is not None),
     "supervise": (EventBus, "start", 1, lambda *_: True),
     "return": (Patience, "__exit__", 1, lambda *_: True),

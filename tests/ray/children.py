@@ -37,6 +37,8 @@ class Child:
 
     def __init__(self, start_method: str = "spawn") -> None:
         context: Any = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload([__name__])  # once, and not in each child
         self._here, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there,), daemon=False)
         kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("RAY_")}

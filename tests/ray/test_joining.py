@@ -123,7 +123,7 @@ def test_collectives_include_a_child(group: rtr.Group, actors: dict[str, Any], i
 
 def test_a_child_that_is_killed_has_left(group: rtr.Group, actors: dict[str, Any], changes: Any) -> None:
     trainer = actors["trainer"]
-    ray.get(trainer.run.remote(children.start, "victim"))
+    ray.get(trainer.run.remote(children.start, "victim", "forkserver"))
     ray.get(trainer.run.remote(children.do, "victim", children.join, "victim"))
     assert changes.get(timeout=10).kind == "added"
     ray.get(trainer.run.remote(children.end, "victim"))
@@ -132,7 +132,7 @@ def test_a_child_that_is_killed_has_left(group: rtr.Group, actors: dict[str, Any
     with pytest.raises(rtr.PeerLost, match="lost member 'victim': its process ended"):
         ray.get(actors["other"].run.remote(call, "victim", "pid"))
     # Another process takes the name, at once.
-    ray.get(trainer.run.remote(children.start, "victim"))
+    ray.get(trainer.run.remote(children.start, "victim", "forkserver"))
     again = ray.get(trainer.run.remote(children.do, "victim", children.join, "victim"))
     assert ray.get(actors["other"].run.remote(call, "victim", "pid")) == again.pid
     ray.get(trainer.run.remote(children.end, "victim"))
@@ -309,7 +309,7 @@ def test_a_process_that_fails_while_it_joins(
 ) -> None:
     """Killed, suspended or interrupted: the group goes on, and the name is free."""
     trainer = actors["trainer"]
-    ray.get(trainer.run.remote(children.start, "victim"))
+    ray.get(trainer.run.remote(children.start, "victim", "forkserver"))
 
     def interrupted() -> str:
         insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -357,7 +357,7 @@ def test_a_process_that_is_suspended_while_it_joins_holds_up_no_other_change(
 ) -> None:
     """The group waits 10 s for it; others join and leave meanwhile, which it learns when it goes on."""
     trainer = actors["trainer"]
-    ray.get(trainer.run.remote(children.start, "late"))
+    ray.get(trainer.run.remote(children.start, "late", "forkserver"))
 
     def suspended() -> str:
         insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGSTOP))
@@ -389,7 +389,7 @@ def test_a_member_that_does_not_answer_keeps_its_name(
 ) -> None:
     trainer = actors["trainer"]
     pid = in_child(children.join, "engine").pid
-    ray.get(trainer.run.remote(children.start, "second"))
+    ray.get(trainer.run.remote(children.start, "second", "forkserver"))
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(rtr.ConfigurationError, match="has a member 'engine' already"):
@@ -582,7 +582,7 @@ def test_torchrpc_to_and_from_a_child(group: rtr.Group, actors: dict[str, Any], 
 
 def test_what_lives_in_a_child_ends_with_it(group: rtr.Group, actors: dict[str, Any], changes: Any) -> None:
     trainer = actors["trainer"]
-    ray.get(trainer.run.remote(children.start, "victim"))
+    ray.get(trainer.run.remote(children.start, "victim", "forkserver"))
     ray.get(trainer.run.remote(children.do, "victim", children.join, "victim"))
     jobs, weights = rtr.Queue("jobs", home="victim"), rtr.WeightStore("policy", home="victim")
     ray.get(trainer.run.remote(children.do, "victim", lambda: weights.publish({"w": torch.ones(8)})))

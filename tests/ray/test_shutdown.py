@@ -263,7 +263,7 @@ INTERRUPTED = """
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start(os.environ["CLUSTER"])
-    made = actors(16)
+    made = actors(6)
 
     def left():
         keys = [key for prefix in ("groups/", "restarted/", "status/") for key in insides.stored_keys(prefix)]
@@ -280,7 +280,7 @@ INTERRUPTED = """
         except KeyboardInterrupt:
             print(step if settle(lambda: left() == clean, 20) else f"{step} leaves {left()}, and not {clean}")
     with rtr.init_group(made):
-        assert ray.get(made[0].call.remote(15, "double", 4)) == 8
+        assert ray.get(made[0].call.remote(5, "double", 4)) == 8
     print("fine")
 """
 

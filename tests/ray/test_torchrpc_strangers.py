@@ -181,7 +181,7 @@ def test_a_strangers_agent_runs_no_code(
 
 def test_strangers_that_connect_while_members_do(group: rtr.Group, actors: dict[str, Any], nobody: Process) -> None:
     where = nobody.run(answering, torchrpc_ports(actors["b"]))
-    nobody.begin(connect_again_and_again, where, 3.0)
+    nobody.begin(connect_again_and_again, where, 1.5)
     for caller, peer in ("ab", "cb", "ba", "ac"):
         assert in_actor(actors[caller], works, peer)
     assert nobody.result() > 20
