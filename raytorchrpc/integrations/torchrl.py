@@ -178,9 +178,9 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
         if model is not None:
             self._model_ref = weakref.ref(model)
 
-    def create_transport(self, **_: Any) -> _Receiver:
-        """Create what ``receive`` asks for weights."""
-        return _Receiver(weakref.ref(self))
+    def create_transport(self, **_: Any) -> RayTorchRpcWeightSyncScheme:
+        """Return what torchrl's ``receive`` asks for weights: this scheme."""
+        return self
 
     def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
         pass
@@ -196,7 +196,9 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
             return rtr.RemoteError(f"{kind}: {error}", kind, traceback.format_exc())
         return None
 
-    def pull(self, weights: Any, model: Any, timeout: float | None) -> Any | None:
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any | None:
         """Bring the newest weights into ``weights``, which are the model's; None if it has them, or there are none."""
         assert self._store is not None
         if not self._version and not self._store.version():
@@ -208,22 +210,6 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
         self._version = version
         self._strategy.apply_weights(model, weights)  # what is not in the model's own memory, such as extra state
         return weights if isinstance(weights, TensorDictBase) else TensorDict.from_module(model)
-
-
-class _Receiver:
-    """What torchrl calls a transport: of one remote collector."""
-
-    def __init__(self, scheme: weakref.ref[RayTorchRpcWeightSyncScheme]) -> None:
-        self._scheme = scheme
-
-    def send_weights(self, weights: Any) -> None:
-        raise RuntimeError("a remote collector sends no weights")
-
-    def receive_weights(
-        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> Any | None:
-        scheme = self._scheme()
-        return None if scheme is None else scheme.pull(weights, model, timeout)
 
 
 def _by_name(weights: Any, prefix: str = "") -> dict[str, torch.Tensor]:
