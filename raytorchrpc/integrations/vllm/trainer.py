@@ -90,10 +90,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
                 f"{type(source).__name__} yields a part of the model in each process: pass ModelSource with its shards"
             )
         engine = cls(init_info, client, source)
-        version = engine.publish()
+        engine._publish()
         if engine.is_sender:
-            assert engine._store is not None
-            engine._store.wait(version, init_info.timeout)  # until all training processes have published it
             engine.connect()
         return engine
 
@@ -102,8 +100,20 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         info = InitInfo(store=self._init.store, into=self._init.into, timeout=self._init.timeout)
         self.client.init_weight_transfer_engine(asdict(info))
 
-    def publish(self) -> int:
-        """Publish the present weights; returns the version. Training may go on. Every training process calls it."""
+    def send_weights(self) -> None:
+        """Publish the present weights, and have the engines bring them. Every training process calls it.
+
+        Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied. If an engine
+        fails, the error is its own, and the next ``send_weights`` works once it is there again.
+        """
+        version = self._publish()
+        if self.is_sender:
+            self.client.start_weight_update()
+            self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout)))
+            self.client.finish_weight_update(weight_version=str(version))
+
+    def _publish(self) -> int:
+        """Publish the present weights; returns the version. Rank 0 waits until all processes have published it."""
         source, store = self.source, self._store
         if store is None:
             for _ in source:
@@ -111,25 +121,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
             return 0
         # Others yield whole tensors, one after the other, and may gather each of them.
         tensors: Any = source.tensors() if isinstance(source, ModelSource) else source
-        return store.publish(tensors, timeout=self._init.timeout)
-
-    def update(self, version: int) -> None:
-        """Have the engines bring a version, and wait for them. Only rank 0."""
-        assert self._store is not None
-        self._store.wait(version, self._init.timeout)
-        self.client.start_weight_update()
-        self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout)))
-        self.client.finish_weight_update(weight_version=str(version))
-
-    def send_weights(self) -> None:
-        """Publish the present weights, and have the engines bring them. Every training process calls it.
-
-        Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied. If an engine
-        fails, the error is its own, and the next ``send_weights`` works once it is there again.
-        """
-        version = self.publish()
-        if self.is_sender:
-            self.update(version)
+        version = store.publish(tensors, timeout=self._init.timeout)
+        return store.wait(version, self._init.timeout) if self.is_sender else version
 
 
 def _store_of(init: TrainerInit, source: WeightSource) -> rtr.WeightStore | None:
