@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raytorchrpc.config import GroupConfig
@@ -26,7 +27,6 @@ from raytorchrpc.tensors.devices import CPU, Device
 from raytorchrpc.topology.endpoint import Endpoint
 
 Peer = Any  # a member's name, its rank, an actor handle or a Member
-Pairs = tuple[tuple[Device, Device], ...]
 #: The map of one pair of members.
 PairMap = dict[Device, Device]
 
@@ -34,6 +34,7 @@ _ENTRY = re.compile(r"(\d+)_(\d+|cpu)_(\d+|cpu)")
 _SHAPE = "expected <peer rank>_<local gpu>_<peer gpu>, e.g. 1_0_1, with cpu in place of one GPU to cross"
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class DeviceMap:
     """The maps of one member: peer -> {local GPU: peer GPU}, with "cpu" in place of a GPU to cross.
 
@@ -45,14 +46,14 @@ class DeviceMap:
         DeviceMap({'learner': {0: 1}})
     """
 
-    _entries: tuple[tuple[Peer, Pairs], ...]
+    _entries: dict[Peer, PairMap]
 
     def __init__(self, entries: Mapping[Any, Mapping[Any, Device]] | None = None) -> None:
-        moved = {  # a tensor that stays on the CPU needs no entry
-            peer: tuple(pair for pair in pairs.items() if pair != (CPU, CPU)) for peer, pairs in (entries or {}).items()
+        crossing = {  # a tensor that stays on the CPU needs no entry
+            peer: {local: target for local, target in pairs.items() if (local, target) != (CPU, CPU)}
+            for peer, pairs in (entries or {}).items()
         }
-        fixed = tuple((peer, pairs) for peer, pairs in moved.items() if pairs)
-        object.__setattr__(self, "_entries", fixed)
+        object.__setattr__(self, "_entries", {peer: pairs for peer, pairs in crossing.items() if pairs})
 
     @classmethod
     def parse(cls, text: str) -> DeviceMap:
@@ -149,24 +150,24 @@ class DeviceMap:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """Peers that have at least one entry, in the order given."""
-        return tuple(peer for peer, _ in self._entries)
+        return tuple(self._entries)
 
     def to(self, peer: Peer) -> dict[Device, Device]:
         """The entries for one peer."""
-        return next((dict(pairs) for known, pairs in self._entries if known == peer), {})
+        return dict(self._entries.get(peer, {}))
 
     def to_dict(self) -> dict[Peer, dict[Device, Device]]:
         """The dict form that ``from_dict`` reads."""
-        return {peer: dict(pairs) for peer, pairs in self._entries}
+        return {peer: dict(pairs) for peer, pairs in self._entries.items()}
 
     def named(self, name_of: Callable[[Any], str], owner: str = "") -> DeviceMap:
         """The same map with the name of each peer, ``name_of(peer)``. Raises ConfigurationError naming ``owner``."""
         where = f"device map of {owner or 'a member'}"
         entries: dict[str, dict[Device, Device]] = {}
-        for peer, pairs in self._entries:
+        for peer, pairs in self._entries.items():
             name = _name(peer, name_of, where)
             mapped = entries.setdefault(name, {})
-            for local, target in pairs:
+            for local, target in pairs.items():
                 if mapped.setdefault(local, target) != target:
                     raise ConfigurationError(
                         f"{where}: {_label(local)} is mapped to both {_label(mapped[local])} and {_label(target)} of "
@@ -174,20 +175,9 @@ class DeviceMap:
                     )
         return DeviceMap(entries)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"DeviceMap is immutable; cannot set {name!r}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (DeviceMap, (self.to_dict(),))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, DeviceMap):
-            return NotImplemented
-        return self.to_dict() == other.to_dict()
-
     def __hash__(self) -> int:
         # The order of entries has no meaning.
-        return hash(frozenset((peer, frozenset(pairs)) for peer, pairs in self._entries))
+        return hash(frozenset((peer, frozenset(pairs.items())) for peer, pairs in self._entries.items()))
 
     def __bool__(self) -> bool:
         return bool(self._entries)

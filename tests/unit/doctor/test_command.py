@@ -41,18 +41,19 @@ def test_the_evidence_of_a_report_is_an_evidence_file(tmp_path: Path) -> None:
     assert json.loads(out)["nodes"][0] == first
 
 
-@pytest.mark.parametrize(("strict", "memlock", "shm", "code"), [
-    (False, "unlimited", 64 << 30, 0),
-    (True, "unlimited", 64 << 30, 0),
-    (False, "unlimited", 1 << 20, 0),
-    (True, "unlimited", 1 << 20, 1),
-    (False, "8388608", 64 << 30, 1),
+@pytest.mark.parametrize(("strict", "memlock", "shm", "level", "code"), [
+    (False, "unlimited", 64 << 30, "note", 0),
+    (True, "unlimited", 64 << 30, "note", 0),
+    (False, "unlimited", 1 << 20, "warning", 0),
+    (True, "unlimited", 1 << 20, "warning", 1),
+    (False, "8388608", 64 << 30, "problem", 1),
 ])  # fmt: skip
-def test_exit_codes(tmp_path: Path, strict: bool, memlock: str, shm: int, code: int) -> None:
+def test_exit_codes(tmp_path: Path, strict: bool, memlock: str, shm: int, level: str, code: int) -> None:
     tree = public_node(tmp_path)
     tree.process(uid=1000, ipc_lock=False, memlock=memlock)
     tree.say(shm_total_bytes=shm, endpoint={"shm_free_bytes": shm})
-    assert told(tmp_path, *["--strict"] * strict).exit_code == code
+    ran = told(tmp_path, "--json", *["--strict"] * strict)
+    assert (ran.exit_code, json.loads(ran.stdout)["level"]) == (code, level)
 
 
 def test_the_text_says_what_was_seen_what_it_means_and_what_to_do(tmp_path: Path) -> None:
@@ -104,14 +105,6 @@ def test_bad_usage_is_one_line_and_code_2(options: str, words: str) -> None:
     code, out, err = command_line.run("doctor", *options.split())
     assert (code, out) == (2, "")
     assert words in err and err.startswith("raytorchrpc doctor: ") and err.count("\n") == 1
-
-
-def test_strict_counts_warnings(tmp_path: Path) -> None:
-    public_node(tmp_path).say(shm_total_bytes=0, endpoint={"shm_free_bytes": 0})
-    assert told(tmp_path, "--json").exit_code == 0
-    result = told(tmp_path, "--json", "--strict")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["level"] == "warning"
 
 
 WITHOUT = """

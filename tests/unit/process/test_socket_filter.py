@@ -51,7 +51,7 @@ def test_those_named_get_in_and_send_what_they_like(server: socket.socket) -> No
 
 def test_others_do_not_until_they_are_admitted(server: socket.socket) -> None:
     _admit(server, "10.0.0.1", "2001:db8::/32")
-    assert not _gets_in(server, patience_s=0.3)
+    assert not _gets_in(server, patience_s=0.1)
     _admit(server, "10.0.0.1", *HERE)
     assert _gets_in(server)
 
@@ -59,7 +59,7 @@ def test_others_do_not_until_they_are_admitted(server: socket.socket) -> None:
 def test_nobody_is_named() -> None:
     with _listen(socket.AF_INET) as server:
         _admit(server)
-        assert not _gets_in(server, patience_s=0.3)
+        assert not _gets_in(server, patience_s=0.1)
 
 
 @pytest.mark.parametrize("admitted", ["127.0.0.7", "127.0.0.4/30", "0.0.0.0/0"])
@@ -67,7 +67,7 @@ def test_by_address_and_by_network(admitted: str) -> None:
     with _listen(socket.AF_INET) as server:
         _admit(server, admitted)
         assert _gets_in(server, "127.0.0.7")
-        assert _gets_in(server, "127.0.0.8", patience_s=0.3) == (admitted == "0.0.0.0/0")
+        assert _gets_in(server, "127.0.0.8", patience_s=0.1) == (admitted == "0.0.0.0/0")
 
 
 def test_a_connection_that_exists_stays() -> None:
@@ -84,7 +84,7 @@ def test_one_socket_alone_gets_in(server: socket.socket) -> None:
     with socket.socket(server.family) as named, socket.socket(server.family) as other:
         for sock in (named, other):
             sock.bind((server.getsockname()[0], 0))
-            sock.settimeout(0.3)
+            sock.settimeout(0.1)
         tcp.admit_one(server, named.getsockname()[:2])
         with pytest.raises(TimeoutError):
             other.connect(server.getsockname()[:2])
@@ -99,7 +99,7 @@ def test_the_port_alone_is_not_enough() -> None:
         named.bind(("127.0.0.1", 0))
         tcp.admit_one(server, named.getsockname())
         other.bind(("127.0.0.7", named.getsockname()[1]))
-        other.settimeout(0.3)
+        other.settimeout(0.1)
         with pytest.raises(TimeoutError):
             other.connect(server.getsockname())
 
