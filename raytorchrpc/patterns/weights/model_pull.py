@@ -23,7 +23,7 @@ from raytorchrpc.patterns.weights.model_tensors import (
     shards_of,
 )
 from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
-from raytorchrpc.patterns.weights.publishers import Committed, begin_look, look, publishers_of, sources_of
+from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
@@ -199,7 +199,7 @@ class ModelPull:
         """``lending``: see ``keep_admission``. ``wait``: blocks until that version or a newer one is there."""
         self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
         self._memory, self._options, self._carry = memory, options, carry
-        self._look, self._wait = lending(look), lending(wait)
+        self._lending, self._wait = lending, lending(wait)
         self._model = model
         self.has_begun = False  # whether some tensors may have been written
         self._usable = UsableSources(self._local, memory.silent)
@@ -267,10 +267,10 @@ class ModelPull:
         last = self._memory.committed
         if last is None or publishers_of(self._handle) is None:
             return None
-        look = begin_look(self._handle, self._local, None, self._requests.left())
+        newest = look(self._handle, self._local, None, self._requests.left())
 
         def is_committed(pulls: Iterable[SourcePull]) -> bool:
-            found = look()
+            found = newest()
             if found is None or found.instances != last.instances:
                 return False
             return all(pull.lease is not None and pull.lease.version == found.version for pull in pulls)
@@ -288,7 +288,8 @@ class ModelPull:
         if publishers_of(self._handle) is None:
             return None
         while True:
-            found: Committed | None = self._look(self._handle, self._local, version, self._requests.left())
+            asked = look(self._handle, self._local, version, self._requests.left())
+            found: Committed | None = self._lending(asked)()
             if found is not None:
                 self._memory.committed = found
                 return found

@@ -259,13 +259,11 @@ def publishers_of(store: Handle) -> tuple[str, ...] | None:
     return names
 
 
-def look(store: Handle, local: LocalMember, version: int | None, wait_s: float) -> Committed | None:
-    """Ask the coordinator for a version (None: the newest); None if there is none yet. Raises NotFound."""
-    return begin_look(store, local, version, wait_s)()
+def look(store: Handle, local: LocalMember, version: int | None, wait_s: float) -> Callable[[], Committed | None]:
+    """Ask the coordinator for a version (None: the newest).
 
-
-def begin_look(store: Handle, local: LocalMember, version: int | None, wait_s: float) -> Callable[[], Committed | None]:
-    """As ``look``, but what it returns waits for the answer."""
+    What it returns waits for the answer: None if there is none yet. It raises NotFound.
+    """
     args = (*store._address, version)
     if store._is_home(local):
         answer = store._request(local, LOOK, args, wait_s)
@@ -319,7 +317,7 @@ def stage(
             weights.keep(kept)
             version = number if version is None else version
         with weights.asking():
-            carried = (draft.globs, weights.newest()) if draft.globs else None
+            carried = (draft.globs, max(weights.kept, default=0)) if draft.globs else None
             weights.publish(draft, version, staged=True)
             kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
         weights.keep(kept)
@@ -375,11 +373,6 @@ class PublishedShards(PublishedWeights):
             if isinstance(error, NotFound):
                 self.clear()
             raise
-
-    def newest(self) -> int:
-        """The newest version that is here; 0 if there is none."""
-        with self._lock:
-            return self._newest()
 
     def keep(self, versions: Collection[int]) -> None:
         """Retire all versions but these."""

@@ -138,7 +138,7 @@ def describe(
     while True:
         if version is None:
             wait(after + 1, left())
-        committed = None if publishers_of(store) is None else look(store, local, version, left())
+        committed = None if publishers_of(store) is None else look(store, local, version, left())()
         sources = sources_of(store, committed)
         chosen = version if committed is None else committed.version
         try:
