@@ -57,16 +57,13 @@ class _Restarted:
 class RestartedActors:
     """Used by the supervisor's thread, and by whoever ends the group."""
 
-    def __init__(self, roster: Roster, take_in: Callable[[JoinRequest | LeaveRequest], Any] | None = None) -> None:
-        """``take_in``: carries out the request of a process that joins by itself; may block. None: none may."""
+    def __init__(self, roster: Roster, take_in: Callable[[JoinRequest | LeaveRequest], Any]) -> None:
+        """``take_in``: carries out the request of a process that joins by itself; may block."""
         tls = make_identity(roster.name) if roster.tls else None
         self._credentials = replace(roster.credentials, secret=secrets.token_bytes(32), tls=tls)
-        self._connections: ControlConnections | None = None
+        requests = Requests(lambda: None, "the supervisor", lambda _, request: take_in(request))
+        self._connections = ControlConnections(self._credentials, requests.serve)
         """To restarted processes and those that join by themselves, by their keys."""
-        if take_in is not None:
-            requests = Requests(lambda: None, "the supervisor", lambda _, request: take_in(request))
-            self._connections = ControlConnections(self._credentials, requests.serve)
-        self._door = self._connections
         self._known: dict[str, _Restarted] = {}
         self._by_tcp = set[str]()
 
@@ -78,11 +75,11 @@ class RestartedActors:
 
     def _address(self, roster: Roster) -> SocketAddress | None:
         """Where processes ask to join: over TCP too if a member is on another host."""
-        if self._door is None:
+        if roster.config.joinable_by == "nobody":
             return None
         if roster.config.joinable_by == "cluster" or any(map(roster.reached_by_tcp, roster.records)):
-            self._door.reach(self._by_tcp, listening_address(roster.watcher, roster.config))
-        return self._door.address
+            self._connections.reach(self._by_tcp, listening_address(roster.watcher, roster.config))
+        return self._connections.address
 
     def _post(self, record: Record | None) -> None:
         try:
@@ -96,8 +93,7 @@ class RestartedActors:
             self._post(None)
             for its in list(self._known.values()):
                 its.process.post(None)
-        if self._connections is not None:
-            self._connections.close()
+        self._connections.close()
 
     def fate(self, record: MemberRecord, ended: bool) -> tuple[Fate, str]:
         """What Ray says of a lost member's actor, with the cause of a death. ``ended``: see core.AskRay."""
@@ -139,8 +135,6 @@ class RestartedActors:
 
     def find(self, key: str, address: SocketAddress) -> ControlConnections:
         """Note where a process listens."""
-        if self._connections is None:
-            self._connections = ControlConnections(self._credentials)
         if address.tcp is not None:  # it listens there only for a supervisor that needs it
             self._by_tcp.add(key)
             self._connections.reach(self._by_tcp)
@@ -150,8 +144,7 @@ class RestartedActors:
     def forget(self, key: str) -> None:
         """This process need not be reached here any more."""
         self._by_tcp.discard(key)
-        if self._connections is not None:
-            self._connections.forget([key])
+        self._connections.forget([key])
 
     def _dial(self, its: _Restarted, address: SocketAddress) -> None:
         actor_id = its.process.actor_id
@@ -191,10 +184,9 @@ class RestartedActors:
     def admitted(self, handles: Mapping[str, Any]) -> None:
         """These are members now: their processes need not be reached here any more."""
         for key in map(_key_of, handles.values()):
-            if self._connections is not None:
-                if self._known.pop(key, None) is not None:
-                    self._connections.send(key, restarted.finish)
-                self.forget(key)
+            if self._known.pop(key, None) is not None:
+                self._connections.send(key, restarted.finish)
+            self.forget(key)
 
     def call_all(
         self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: bool
@@ -203,7 +195,6 @@ class RestartedActors:
 
         No answer in time is a BootstrapError: to ask Ray why would take longer than the next attempt.
         """
-        assert self._connections is not None
         names = {_key_of(handles[name]): name for name in arguments}
         asked = {actor_id: arguments[name] for actor_id, name in names.items()}
         results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)

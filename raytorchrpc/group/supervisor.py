@@ -107,7 +107,7 @@ class Supervisor:
         self._making, self._process_groups = threading.Lock(), 0
         """Held while a process group is created; how many were."""
         self._connections = ControlConnections(roster.credentials)
-        self._restarts = RestartedActors(roster, None if roster.config.joinable_by == "nobody" else self.take_in)
+        self._restarts = RestartedActors(roster, self.take_in)
         self._tracing = Tracing(self._connections)
         self._threads, self._no_more_posts = list[threading.Thread](), threading.Event()
         self._readmissions: list[threading.Thread] = []

@@ -65,7 +65,7 @@ class Actor:
         self.handle, self.pid, self.now, self._lanes = Handle(), 7, 1000.0, lanes
         credentials = Credentials(b"s" * 32, group="g", generation="1")
         roster: Any = SimpleNamespace(name="g", tls=None, credentials=credentials)
-        self.restarts = RestartedActors(roster)
+        self.restarts = RestartedActors(roster, lambda request: None)
         self.listening: SocketLane | None = None
         self.is_silent = False
         """As a process that is suspended."""
@@ -173,22 +173,21 @@ def test_a_process_that_does_not_answer_is_tried_again(actor: Actor, monkeypatch
 
 def test_one_that_is_silent_holds_up_the_others_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts, "_GAP_S", 0.2)
-    credentials = Credentials(b"s" * 32, group="g", generation="1")
-    connections, codec = ControlConnections(credentials), Codec(cloudpickle.CloudPickler)
-    lanes = {name: SocketLane(name, credentials, tcp_host=None, by_tcp=frozenset()) for name in "abc"}
-    answer = Message((protocol.OK,), codec.encode("here"))
+    roster: Any = SimpleNamespace(name="g", tls=None, credentials=Credentials(b"s" * 32, group="g", generation="1"))
+    actors = RestartedActors(roster, lambda request: None)
+    lanes = {name: SocketLane(name, actors._credentials, tcp_host=None, by_tcp=frozenset()) for name in "abc"}
+    answer = Message((protocol.OK,), Codec(cloudpickle.CloudPickler).encode("here"))
     for name, lane in lanes.items():
         silent = name == "b"
         address = lane.open(lambda _, reply, silent=silent: None if silent else lambda: reply(answer), lambda _: None)
-        connections.set_address(name, "", address)
-    actors = RestartedActors(SimpleNamespace(name="g", tls=None, credentials=credentials))  # type: ignore[arg-type]
-    actors._connections = connections
+        actors.find(name, address)
     handles = {name: SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name)) for name in lanes}
     began = time.monotonic()
     results, failures = actors.call_all(handles, print, dict.fromkeys(lanes, ()), began + 30)
     assert results == {"a": "here", "c": "here"} and time.monotonic() - began < 10
     assert isinstance(failures["b"], BootstrapError) and "no answer in time" in str(failures["b"])
-    for lane in (*lanes.values(), connections):
+    actors.end(session_lasts=False)
+    for lane in lanes.values():
         lane.close()
 
 
