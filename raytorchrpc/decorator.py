@@ -95,7 +95,8 @@ def method(
         options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}
         return functools.partial(method, **options, ahead=ahead)
     if not inspect.isfunction(function) or function.__name__ == "__init__":
-        raise ConfigurationError(f"@raytorchrpc.method decorates methods in a class body, not {function!r}")
+        remedy = ": leave that out, so that it is a method of the actor" if hasattr(function, "__func__") else ""
+        raise ConfigurationError(f"@raytorchrpc.method decorates methods in a class body, not {function!r}{remedy}")
     streams = _checked_stream(function, objectref, ahead)
     on_loop = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     group = ray_internals.concurrency_group_of(function)

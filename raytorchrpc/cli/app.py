@@ -262,7 +262,10 @@ def copy(
 
     with _reported("examples copy"):
         example = copy(name, folder)
-    typer.echo(f"copied to {folder / example.file}; next:\n\n    cd {folder}\n    {example.command}")
+    copied, command = folder / example.file, example.command
+    if copied.is_dir():  # run there, it writes its files there
+        folder, command = copied, command.replace(f"{example.file}/", "")
+    typer.echo(f"copied to {copied}; next:\n\n    cd {folder}\n    {command}")
 
 
 def _write(kind: str, values: dict[str, Any]) -> None:

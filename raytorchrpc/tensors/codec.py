@@ -357,7 +357,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         return ((f"[{index}]", each) for index, each in enumerate(value[:_MAX_PARTS]))
     if isinstance(value, dict):
         return ((f"[{reprlib.repr(key)}]", each) for key, each in islice(value.items(), _MAX_PARTS))
-    attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    own: Any = type(value).__reduce__  # whose error says more than a part would
+    attributes = {} if isinstance(value, type) or own is not object.__reduce__ else getattr(value, "__dict__", {})
     return ((f".{name}", each) for name, each in islice(attributes.items(), _MAX_PARTS))
 
 

@@ -116,6 +116,11 @@ class Peer:
     def undecorated(self) -> str:
         return "never over raytorchrpc"
 
+    @staticmethod
+    @rtr.method
+    def unbound() -> str:
+        return "never over raytorchrpc"
+
     # For the test, through Ray.
 
     def run(self, function: Any, *args: Any) -> Any:

@@ -733,6 +733,7 @@ def test_an_unknown_target_is_told_who_there_is(
         ("dubble", r"Peer has no method 'dubble' \(exposed: double, give, .*, who\); did you mean 'double'\?"),
         ("undecorated", r"Peer.undecorated is not exposed: decorate it with @raytorchrpc.method"),
         ("tag", "Peer has no method 'tag'"),
+        ("unbound", "Peer.unbound is a static or class method, which cannot be called directly: make it a method"),
     ],
 )
 def test_an_unknown_or_undecorated_method_is_refused_by_every_verb(pair: tuple[Any, Any], name: str, said: str) -> None:
@@ -769,6 +770,8 @@ def test_calling_the_proxy_itself_says_what_to_write(verb: str) -> None:
     with pytest.raises(TypeError, match=rf"names no method: write {verb}\(target\)\.method\(\.\.\.\)"):
         getattr(rtr, verb)("b")(1, x=2)
     assert repr(getattr(rtr, verb)("b")) == f"<{verb}('b'): call a method of it>"
+    with pytest.raises(AttributeError, match=r"\.double\.remote\(\.\.\.\) is for Ray's handles: write \.double"):
+        getattr(rtr, verb)("b").double.remote(1)
 
 
 def test_arguments_that_do_not_fit_raise_what_python_raises(pair: tuple[Any, Any]) -> None:
@@ -782,19 +785,21 @@ def test_an_unpicklable_argument_is_named_and_sends_nothing(pair: tuple[Any, Any
             _error_of(lambda: rtr.rpc_sync(target).keep(threading.Lock())),
             _error_of(lambda: rtr.rpc_async(target).keep(1, {"deep": [threading.Lock()]})),
             _error_of(lambda: rtr.remote(target).keep(1, value=threading.Lock())),
+            _error_of(lambda: rtr.rpc_sync(target).keep(rtr.rpc_async(target).double(1))),
         ]
 
     said = [
         "the 1st argument of b.keep (_thread.lock) cannot be pickled: ",
         "the 2nd argument of b.keep (dict) cannot be pickled, because of its ['deep'][0] (_thread.lock): ",
         "argument 'value' of b.keep (_thread.lock) cannot be pickled: ",
+        "the 1st argument of b.keep (raytorchrpc.calls.client.future.Future) cannot be pickled: TypeError: a",
     ]
 
     a, b = pair
     before = ray.get(a.call.remote(b, "keep", None))
     for error, text in zip(ray.get(a.run.remote(send, b)), said, strict=True):
         assert isinstance(error, rtr.SerializationError)
-        assert str(error).startswith(text) and "lock" in str(error)
+        assert str(error).startswith(text) and ("lock" in str(error) or "Future" in text)
     assert ray.get(a.call.remote(b, "keep", None)) == before + 1
 
 

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
@@ -67,6 +67,9 @@ class Future(Generic[T]):
         self._taking = threading.Lock()
         """Held while the outcome is decided: taken from the call, or cancelled."""
         self._outcome: tuple[Any, BaseException | None] | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Future stays in its process: pass what its result() returns")
 
     def done(self) -> bool:
         """Whether ``result`` would return or raise at once. Never blocks."""
@@ -340,6 +343,8 @@ def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
         [2, 4]
     """
     refuse_on_loop("raytorchrpc.gather", "`await asyncio.gather(*futures)`")
+    if len(futures) == 1 and isinstance(futures[0], (list, tuple)):
+        raise ConfigurationError("raytorchrpc.gather takes futures, not a list of them: write gather(*futures)")
     failed = _settle(_checked(futures), return_exceptions)
     try:
         if failed is not None:

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from raytorchrpc.calls.client.future import Call, Future
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
@@ -38,6 +38,9 @@ class Stream(Generic[T]):
     """
 
     _ended = True
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Stream stays in its process: pass its items, or have the other actor call the method")
 
     def __init__(
         self,

@@ -30,6 +30,19 @@ Into = Sequence[torch.Tensor] | None
 Target = Any  # ActorHandle | str | int | Member: an ActorHandle's class cannot be imported without Ray
 
 
+class _Method(functools.partial[Any]):
+    """One method of a proxy. Calling it makes the call."""
+
+    __slots__ = ()
+
+    @property
+    def remote(self) -> Any:
+        raise AttributeError(
+            f".{self.args[-1]}.remote(...) is for Ray's handles: write .{self.args[-1]}(...) after "
+            "raytorchrpc.rpc_sync, rpc_async or remote"
+        )
+
+
 class _Proxy:
     """``proxy.method(...)`` makes the call, as its verb does."""
 
@@ -41,7 +54,7 @@ class _Proxy:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return functools.partial(self._send, self._target, self._options, name)
+        return _Method(self._send, self._target, self._options, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"{self._verb}(target)(...) names no method: write {self._verb}(target).method(...)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -126,6 +127,11 @@ class IncomingCalls:
         if self.callee.instance is None:
             return f"{self.callee.name!r} is a driver: it exposes no methods"
         offered, cls = ", ".join(sorted(self.methods)) or "none", type(self.callee.instance)
+        if isinstance(inspect.getattr_static(cls, name, None), (staticmethod, classmethod)):
+            return (
+                f"{cls.__name__}.{name} is a static or class method, which cannot be called directly: make it a method "
+                f"of the actor (exposed: {offered})"
+            )
         if callable(getattr(cls, name, None)):
             return (
                 f"{cls.__name__}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "

@@ -176,6 +176,8 @@ def test_wait_refuses_what_are_no_futures(members: Members) -> None:
         rtr.wait(future)  # type: ignore[arg-type]
     with pytest.raises(rtr.ConfigurationError, match=r"is not a raytorchrpc\.Future"):
         rtr.gather(future, 1)  # type: ignore[arg-type]
+    with pytest.raises(rtr.ConfigurationError, match=r"write gather\(\*futures\)"):
+        rtr.gather([future])  # type: ignore[arg-type]
 
 
 # --- gather --------------------------------------------------------------------------------------------------

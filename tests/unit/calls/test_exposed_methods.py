@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import raytorchrpc as rtr
 from tests.unit.callees import methods_of
 
@@ -33,6 +35,12 @@ def test_decorated_methods_are_exposed_and_no_code_of_the_class_runs() -> None:
     found = methods_of(Actor())
     assert {name: note.retry for name, note in found.items()} == {"offered": 0, "repeated": 2}
     assert methods_of(None) == {}, "a driver exposes nothing"
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_only_methods_of_the_actor_can_be_decorated(kind: Any) -> None:
+    with pytest.raises(rtr.ConfigurationError, match="leave that out, so that it is a method of the actor"):
+        rtr.method(kind(lambda: None))
 
 
 class Local:

@@ -27,11 +27,14 @@ def test_every_example_is_listed() -> None:
     assert ran.exit_code == 0 and {line.split()[0] for line in ran.stdout.splitlines()} == there
 
 
-@pytest.mark.parametrize(("file", "command"), [("kv_cache.py", "python kv_cache.py"), ("job", "python job/train.py")])
-def test_a_copy_is_whole_and_names_what_runs_it(file: str, command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "there", "command"),
+    [("kv_cache.py", ".", "python kv_cache.py"), ("tutorial", "tutorial", "python train.py")],
+)
+def test_a_copy_is_whole_and_names_what_runs_it(file: str, there: str, command: str, tmp_path: Path) -> None:
     ran = command_line.run("examples", "copy", Path(file).stem, str(tmp_path / "mine"))
     assert ran.exit_code == 0
-    assert ran.stdout.endswith(f"next:\n\n    cd {tmp_path / 'mine'}\n    {command}\n")
+    assert ran.stdout.endswith(f"next:\n\n    cd {tmp_path / 'mine' / there}\n    {command}\n")
     source, made = FOLDER / file, tmp_path / "mine" / file
     assert (files(made) == files(source)) if source.is_dir() else (made.read_bytes() == source.read_bytes())
     assert list((tmp_path / "mine").iterdir()) == [made]
@@ -68,5 +71,5 @@ def test_a_wheel_has_all_examples(tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    assert ran.returncode == 0 and "python tutorial/train.py" in ran.stdout, ran.stderr
+    assert ran.returncode == 0 and "cd mine/tutorial" in ran.stdout, ran.stderr
     assert files(tmp_path / "mine" / "tutorial") == files(FOLDER / "tutorial")
