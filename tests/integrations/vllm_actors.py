@@ -428,6 +428,15 @@ class Server:
             raise RuntimeError("".join(said[-30:]))
         self._reader = threading.Thread(target=self.process.stdout.read, daemon=True)  # so that it never waits
         self._reader.start()
+        until = time.monotonic() + 60
+        while True:  # uvicorn says that it has started before it listens
+            try:
+                self.ask("GET", "/health")
+                break
+            except (OSError, ValueError):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
 
     def start(self, command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
