@@ -246,11 +246,6 @@ class Request(NamedTuple):
         elsewhere = frozenset(part for parts in others for part in parts)
         return Request(store, targets, options._replace(mapping=mapping), publishers, elsewhere)
 
-    def has_nothing_of(self, published: Collection[str]) -> bool:
-        """Whether no tensor of the model is made of what was published."""
-        mapping = self.options.mapping
-        return not any(part in published for name in self.targets for part in mapping.get(name, (name,)))
-
 
 def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], turn: int) -> list[list[Transfer]]:
     """For each publisher, what to bring from it. Raises ConfigurationError, which names up to ten tensors.
@@ -258,8 +253,6 @@ def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], 
     What several have comes from the nearest; ``turn`` spreads readers over equally near ones.
     """
     published = held_by_name(request.publishers, layouts)
-    if published and request.targets and request.has_nothing_of(published):
-        request = request._replace(options=request.options._replace(strict=True))  # say so, rather than pull nothing
     wrong: list[str] = []
     lacking, unpublished = list[str](), list[str]()
     if isinstance(request.options.convert, BlockFp8):

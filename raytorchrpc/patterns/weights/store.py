@@ -314,8 +314,8 @@ class WeightStore(Handle):
             convert: convert tensors whose floating dtype differs from the published one. The home does so once for each
                 version and dtype; bfloat16 needs half the bytes of float32. Without it, another dtype is an error.
                 ``BlockFp8()`` converts matrices to fp8, with a scale for each block.
-            strict: the model must have exactly the published names. Otherwise the names that both have are pulled; it
-                is an error if they have none in common.
+            strict: the model must have exactly the published names. Otherwise the names that both have are pulled, even
+                if there are none.
             mapping: other names, by name in the model: the published name, or the names of the parts that a fused
                 parameter has along its first dimension, in order. A shard of it has the same share of every part.
             only: a name or glob of the model's names, or several. Brings these tensors; ``strict`` applies to them, and

@@ -74,15 +74,6 @@ def test_a_model_that_does_not_fit_is_told_what_to_do(
 
 
 @READERS
-@pytest.mark.parametrize("options", [{}, {"mapping": {"a": "z"}}])
-def test_a_model_that_has_nothing_of_the_version_is_told_so(
-    published: Members, reader: str, options: dict[str, Any]
-) -> None:
-    tensors = {"a": torch.zeros(3, 4), "b": torch.zeros(4)}
-    assert "the model has no 'x', which was published" in error_of(published, reader, tensors, strict=False, **options)
-
-
-@READERS
 def test_an_invalid_model_is_named_though_there_is_nothing_to_pull(members: Members, reader: str) -> None:
     with members.acting("home"):
         publishes = rtr.WeightStore("w")
