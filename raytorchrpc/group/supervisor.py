@@ -152,6 +152,7 @@ class Supervisor:
         raises if they cannot be added to the group as it is then, nor to others that are being added.
         """
         with self._changed:
+            self._check_running()
             handles = named()
             left_s = max(0.0, deadline - time.monotonic())
             self._changed.wait_for(lambda: not self._joining.keys() & handles.keys(), left_s)
