@@ -260,8 +260,7 @@ def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
 def _reach_all(membership: Membership, listening: Listening) -> None:
     """Check that this member reaches the others.
 
-    Within a network namespace one ping per listener is enough, from its neighbour in rank; none, if all have been in a
-    group before and are as they were: nothing can be in the way of a Unix socket there. Between namespaces, a member
+    Within a network namespace one ping per listener is enough, from its neighbour in rank. Between namespaces, a member
     of each pings each listener over every message lane, as a firewall may block one of them; the members of a namespace
     divide the listeners among them. So forming a group of n members on h hosts takes about n * h pings.
     """
@@ -271,8 +270,6 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
     near, far = whom_to_ping(local.me, membership.table.info, {*listening.away, *listening.silent})
     # A ping over torchrpc would start the agents of both ends.
     agents = local.config.torchrpc == "at once"
-    if membership.spec.edition is not None and not agents and not local.config.always_tcp:
-        near = []
     if not agents:
         urls = {
             name: membership.table.peers[name].addresses[registry.FABRIC].url
