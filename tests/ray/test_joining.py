@@ -499,19 +499,27 @@ def test_an_actor_serves_another_object_one_call_at_a_time(
     busy, held = spawn(Peer, max_concurrency=4), latch()
 
     class Engine:
+        begun = 0
+
         @rtr.method
         def hold(self) -> None:
+            self.begun += 1
             held.pass_through()
+
+        @rtr.method(concurrent=True)
+        def holds(self) -> int:
+            return self.begun
 
     with rtr.init_group(actors, name="open", config=rtr.GroupConfig(joinable_by="cluster")):
         ray.get(busy.run.remote(lambda: rtr.join("open", "loop", instance=Engine()) and None))
         holding = actors["other"].run.remote(call, "loop", "hold")
         arrived = held.await_arrival()
         assert ray.get(busy.double.remote(2)) == 4, "Ray's call of the actor's own method"
-        with pytest.raises(rtr.RpcTimeout, match="waited for its turn"):
+        with pytest.raises(rtr.RpcTimeout):
             ray.get(actors["trainer"].run.remote(lambda: rtr.rpc_sync("loop", timeout=0.5).hold()))
         held.release(arrived)
         ray.get(holding)
+        assert ray.get(actors["trainer"].run.remote(call, "loop", "holds")) == 1, "the one that waited ran too"
 
 
 def test_a_restarted_actor_joins_again(actors: dict[str, Any], spawn: Spawn) -> None:
