@@ -202,8 +202,11 @@ class Supervisor:
 
     def take_in(self, request: JoinRequest | LeaveRequest) -> None:
         """Carry out the request of a process that joins or leaves by itself. Blocks."""
+        joinable_by = self.roster.config.joinable_by
+        if joinable_by == "nobody":  # their listener is for restarted members alone
+            raise NotAMember(f"group {self.roster.name!r} takes in no processes: GroupConfig(joinable_by='nobody')")
         known = hmac.compare_digest(request.consent, consent(self.roster.secret, self.roster.generation))
-        if not known and not (isinstance(request, JoinRequest) and self.roster.config.joinable_by == "cluster"):
+        if not known and not (isinstance(request, JoinRequest) and joinable_by == "cluster"):
             raise NotAMember(f"group {self.roster.name!r} takes in only processes that its members have started")
         if isinstance(request, LeaveRequest):
             record = self.roster.records.get(request.name)
