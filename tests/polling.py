@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,8 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def allowed(seconds: float) -> float:
+    """What is promised of a machine that has cores to spare, in seconds; so much more as others use them."""
+    return seconds * max(1.0, 2.0 * os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -11,15 +11,13 @@ from tests.faults.faults import Fault, Kill, Stop, random_faults
 from tests.faults.report import GoingOn, survivals
 from tests.faults.running import Running, running
 from tests.faults.scenarios import COPIES, LAST, PUBLISHERS, READERS, SCENARIOS
+from tests.polling import allowed
 
 SHARDS = SCENARIOS["shards"]
 #: Of the long form.
 FAULTS, SEED = int(os.environ.get("SHARD_FAULTS", "500")), int(os.environ.get("SHARD_SEED", "12"))
 #: A survivor goes on within this after a fault (seconds). On an idle machine it takes a tenth of that.
 GOES_ON_S = 1.0
-#: A restarted process is a member again within this, once its ``__init__`` runs; it takes 0.2 s, and 0.5 s more while
-#: another member is suspended (seconds).
-REJOINS_S = 1.8
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +36,9 @@ def strike(run: Running, *faults: Fault) -> list[GoingOn]:
     return survivals(struck, run.records)
 
 
-def returned(run: Running, member: str) -> tuple[float, float]:
-    """When the last process of a member began, and when it was in the group again."""
-    started, joined = (
-        max(note.began for note in run.records if (note.member, note.op) == (member, op)) for op in ("start", "member")
-    )
-    return started, joined
+def returned(run: Running, member: str) -> float:
+    """When the last process of a member was in the group."""
+    return max(note.began for note in run.records if (note.member, note.op) == (member, "member"))
 
 
 @pytest.mark.timeout(120)
@@ -53,14 +48,14 @@ def test_survivors_of_a_publisher_that_dies_go_on(run: Running, victim: str) -> 
     rows = strike(run, Kill(victim))
     died = run.report.struck[-1].at
     assert died is not None
-    _, back = returned(run, victim)
+    back = returned(run, victim)
     waited = [row for row in rows if row.op == "publish_shards" and row.answered > back - died - 0.05]
     assert waited == [], "publishers that waited for the one that died go on before it is back"
     readers = [row for row in rows if row.member in READERS]
     assert {row.how for row in readers} >= {LAST, COPIES}
-    assert [row for row in readers if row.answered > GOES_ON_S] == []
+    assert [row for row in readers if row.answered > allowed(GOES_ON_S)] == []
     copies = [row for row in readers if row.how == COPIES]
-    assert copies and (victim == PUBLISHERS[0] or [row for row in copies if row.done > GOES_ON_S] == [])
+    assert copies and (victim == PUBLISHERS[0] or [row for row in copies if row.done > allowed(GOES_ON_S)] == [])
 
 
 @pytest.mark.timeout(120)
@@ -68,16 +63,14 @@ def test_survivors_of_a_publisher_that_dies_go_on(run: Running, victim: str) -> 
 def test_a_suspended_publisher_holds_nobody_up_who_finds_the_same_elsewhere(run: Running, victim: str) -> None:
     copies = [row for row in strike(run, Stop(victim, seconds=2.5)) if row.how == COPIES]
     assert len(copies) == len(READERS)
-    assert [row for row in copies if row.done > 2 * GOES_ON_S] == []
+    assert [row for row in copies if row.done > allowed(2 * GOES_ON_S)] == []
 
 
 @pytest.mark.timeout(120)
 def test_a_restarted_publisher_returns_while_a_reader_is_suspended(run: Running) -> None:
-    strike(run, Kill("p1"), Stop("r0", seconds=4.0, absent="p1"))
-    started, joined = returned(run, "p1")
+    strike(run, Kill("p1"), Stop("r0", seconds=10.0, absent="p1"))
     suspended = run.report.struck[-1].at
-    assert suspended is not None and suspended < joined < suspended + 4.0
-    assert joined - started < REJOINS_S
+    assert suspended is not None and suspended < returned(run, "p1") < suspended + 10.0
 
 
 @pytest.mark.timeout(120)

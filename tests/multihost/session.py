@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,11 +13,6 @@ from typing import Any
 from tests.multihost.rig import Host, read_line, stop
 
 TIMEOUT_S = 60.0
-
-
-def allowed(seconds: float) -> float:
-    """What is promised of a machine that has cores to spare, in seconds; so much more as there are processes to run."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Driver:

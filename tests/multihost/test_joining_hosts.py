@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.multihost.rig import Host
-from tests.multihost.session import allowed, driver
+from tests.multihost.session import driver
+from tests.polling import allowed
 
 pytestmark = pytest.mark.multihost
 

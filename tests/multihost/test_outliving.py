@@ -11,7 +11,8 @@ import pytest
 
 from tests.multihost.conftest import given
 from tests.multihost.rig import Host
-from tests.multihost.session import Driver, allowed, driver
+from tests.multihost.session import Driver, driver
+from tests.polling import allowed
 
 pytestmark = pytest.mark.multihost
 

@@ -18,6 +18,7 @@ from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import formation, ray_calls
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join
+from tests.polling import allowed
 from tests.unit import clusters
 from tests.unit.group.test_roster import prepared_of, probes_of
 
@@ -173,7 +174,7 @@ def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.M
     ) as e:
         formation.form_group(roster, {name: name for name in names}, 0.3, lambda *_: None)
     assert e.value.members == ("m_317",)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < allowed(3)
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -186,5 +187,5 @@ def test_the_time_runs_anew_while_a_process_loads_modules(monkeypatch: pytest.Mo
     while (until := patience.extend({"a": "a"}, 2)) > time.monotonic():
         time.sleep(max(0.0, until - time.monotonic()))
     took = time.monotonic() - began
-    assert took >= 0.5 if loads else took < 0.4, "it ends five times the timeout after its begin, or with the progress"
+    assert took >= 0.5 if loads else took < allowed(0.4), "five times the timeout after its begin, or with the progress"
     assert patience.deadline - began <= 0.5 + 0.05

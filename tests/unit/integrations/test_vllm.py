@@ -36,7 +36,7 @@ def test_the_plugin_costs_next_to_nothing_where_nobody_uses_it() -> None:
     assert ran.returncode == 0, ran.stderr
     seconds, imported, registered = json.loads(ran.stdout)
     assert [name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names] == ["raytorchrpc_vllm"]
-    assert seconds < 0.005
+    assert seconds < 0.02
     assert [name for name, *_ in registered] == ["raytorchrpc", "raytorchrpc"]
 
 

@@ -22,7 +22,7 @@ from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
 from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.process import threads
 from raytorchrpc.tensors.codec import Encoded
-from tests.polling import wait_until
+from tests.polling import allowed, wait_until
 
 PATIENCE_S = 20.0
 
@@ -237,7 +237,7 @@ def test_looking_in_vain_rests_longer_each_time_until_it_pays_off_again() -> Non
     began = time.perf_counter()
     while not spinner.should_spin():
         time.sleep(SPIN_S)
-    assert 4 * SPIN_S < time.perf_counter() - began < 1
+    assert 4 * SPIN_S < time.perf_counter() - began < allowed(1)
     spinner.spin(lambda: True)
     assert all(spinner.should_spin() for _ in range(5))
     fail(spinner, 6)

@@ -18,6 +18,7 @@ from raytorchrpc.lanes.registry import LANES, TRAFFIC, Traffic
 from raytorchrpc.routing.pairs import PairRoute
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.routing.routes import RoutePlan
+from tests.polling import allowed
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,
@@ -858,7 +859,7 @@ def test_a_plan_for_a_big_group_is_quick_and_small() -> None:
     cluster = clusters.hosts_of(8, 64)
     start = time.perf_counter()
     routes = plan(cluster, GroupConfig())
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < allowed(1)
     pickled = pickle.dumps(routes)
     assert len(pickled) < 32 * 1024
     copy = pickle.loads(pickled)
