@@ -325,7 +325,9 @@ class Handle:
         try:
             return (yield sent)
         except PeerLost as lost:
-            error = self._home_lost(lost)
+            error: RayTorchRpcError = self._home_lost(lost)
+        except RpcTimeout as late:
+            error = RpcTimeout(f"{late} (it is the home of {self.kind} {self._name!r})")
         finally:
             del sent  # it holds the exception, and thereby this frame
         raise error

@@ -301,7 +301,7 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> No
         if how == "cancelled":
             asyncio.run(cancelled())
         else:
-            with pytest.raises(rtr.RpcTimeout):
+            with pytest.raises(rtr.RpcTimeout, match=r"it may still run there \(it is the home of queue 'q'\)"):
                 queue.get(0.05) if how == "get" else asyncio.run(queue.aget(0.05))
         assert at_home(members).stats()["items"] == 0
         lane.deliver_answers()
