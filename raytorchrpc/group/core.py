@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from raytorchrpc.calls.peers import Absence
 from raytorchrpc.group.changes import Change
@@ -42,26 +42,6 @@ _RETRY_S, _ASK_AGAIN_S = 0.5, 10.0
 BEHIND = "it has not yet learned who else is a member"
 
 
-class Broke(NamedTuple):
-    """A connection to a member's process broke."""
-
-    name: str
-    incarnation: int
-    cause: str
-
-
-class Dialled(NamedTuple):
-    """It was tried to connect to a member's process."""
-
-    name: str
-    incarnation: int
-    error: str | None
-    refused: bool = False
-    """Nothing listened there any more."""
-    ended: bool = False
-    """Its process has ended, and there will be no other."""
-
-
 class Fate(Enum):
     """What Ray says of a lost member's actor."""
 
@@ -77,84 +57,19 @@ class Fate(Enum):
     """Ray knows nothing of it: it joined by itself."""
 
 
-class RaySaid(NamedTuple):
-    """What Ray said of lost members, by name, with the cause of a death."""
-
-    fates: Mapping[str, tuple[Fate, str]]
-    took_s: float = 0.0
-
-
-class Answered(NamedTuple):
-    """Answers of members to deltas, by name and incarnation; None: it failed, or could not be asked."""
-
-    answers: Mapping[tuple[str, int], Answer | None]
-
-
-class Coming(NamedTuple):
-    """These have prepared to join, with the view as it is; the other members are to prepare for them."""
-
-    peers: Sequence[Peer]
-
-
-class Connecting(NamedTuple):
-    """These are told where the other members listen, and connect."""
-
-    names: Sequence[str]
-
-
-class Arrived(NamedTuple):
-    """These have joined."""
-
-    kind: Literal["added", "back"]
-    names: Sequence[str]
-    version: int
-    """``Core.promised`` after their ``Coming``."""
-
-
-class Failed(NamedTuple):
-    """An attempt to admit these has failed."""
-
-    names: Sequence[str]
-    later: Sequence[str] = ()
-    """Those of them that may try again later; the others at once."""
-
-
-class Parting(NamedTuple):
-    """These are asked to leave, and break their connections: that is no loss, because ``Removed`` follows."""
-
-    names: Sequence[str]
-
-
-class Removed(NamedTuple):
-    """A user removes these members."""
-
-    names: Sequence[str]
-
-
-class Overdue(NamedTuple):
-    """The supervisor does not wait any longer for members to follow that version of the view."""
-
-    version: int
-
-
-class Tick(NamedTuple):
-    """The time of ``Core.due`` has come."""
-
-
-Event = (
-    Broke | Dialled | RaySaid | Answered | Coming | Connecting | Arrived | Failed | Parting | Removed | Overdue | Tick
-)
+#: What has happened: a call of one of the methods of ``Core`` that are named as events.
+Event = Callable[[], None]
 
 
 class Announce(NamedTuple):
-    """Send a delta to these members, by name the incarnation; each answer is an ``Answered``."""
+    """Send a delta to these members, by name the incarnation; each answer is reported by ``answered``."""
 
     delta: Delta
     members: Mapping[str, int]
 
 
 class AskRay(NamedTuple):
-    """Ask Ray about the actors of these members: ``RaySaid``."""
+    """Ask Ray about the actors of these members: ``ray_said``."""
 
     names: Sequence[str]
     ended: Collection[str]
@@ -162,7 +77,7 @@ class AskRay(NamedTuple):
 
 
 class Dial(NamedTuple):
-    """Connect to these members and watch the connections: ``Dialled``, later ``Broke``."""
+    """Connect to these members and watch the connections: ``dialled``, later ``broke``."""
 
     names: Sequence[str]
     patience_s: float
@@ -179,7 +94,7 @@ class Strike(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """Admit the new processes of these members: ``Coming`` and then ``Arrived``, or ``Failed``."""
+    """Admit the new processes of these members: ``coming`` and then ``arrived``, or ``failed``."""
 
     names: Sequence[str]
     patience_s: float
@@ -273,23 +188,11 @@ class Core:
         """The version at which those join that have announced themselves last."""
         self._reports: deque[_Pending] = deque()
         self._now = 0.0
+        self._has_answers = False
+        """Members have answered, among the events that are being handled."""
         self._out: list[Instruction] = []
         for entry in self.view.entries.values():
             self._add(entry.peer, self.view.version)
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            Broke: self._broke,
-            Dialled: self._dialled,
-            RaySaid: self._ray_said,
-            Answered: self._answered,
-            Coming: self._prepare_for,
-            Connecting: lambda event: self._connecting.update(event.names),
-            Arrived: self._arrived,
-            Failed: self._failed,
-            Parting: lambda event: self._parting.update(event.names),
-            Removed: self._removed,
-            Overdue: lambda event: self._stop_waiting(event.version),
-            Tick: self._poll,
-        }
 
     def _add(self, peer: Peer, version: int) -> None:
         name = peer.member.name
@@ -298,12 +201,11 @@ class Core:
 
     def handle(self, events: Iterable[Event], now: float) -> list[Instruction]:
         """What to do next, in order. ``now``: ``time.monotonic()``. What these events change is announced at once."""
-        self._now, self._out = now, []
-        before, answered = self.view.version, False
+        self._now, self._out, self._has_answers = now, [], False
+        before = self.view.version
         for event in events:
-            self._handlers[type(event)](event)
-            answered |= isinstance(event, Answered)
-        if answered:
+            event()
+        if self._has_answers:
             self.view.forget(min((member.version for member in self._members.values()), default=0))
         if self.view.version != before:
             for name, member in self._members.items():
@@ -316,7 +218,7 @@ class Core:
     # --- what the supervisor asks -------------------------------------------------------------------------------------
 
     def due(self) -> float | None:
-        """When ``Tick`` is due (``time.monotonic``); None: not before another event."""
+        """When ``tick`` is due (``time.monotonic``); None: not before another event."""
         times = [loss.next_poll for loss in self.lost.values() if loss.phase is not Phase.RETURNING]
         times += [when for name, when in self._behind.items() if when > self._now and name not in self._asked]
         times += [when + _ASK_AGAIN_S for when in list(self._asked.values())[:1]]
@@ -356,9 +258,11 @@ class Core:
             self._out.append(Announce(self.view.since(version), members))
             self._asked.update(dict.fromkeys(members, self._now))
 
-    def _answered(self, event: Answered) -> None:
+    def answered(self, answers: Mapping[tuple[str, int], Answer | None]) -> None:
+        """Event: answers of members to deltas, by name and incarnation; None: it failed, or could not be asked."""
         moved: dict[int, Prepared] = {}
-        for (name, incarnation), answer in event.answers.items():
+        self._has_answers = True
+        for (name, incarnation), answer in answers.items():
             member, loss = self._members.get(name), self.lost.get(name)
             if member is None or member.incarnation != incarnation or self._asked.pop(name, None) is None:
                 continue
@@ -400,7 +304,8 @@ class Core:
         self._behind.pop(name, None)
         self._asked.pop(name, None)
 
-    def _stop_waiting(self, version: int) -> None:
+    def overdue(self, version: int) -> None:
+        """Event: the supervisor does not wait any longer for members to follow that version of the view."""
         for name in self._behind:
             member = self._members[name]
             member.is_slow |= member.version < version
@@ -418,21 +323,23 @@ class Core:
             if self.awaited(version):
                 if self._now < until:
                     return
-                self._stop_waiting(version)
+                self.overdue(version)
             self._reports.popleft()
             self._out.append(Report(change))
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
-    def _broke(self, event: Broke) -> None:
-        member = self._members.get(event.name)
-        if member is None or member.incarnation != event.incarnation:
+    def broke(self, name: str, incarnation: int, cause: str) -> None:
+        """Event: a connection to a member's process broke."""
+        member = self._members.get(name)
+        if member is None or member.incarnation != incarnation:
             return
-        if event.name not in self.lost and event.name not in self._parting:
-            self.lost[event.name] = _Loss(event.cause, self._now)  # polled with others reported by then
-            self._drop(event.name)
+        if name not in self.lost and name not in self._parting:
+            self.lost[name] = _Loss(cause, self._now)  # polled with others reported by then
+            self._drop(name)
 
-    def _poll(self, _: Tick) -> None:
+    def tick(self) -> None:
+        """Event: the time of ``due`` has come."""
         while self._asked and (oldest := next(iter(self._asked.items())))[1] + _ASK_AGAIN_S <= self._now:
             del self._asked[oldest[0]]
             self._members[oldest[0]].is_slow = True
@@ -448,12 +355,13 @@ class Core:
             ended = [name for name in polled if self.lost[name].phase in (Phase.ENDED, Phase.RESTARTED)]
             self._out.append(AskRay(polled, ended))
 
-    def _ray_said(self, event: RaySaid) -> None:
+    def ray_said(self, fates: Mapping[str, tuple[Fate, str]], took_s: float = 0.0) -> None:
+        """Event: what Ray said of lost members, by name, with the cause of a death."""
         dead, ended = dict[str, _Loss](), list[str]()
-        for name, (fate, cause) in event.fates.items():
+        for name, (fate, cause) in fates.items():
             if (loss := self.lost.get(name)) is None or loss.phase is Phase.RETURNING:
                 continue
-            loss.next_poll += 2 * event.took_s  # Ray's control store is busy while it restarts many actors
+            loss.next_poll += 2 * took_s  # Ray's control store is busy while it restarts many actors
             if fate is Fate.DEAD:
                 loss.cause = f"its actor died: {cause}" if cause else "its actor died"
                 dead[name] = loss
@@ -487,11 +395,17 @@ class Core:
         self._asked.pop(name, None)
         self._out.append(Dial([name], patience_s))
 
-    def _dialled(self, event: Dialled) -> None:
-        name, loss, member = event.name, self.lost.get(event.name), self._members.get(event.name)
-        if member is None or member.incarnation != event.incarnation:
+    def dialled(
+        self, name: str, incarnation: int, error: str | None, *, refused: bool = False, ended: bool = False
+    ) -> None:
+        """Event: it was tried to connect to a member's process.
+
+        ``refused``: nothing listened there any more. ``ended``: its process has ended, and there will be no other.
+        """
+        loss, member = self.lost.get(name), self._members.get(name)
+        if member is None or member.incarnation != incarnation:
             return
-        if event.error is None:
+        if error is None:
             member.is_watched = True
             if loss is not None and loss.phase is Phase.SUSPECTED:
                 self._recover(name)
@@ -499,13 +413,13 @@ class Core:
                 loss.next_dial = self._now + _RECONNECT_S
                 self._asked[name] = self._now
                 self._out.append(Announce(self.view.since(member.version, reconnects=True), {name: member.incarnation}))
-        elif event.ended:
+        elif ended:
             self._bury({name: _Loss("its process ended", self._now)})
         elif loss is None:
-            self._broke(Broke(name, event.incarnation, event.error))  # it has just joined
+            self.broke(name, incarnation, error)  # it has just joined
         else:
             loss.next_dial = self._now + _SLOW_POLL_S
-            if event.refused and loss.phase is Phase.SUSPECTED:  # one that only hangs would have accepted it
+            if refused and loss.phase is Phase.SUSPECTED:  # one that only hangs would have accepted it
                 self._lose([name], Phase.AWAY)
 
     def _lose(self, names: Sequence[str], phase: Phase) -> None:
@@ -527,10 +441,15 @@ class Core:
             del self._members[name]
         self._out += [Forget(gone), Strike()]
 
-    def _removed(self, event: Removed) -> None:
-        self.view.remove({self._members[name].rank: None for name in event.names})
-        self._strike(event.names)
-        self._report_later(Change("removed", tuple(event.names)))
+    def parting(self, names: Iterable[str]) -> None:
+        """Event: these are asked to leave. That they break their connections is no loss: ``removed`` follows."""
+        self._parting.update(names)
+
+    def removed(self, names: Sequence[str]) -> None:
+        """Event: a user removes these members."""
+        self.view.remove({self._members[name].rank: None for name in names})
+        self._strike(names)
+        self._report_later(Change("removed", tuple(names)))
 
     # --- arrivals -----------------------------------------------------------------------------------------------------
 
@@ -547,33 +466,40 @@ class Core:
                 self.lost[name].phase = Phase.RETURNING
             self._out.append(Admit(names, patience_s))
 
-    def _prepare_for(self, event: Coming) -> None:
-        self._coming.update({peer.member.name: peer for peer in event.peers})
-        self.view.admit(event.peers, JOINING)
+    def coming(self, peers: Sequence[Peer]) -> None:
+        """Event: these have prepared to join, with the view as it is; the other members are to prepare for them."""
+        self._coming.update({peer.member.name: peer for peer in peers})
+        self.view.admit(peers, JOINING)
         self.promised = self.view.promise()
 
-    def _arrived(self, event: Arrived) -> None:
-        arrived = [self._coming.pop(name) for name in event.names]
-        self._connecting.difference_update(event.names)
-        self.view.arrive(arrived, event.version)
+    def connecting(self, names: Iterable[str]) -> None:
+        """Event: these are told where the other members listen, and connect."""
+        self._connecting.update(names)
+
+    def arrived(self, kind: Literal["added", "back"], names: Sequence[str], version: int) -> None:
+        """Event: these have joined. ``version``: ``promised`` after their ``coming``."""
+        arrived = [self._coming.pop(name) for name in names]
+        self._connecting.difference_update(names)
+        self.view.arrive(arrived, version)
         for peer in arrived:
             self.lost.pop(peer.member.name, None)
-            self._add(peer, event.version)
-        self._out.append(Dial(event.names, _CONNECT_S))
-        self._report_later(Change(event.kind, tuple(event.names)))
+            self._add(peer, version)
+        self._out.append(Dial(names, _CONNECT_S))
+        self._report_later(Change(kind, tuple(names)))
 
-    def _failed(self, event: Failed) -> None:
-        came = [its.member for name in event.names if (its := self._coming.pop(name, None)) is not None]
-        self._connecting.difference_update(event.names)
+    def failed(self, names: Sequence[str], later: Collection[str] = ()) -> None:
+        """Event: an attempt to admit these has failed. ``later``: those that try again later; the others at once."""
+        came = [its.member for name in names if (its := self._coming.pop(name, None)) is not None]
+        self._connecting.difference_update(names)
         lost = {its.rank: self.lost[its.name] for its in came if its.name in self.lost}
         if lost:
             self.view.mark({rank: loss.absence for rank, loss in lost.items()})
         if new := [its.rank for its in came if its.rank not in lost and its.rank in self.view.entries]:
             self.view.remove(dict.fromkeys(new))
-        for name in event.names:
+        for name in names:
             if (loss := self.lost.get(name)) is None or loss.phase is not Phase.RETURNING:
                 continue
-            if name in event.later:
+            if name in later:
                 loss.phase = Phase.ENDED  # others that return by then do not wait for it
                 loss.next_poll = self._now + min(_FIRST_RETRY_S * loss.backoff, _LONGEST_RETRY_S)
                 loss.backoff *= 2

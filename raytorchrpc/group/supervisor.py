@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats
@@ -41,6 +41,8 @@ from raytorchrpc.membership.view import Answer
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.topology.endpoint import Endpoint
+
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +181,7 @@ class Supervisor:
 
         def part() -> dict[str, int]:
             self.roster.check_leavers(names)
-            self._handle(core.Parting(names))
+            self._handle(self._core.parting, names)
             return {name: self.roster.records[name].member.rank for name in names}
 
         def remove() -> Roster:
@@ -188,7 +190,7 @@ class Supervisor:
             now = {name: its.member.rank for name, its in roster.records.items()}
             left = [name for name in names if now.get(name) == ranks[name]]
             if left:
-                self._handle(core.Removed(left))
+                self._handle(self._core.removed, left)
             return roster
 
         ranks = self._request(part)
@@ -238,7 +240,7 @@ class Supervisor:
         """Take a process off the roster that joined by itself and has ended: another one wants its name."""
         record = self.roster.records.get(name)
         if record is not None and isinstance(record.handle, JoinedProcess) and self._connections.is_over(name, _PING_S):
-            self._report(core.Dialled(name, record.member.incarnation, "its process ended", ended=True))
+            self._report(self._core.dialled, name, record.member.incarnation, "its process ended", ended=True)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
         """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
@@ -413,7 +415,7 @@ class Supervisor:
 
     def _tick(self) -> None:
         if self._goes_on():
-            self._handle(core.Tick())
+            self._handle(self._core.tick)
         else:
             self.stop()
 
@@ -422,19 +424,22 @@ class Supervisor:
 
     # --- events and instructions --------------------------------------------------------------------------------------
 
-    def _report(self, event: core.Event) -> None:
-        """Have the thread handle an event."""
-        self._reported.append(event)
+    def _report(self, event: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have the thread handle an event: that call of a method of the core."""
+        self._reported.append(partial(event, *args, **kwargs))
         self._submit(self._note_reports)
 
     def _note_reports(self) -> None:
         """Handle what was reported by now together: each change goes to all members."""
         if events := list(self._reported):
-            self._handle(*events)
+            self._handle_together(events)
             for _ in events:
                 self._reported.popleft()
 
-    def _handle(self, *events: core.Event) -> None:
+    def _handle(self, event: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._handle_together([partial(event, *args, **kwargs)])
+
+    def _handle_together(self, events: Iterable[core.Event]) -> None:
         self._todo.extend(self._core.handle(events, time.monotonic()))
         self._carry_out()
         with self._changed:
@@ -469,7 +474,7 @@ class Supervisor:
             except Exception as error:
                 if not isinstance(error, PeerLost):  # that is reported by its connection
                     logger.info("%s could not follow a change of its group yet: %s", name, error)
-            self._report(core.Answered({(name, its.members[name]): answer}))
+            self._report(self._core.answered, {(name, its.members[name]): answer})
 
         self._connections.ask(join.follow, (its.delta,), its.members, answered)
 
@@ -486,14 +491,14 @@ class Supervisor:
         with self._changed:
             while before and not self._stopped:
                 if not self._changed.wait_for(moves, max(0.0, min(until, limit) - time.monotonic())):
-                    self._report(core.Overdue(version))
+                    self._report(self._core.overdue, version)
                     return
                 before, until = self._core.awaited(version), time.monotonic() + gap_s
 
     def _ask_ray(self, its: core.AskRay) -> None:
         began = time.monotonic()
         fates = {name: self._restarts.fate(self.roster.records[name], name in its.ended) for name in its.names}
-        self._handle(core.RaySaid(fates, time.monotonic() - began))
+        self._handle(self._core.ray_said, fates, time.monotonic() - began)
 
     def _dial(self, its: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
@@ -509,10 +514,10 @@ class Supervisor:
             self._connections.dial(work)
         except threads.ThreadShortage as error:
             for name in its.names:
-                self._report(core.Dialled(name, roster.records[name].member.incarnation, str(error)))
+                self._report(self._core.dialled, name, roster.records[name].member.incarnation, str(error))
 
     def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
-        dialled, watch = core.Dialled(name, incarnation, None), None
+        why, refused, ended, watch = None, False, False, None
         try:
             if self.roster.records[name].handle is None:  # this process
                 self._connections.ping(name, patience_s)
@@ -520,14 +525,13 @@ class Supervisor:
                 watch = self._connections.watch(name, patience_s)
         except Exception as error:
             # Where a connection existed, one that is refused tells that nothing listens there any more.
-            refused, why = isinstance(error.__cause__, OSError), error.__cause__
+            why, refused = str(error), isinstance(error.__cause__, OSError)
             alone = isinstance(self.roster.records[name].handle, JoinedProcess)
-            dialled = dialled._replace(
-                error=str(error), refused=refused, ended=alone and isinstance(why, ConnectionRefusedError)
-            )
+            ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
+        dialled = partial(self._core.dialled, name, incarnation, why, refused=refused, ended=ended)
         threads.persist(lambda: self._report(dialled), _REPORT_S)
         if watch is not None:  # from now on, so that the end of the process is reported after this
-            watch(lambda cause: self._report(core.Broke(name, incarnation, cause)))
+            watch(lambda cause: self._report(self._core.broke, name, incarnation, cause))
 
     def _tell(self, its: core.Report) -> None:
         change = its.change
@@ -562,7 +566,7 @@ class Supervisor:
         except Exception as error:
             logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
             later = [name for name in handles if name in getattr(error, "members", handles)] or failed
-        threads.persist(lambda: self._report(core.Failed(failed, later)), _REPORT_S)
+        threads.persist(lambda: self._report(self._core.failed, failed, later), _REPORT_S)
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         """Have the participants join. Blocks: not on the supervisor's thread."""
@@ -575,7 +579,7 @@ class Supervisor:
             if formation in self._assigned and not formation.is_done:  # else Ctrl-C came too late
                 formation.roll_back()
                 if kind == "added":
-                    self._report(core.Failed(list(formation.participants)))
+                    self._report(self._core.failed, list(formation.participants))
             raise
         finally:
             self._assigned.pop(formation, None)
@@ -606,14 +610,15 @@ class Supervisor:
         if formation.has_others(self.roster):
             return None
         formation.others = self._core.listening()
-        self._handle(core.Coming(formation.roster.peers({**self._core.listening(), **coming}, coming)))
+        peers = formation.roster.peers({**self._core.listening(), **coming}, coming)
+        self._handle(self._core.coming, peers)
         return self._core.promised
 
     def _others_of(
         self, formation: Formation, coming: Mapping[str, Prepared]
     ) -> tuple[dict[str, Prepared], dict[str, str], set[str]]:
         """Where all members listen, those that are away, and those that do not answer."""
-        self._handle(core.Connecting(list(coming)))
+        self._handle(self._core.connecting, list(coming))
         gone = dict.fromkeys(formation.roster.records.keys() - self._core.listening().keys(), "it has left the group")
         away = {name: cause for name, cause in {**self._core.away(), **gone}.items() if name not in coming}
         silent = {*self._core.unready()}.difference(away, coming)
@@ -625,7 +630,7 @@ class Supervisor:
         if kind == "back" and (gone := [name for name in names if name not in self.roster.records]):
             raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
         self.roster, formation.is_done = self.roster.with_members(formation.roster, names), True
-        self._handle(core.Arrived(kind, names, version))
+        self._handle(self._core.arrived, kind, names, version)
         self.info = self.roster.info(self._core.listening())
         self._restarts.admitted(formation.participants)
         self._restarts.post(self.roster)

@@ -30,13 +30,15 @@ class Supervised:
         self.silent: set[str] = set()
         self.asked: list[core.Announce] = []
         for name in self.names:
-            assert self.tell(core.Dialled(name, 0, None)) == []
+            assert self.tell(self.core.dialled, name, 0, None) == []
 
-    def tell(self, event: core.Event, after_s: float = 0.0) -> list[core.Instruction]:
+    def tell(
+        self, event: Callable[..., None], *about: Any, after_s: float = 0.0, **more: Any
+    ) -> list[core.Instruction]:
         """What is to be done, but for announcements to members that answer, and what follows from their answers."""
         self.now += after_s
         done = []
-        todo = self.core.handle([event], self.now)
+        todo = self.core.handle([partial(event, *about, **more)], self.now)
         while todo:
             its = todo.pop(0)
             if isinstance(its, core.Announce):
@@ -44,26 +46,26 @@ class Supervised:
                 answers = {
                     key: Answer(its.delta.version, None) for key in its.members.items() if key[0] not in self.silent
                 }
-                todo += self.core.handle([core.Answered(answers)], self.now)
+                todo += self.core.handle([partial(self.core.answered, answers)], self.now)
             else:
                 done.append(its)
         return done
 
     def said(self, fate: Fate, *names: str, cause: str = "") -> list[core.Instruction]:
-        return self.tell(core.RaySaid({name: (fate, cause) for name in names}))
+        return self.tell(self.core.ray_said, {name: (fate, cause) for name in names})
 
     def lose(self, *names: str) -> None:
         """These have ended, which has been reported."""
         for name in names:
-            self.tell(core.Broke(name, self.group.roster.records[name].member.incarnation, "connection closed"))
+            self.tell(self.core.broke, name, self.group.roster.records[name].member.incarnation, "connection closed")
         self.said(Fate.ENDED, *names)
 
     def admit(self, *names: str) -> None:
         peers = self.group.restarted(*names)
-        self.tell(core.Coming(peers))
-        self.tell(core.Arrived("back", names, self.core.promised))
+        self.tell(self.core.coming, peers)
+        self.tell(self.core.arrived, "back", names, self.core.promised)
         for peer in peers:
-            self.tell(core.Dialled(peer.member.name, peer.member.incarnation, None))
+            self.tell(self.core.dialled, peer.member.name, peer.member.incarnation, None)
 
 
 @pytest.fixture
@@ -79,21 +81,21 @@ def reported(instructions: Sequence[core.Instruction]) -> list[tuple[str, tuple[
 
 
 def test_a_loss_is_announced_and_then_reported(its: Supervised) -> None:
-    assert its.tell(core.Broke(A, 0, "connection closed")) == []
+    assert its.tell(its.core.broke, A, 0, "connection closed") == []
     assert its.core.due() == its.now and its.core.causes() == {A: "connection closed"}
-    assert its.tell(core.Tick()) == [core.AskRay([A], [])]
+    assert its.tell(its.core.tick) == [core.AskRay([A], [])]
     done = its.said(Fate.ENDED, A)
     assert done == [core.Forget([A]), core.Report(core.Change("lost", (A,), "connection closed"))]
     (told,) = its.asked
     assert set(told.members) == {*its.names} - {A}, "all get one delta"
     assert [state.absence.cause for state in told.delta.states if state.absence] == ["connection closed"]
-    assert its.tell(core.Tick(), 0.05) == [core.AskRay([A], [A])], "its next process may listen"
+    assert its.tell(its.core.tick, after_s=0.05) == [core.AskRay([A], [A])], "its next process may listen"
 
 
 def test_losses_that_come_together_are_announced_together(its: Supervised) -> None:
     for name in (A, B):
-        its.tell(core.Broke(name, 0, "connection closed"))
-    assert its.tell(core.Tick()) == [core.AskRay([A, B], [])]
+        its.tell(its.core.broke, name, 0, "connection closed")
+    assert its.tell(its.core.tick) == [core.AskRay([A, B], [])]
     assert [change[1] for change in reported(its.said(Fate.ENDED, A, B))] == [(A,), (B,)]
     assert len(its.asked) == 1
 
@@ -102,9 +104,9 @@ def test_members_that_are_found_lost_one_by_one_are_announced_together(its: Supe
     """Each announcement goes to all members: a tenth of n, each by itself, would take time with n^2."""
     lost = its.names[:3]
     for name in lost:
-        its.tell(core.Broke(name, 0, "connection closed"))
+        its.tell(its.core.broke, name, 0, "connection closed")
         its.said(Fate.SAME, name)
-    refused = [core.Dialled(name, 0, "refused", refused=True) for name in lost]
+    refused = [partial(its.core.dialled, name, 0, "refused", refused=True) for name in lost]
     (told,) = [each for each in its.core.handle(refused, its.now) if isinstance(each, core.Announce)]
     assert len(told.delta.states) == 3 and {*told.members} == {*its.names} - {*lost}
 
@@ -114,11 +116,11 @@ def test_listeners_hear_in_time_of_many_that_are_lost_while_the_others_are_busy(
     group = Group(32)
     supervised, now = Core(group.roster.peers(group.prepared)), 0.0
     names = list(group.roster.records)
-    supervised.handle([core.Dialled(name, 0, None) for name in names], now)
-    supervised.handle([core.Broke(name, 0, "closed") for name in names[::10]], now)
-    done = supervised.handle([core.RaySaid({name: (Fate.ENDED, "") for name in names[::10]})], now)
+    supervised.handle([partial(supervised.dialled, name, 0, None) for name in names], now)
+    supervised.handle([partial(supervised.broke, name, 0, "closed") for name in names[::10]], now)
+    done = supervised.handle([partial(supervised.ray_said, {name: (Fate.ENDED, "") for name in names[::10]})], now)
     while (due := supervised.due()) is not None and due <= 0.2:
-        done += supervised.handle([core.Tick()], now := max(now + 0.01, due))
+        done += supervised.handle([supervised.tick], now := max(now + 0.01, due))
     assert [change[1] for change in reported(done)] == [(name,) for name in names[::10]]
     assert now < 0.25
 
@@ -126,8 +128,8 @@ def test_listeners_hear_in_time_of_many_that_are_lost_while_the_others_are_busy(
 def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised) -> None:
     its.lose(A)
     for after_s, took_s, pause_s in ((1.0, 0.0, 0.02), (1.0, 0.5, 1.02), (70.0, 0.0, 0.5)):
-        its.tell(core.Tick(), after_s)
-        its.tell(core.RaySaid({A: (Fate.ENDED, "")}, took_s))
+        its.tell(its.core.tick, after_s=after_s)
+        its.tell(its.core.ray_said, {A: (Fate.ENDED, "")}, took_s)
         assert its.core.due() == pytest.approx(its.now + pause_s)
 
 
@@ -136,47 +138,47 @@ def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
     done = its.said(Fate.DEAD, A, cause="killed")
     assert done == [core.Forget([A]), core.Strike(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
     assert its.core.unready() == {} and 0 not in its.core.view.entries
-    assert its.tell(core.Broke(A, 0, "late")) == its.said(Fate.ENDED, A) == []
+    assert its.tell(its.core.broke, A, 0, "late") == its.said(Fate.ENDED, A) == []
     assert its.core.due() is None
 
 
 def test_a_connection_that_broke_is_made_again(its: Supervised) -> None:
-    its.tell(core.Broke(A, 0, "reset"))
+    its.tell(its.core.broke, A, 0, "reset")
     assert its.said(Fate.SAME, A) == [core.Dial([A], 0.4)]
     assert its.said(Fate.SAME, A) == [], "a thread is at it"
-    assert its.tell(core.Dialled(A, 0, None)) == []
+    assert its.tell(its.core.dialled, A, 0, None) == []
     assert its.core.unready() == {} and its.asked == []
 
 
 @pytest.mark.parametrize(("announced", "longest"), [(False, 10.0), (True, 2.0)])
 def test_a_process_that_is_slow_to_answer_is_given_more_time(its: Supervised, announced: bool, longest: float) -> None:
     """Each attempt connects anew, so that none would succeed if all were as short."""
-    its.tell(core.Broke(A, 0, "reset"))
+    its.tell(its.core.broke, A, 0, "reset")
     patience = []
     for attempt in range(8):
         (dial,) = its.said(Fate.SAME, A)
         assert isinstance(dial, core.Dial)
         patience.append(dial.patience_s)
-        done = its.tell(core.Dialled(A, 0, "no answer", refused=announced and not attempt))
+        done = its.tell(its.core.dialled, A, 0, "no answer", refused=announced and not attempt)
         assert bool(done) == (announced and not attempt), "one that is refused is away"
         its.now += 1
     assert patience[:2] == [0.4, 0.8] and patience[-2:] == [longest, longest]
 
 
 def test_a_member_that_could_not_be_reached_replaces_its_connections_and_so_do_the_others(its: Supervised) -> None:
-    its.tell(core.Broke(A, 0, "reset"))
+    its.tell(its.core.broke, A, 0, "reset")
     its.said(Fate.SAME, A)
-    assert reported(its.tell(core.Dialled(A, 0, "refused", refused=True))) == [("lost", (A,), "reset")]
+    assert reported(its.tell(its.core.dialled, A, 0, "refused", refused=True)) == [("lost", (A,), "reset")]
     its.said(Fate.SAME, A)
     its.silent.add(A)
     its.now += 1
     its.said(Fate.SAME, A)
-    assert its.tell(core.Dialled(A, 0, None)) == []
+    assert its.tell(its.core.dialled, A, 0, None) == []
     alone = its.asked[-1]
     assert set(alone.members) == {A} and alone.delta.reconnects
     new = elsewhere(its.group.prepared[A])
     its.silent.clear()
-    done = its.tell(core.Answered({(A, 0): Answer(alone.delta.version, new)}))
+    done = its.tell(its.core.answered, {(A, 0): Answer(alone.delta.version, new)})
     assert done == [core.Report(core.Change("back", (A,)))]
     others = its.asked[-1]
     (entry,) = others.delta.entries
@@ -186,17 +188,17 @@ def test_a_member_that_could_not_be_reached_replaces_its_connections_and_so_do_t
 
 def test_a_process_that_ended_while_it_could_not_be_reached_is_not_back(its: Supervised) -> None:
     its.silent.add(A)
-    its.tell(core.Broke(A, 0, "reset"))
+    its.tell(its.core.broke, A, 0, "reset")
     its.said(Fate.SAME, A)
-    its.tell(core.Dialled(A, 0, "refused", refused=True))
+    its.tell(its.core.dialled, A, 0, "refused", refused=True)
     its.now += 1
     its.said(Fate.SAME, A)
-    its.tell(core.Dialled(A, 0, None))
+    its.tell(its.core.dialled, A, 0, None)
     version = its.asked[-1].delta.version
     assert reported(its.said(Fate.ENDED, A)) == [], "it is lost already"
     (state,) = its.asked[-1].delta.states
     assert state.absence is not None and state.absence.ended
-    assert its.tell(core.Answered({(A, 0): Answer(version, None)})) == [] and A in its.core.unready()
+    assert its.tell(its.core.answered, {(A, 0): Answer(version, None)}) == [] and A in its.core.unready()
 
 
 # --- members that follow late ----------------------------------------------------------------------------------------
@@ -204,17 +206,17 @@ def test_a_process_that_ended_while_it_could_not_be_reached_is_not_back(its: Sup
 
 def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervised) -> None:
     its.silent.add(B)
-    its.tell(core.Broke(A, 0, "closed"))
+    its.tell(its.core.broke, A, 0, "closed")
     assert reported(its.said(Fate.ENDED, A)) == []
     due = its.core.due()
     assert due is not None and due - its.now <= 0.2
-    assert reported(its.tell(core.Tick(), 0.2)) == [("lost", (A,), "closed")]
+    assert reported(its.tell(its.core.tick, after_s=0.2)) == [("lost", (A,), "closed")]
     assert its.core.unready() == {A: "closed", B: BEHIND}
     its.lose(C)  # which is reported at once: nobody waits for B any more
     assert not its.core.awaited(its.core.view.version)
     first = its.asked[0].delta
     its.silent.clear()
-    its.tell(core.Answered({(B, 0): Answer(first.version, None)}))
+    its.tell(its.core.answered, {(B, 0): Answer(first.version, None)})
     assert its.asked[-1].delta.base == first.version and set(its.asked[-1].members) == {B}
     assert B not in its.core.unready()
 
@@ -222,14 +224,14 @@ def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervi
 def test_a_member_is_asked_again_after_it_failed_or_was_silent_for_long(its: Supervised) -> None:
     its.silent |= {B, C}
     its.lose(A)
-    its.tell(core.Answered({(B, 0): None}))
+    its.tell(its.core.answered, {(B, 0): None})
     assert its.core.unready()[B] == BEHIND
     for after_s, name in ((0.5, B), (10.0, C)):
         number = len(its.asked)
         its.said(Fate.ENDED, A)
         assert len(its.asked) == number
-        its.tell(core.Tick(), after_s)
-        its.tell(core.Tick())
+        its.tell(its.core.tick, after_s=after_s)
+        its.tell(its.core.tick)
         assert any(name in asked.members for asked in its.asked[number:])
 
 
@@ -238,7 +240,7 @@ def test_a_member_that_is_further_behind_than_thought_gets_what_it_misses(its: S
     its.silent.add(B)
     its.lose(C)
     its.silent.clear()
-    its.tell(core.Answered({(B, 0): Answer(1, None)}))
+    its.tell(its.core.answered, {(B, 0): Answer(1, None)})
     assert its.asked[-1].delta.base == 1 and len(its.asked[-1].delta.states) == 2
 
 
@@ -247,7 +249,7 @@ def test_the_others_learn_where_a_member_listens_now(its: Supervised) -> None:
     its.lose(A)
     new = elsewhere(its.group.prepared[B])
     its.silent.clear()
-    its.tell(core.Answered({(B, 0): Answer(its.asked[-1].delta.version, new)}))
+    its.tell(its.core.answered, {(B, 0): Answer(its.asked[-1].delta.version, new)})
     assert any(its.core.view.version == asked.delta.version for asked in its.asked)
     (entry,) = its.asked[-1].delta.entries
     assert entry.peer.prepared == new and entry.entered == 1
@@ -255,10 +257,10 @@ def test_the_others_learn_where_a_member_listens_now(its: Supervised) -> None:
 
 def test_members_that_answer_before_others_join_tell_only_those(its: Supervised) -> None:
     its.silent |= {*its.names}
-    its.tell(core.Coming(its.group.restarted(A)))
+    its.tell(its.core.coming, its.group.restarted(A))
     version = its.core.view.version
     new = elsewhere(its.group.prepared[B])
-    its.tell(core.Answered({(B, 0): Answer(version, new)}))
+    its.tell(its.core.answered, {(B, 0): Answer(version, new)})
     assert its.core.view.version == version and its.core.view.entries[1].peer.prepared == new
 
 
@@ -268,28 +270,28 @@ def test_members_that_answer_before_others_join_tell_only_those(its: Supervised)
 def test_members_that_are_back_together_come_together(its: Supervised) -> None:
     its.lose(A, B)
     assert its.said(Fate.RESTARTED, A, B) == [core.Admit([A, B], 2.0)]
-    its.tell(core.Coming(its.group.restarted(A, B)))
+    its.tell(its.core.coming, its.group.restarted(A, B))
     assert not its.core.awaited(its.core.view.version) and len(its.asked[-1].delta.entries) == 2
-    done = its.tell(core.Arrived("back", [A, B], its.core.promised))
+    done = its.tell(its.core.arrived, "back", [A, B], its.core.promised)
     assert done == [core.Dial([A, B], 2.0), core.Report(core.Change("back", (A, B)))]
     assert its.core.unready() == {} and set(its.asked[-1].members) == {*its.names} - {A, B}
-    assert its.tell(core.Broke(A, 0, "late")) == [] and its.core.unready() == {}, "of its former process"
-    its.tell(core.Dialled(A, 1, "no answer"))
+    assert its.tell(its.core.broke, A, 0, "late") == [] and its.core.unready() == {}, "of its former process"
+    its.tell(its.core.dialled, A, 1, "no answer")
     assert its.core.unready() == {A: "no answer"}, "it is watched from the beginning"
 
 
 def test_one_that_failed_comes_later_and_holds_up_nobody(its: Supervised) -> None:
     its.lose(A, B, C)
     assert its.said(Fate.RESTARTED, A, B, C) == [core.Admit([A, B, C], 2.0)]
-    its.tell(core.Coming(its.group.restarted(B, C)))
-    its.tell(core.Arrived("back", [B, C], its.core.promised))
-    assert its.tell(core.Failed([A], [A])) == []
+    its.tell(its.core.coming, its.group.restarted(B, C))
+    its.tell(its.core.arrived, "back", [B, C], its.core.promised)
+    assert its.tell(its.core.failed, [A], [A]) == []
     assert its.core.due() == pytest.approx(its.now + 0.1)
     its.lose(B)
     assert its.said(Fate.RESTARTED, A, B) == [core.Admit([B], 2.0), core.Admit([A], 4.0)]
     its.admit(B)
     assert its.said(Fate.RESTARTED, A) == [], "it is being admitted"
-    its.tell(core.Failed([A]))
+    its.tell(its.core.failed, [A])
     assert its.said(Fate.RESTARTED, A) == [core.Admit([A], 4.0)]
 
 
@@ -297,14 +299,14 @@ def test_changes_go_on_while_one_is_being_admitted(its: Supervised) -> None:
     its.lose(A)
     its.said(Fate.RESTARTED, A)
     (peer,) = its.group.restarted(A)
-    its.tell(core.Coming([peer]))
+    its.tell(its.core.coming, [peer])
     promised = its.core.promised
     follower = Follower(0, its.group.roster, its.core.view, promised)
     its.lose(B, C)
     assert its.said(Fate.RESTARTED, C) == [], "it would come with those that come now"
-    its.tell(core.Removed(["worker_3"]))
-    its.tell(core.Arrived("back", [A], promised))
-    its.tell(core.Dialled(A, 1, None))
+    its.tell(its.core.removed, ["worker_3"])
+    its.tell(its.core.arrived, "back", [A], promised)
+    its.tell(its.core.dialled, A, 1, None)
     (told,) = [asked for asked in its.asked if A in asked.members and asked.delta.base == promised]
     follower.follow(told.delta)
     assert {*follower.absent} == {1, 2} and "worker_3" not in follower.table.peers
@@ -321,8 +323,8 @@ def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
         its.group.cluster[name] = its.group.cluster[A].changed({"name": name})
     member = its.group.follower(1)
     (peer,) = its.group.restarted(name)
-    its.tell(core.Coming([peer]))
-    its.tell(core.Failed([name], [name]))
+    its.tell(its.core.coming, [peer])
+    its.tell(its.core.failed, [name], [name])
     for told in its.asked:
         member.follow(told.delta)
     if kind == "back":
@@ -330,28 +332,28 @@ def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
         assert absence.ended and absence.cause == "connection closed" and member.seen[0] == 1
     else:
         assert member.absent == {} and name not in member.table.peers
-    assert reported(its.tell(core.Removed([B]))) == [("removed", (B,), "")]
+    assert reported(its.tell(its.core.removed, [B])) == [("removed", (B,), "")]
 
 
 def test_a_member_that_a_user_removes_is_heard_of_no_more(its: Supervised) -> None:
-    assert its.tell(core.Removed([A, B])) == [
+    assert its.tell(its.core.removed, [A, B]) == [
         core.Forget([A, B]),
         core.Strike(),
         core.Report(core.Change("removed", (A, B))),
     ]
-    assert its.tell(core.Broke(A, 0, "closed")) == [] and its.core.unready() == {}
+    assert its.tell(its.core.broke, A, 0, "closed") == [] and its.core.unready() == {}
     assert set(its.asked[-1].members) == {*its.names} - {A, B}
 
 
 def test_a_name_that_died_while_it_was_removed_counts_when_it_comes_again(its: Supervised) -> None:
     its.lose(A)
-    its.tell(core.Parting([A, B]))
+    its.tell(its.core.parting, [A, B])
     its.said(Fate.DEAD, A)
     its.group.roster = its.group.roster.without([A])
-    assert reported(its.tell(core.Removed([B]))) == [("removed", (B,), "")]
+    assert reported(its.tell(its.core.removed, [B])) == [("removed", (B,), "")]
     its.admit(A)
-    its.tell(core.Broke(A, its.group.roster.records[A].member.incarnation, "connection closed"))
-    assert its.tell(core.Tick()) == [core.AskRay([A], [])]
+    its.tell(its.core.broke, A, its.group.roster.records[A].member.incarnation, "connection closed")
+    assert its.tell(its.core.tick) == [core.AskRay([A], [])]
 
 
 # --- whatever happens, in any order ----------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ class World:
         self.unreachable, self.restarted, self.joining = set[str](), set[str](), set[str]()
         self.changes: list[core.Change] = []
         for name in self.processes:
-            self.tell(core.Dialled(name, 0, None))
+            self.tell(self.core.dialled, name, 0, None)
 
     def later(self, seconds: float, work: Callable[[], object]) -> None:
         heapq.heappush(self._later, (self.now + seconds, next(self._numbers), work))
@@ -390,7 +392,7 @@ class World:
             if self._later and self._later[0][0] <= self.now:
                 heapq.heappop(self._later)[2]()
             else:
-                self.tell(core.Tick())
+                self.tell(self.core.tick)
 
     def often(self, probability: float) -> bool:
         return self.troubled and self.chance.random() < probability
@@ -398,14 +400,14 @@ class World:
     def incarnation(self, name: str) -> int:
         return self.group.roster.records[name].member.incarnation
 
-    def tell(self, event: core.Event) -> None:
-        for its in self.core.handle([event], self.now):
+    def tell(self, event: Callable[..., None], *about: Any, **more: Any) -> None:
+        for its in self.core.handle([partial(event, *about, **more)], self.now):
             match its:
                 case core.Announce():
                     for name, incarnation in its.members.items():
                         self.later(self.chance.random() / 10, partial(self.deliver, its, name, incarnation))
                 case core.AskRay():
-                    self.tell(core.RaySaid({name: (self.fate(name), "") for name in its.names}))
+                    self.tell(self.core.ray_said, {name: (self.fate(name), "") for name in its.names})
                 case core.Dial():
                     for name in its.names:
                         self.later(self.chance.random() / 10, partial(self.dial, name, self.incarnation(name)))
@@ -430,12 +432,13 @@ class World:
             answer = self.processes[name].follow(its.delta)
         if not self.often(0.1):  # it is never heard of
             answer = None if self.often(0.1) else answer
-            self.tell(core.Answered({(name, incarnation): answer}))
+            self.tell(self.core.answered, {(name, incarnation): answer})
 
     def dial(self, name: str, incarnation: int) -> None:
         known = name in self.group.roster.records and self.reaches(name, incarnation)
         refused = name in self.unreachable and self.chance.random() < 0.5
-        self.tell(core.Dialled(name, incarnation, None if known and not self.often(0.1) else "no answer", refused))
+        error = None if known and not self.often(0.1) else "no answer"
+        self.tell(self.core.dialled, name, incarnation, error, refused=refused)
 
     def fate(self, name: str) -> Fate:
         if name in self.processes:
@@ -458,11 +461,11 @@ class World:
             self.fail(names)
             return
         listened = self.listening()
-        self.tell(core.Coming([*arriving.values()]))
+        self.tell(self.core.coming, [*arriving.values()])
         promised, followers = self.core.promised, dict[str, Follower]()
 
         def connect() -> None:
-            self.tell(core.Connecting([*arriving]))
+            self.tell(self.core.connecting, [*arriving])
             listening = {**listened, **self.listening()}
             members = before.with_members(attempt, arriving)
             for name, peer in arriving.items():
@@ -479,7 +482,7 @@ class World:
             self.processes.update(followers)
             self.unreachable.difference_update(arriving)
             self.restarted.difference_update(arriving)
-            self.tell(core.Arrived(kind, [*arriving], promised))
+            self.tell(self.core.arrived, kind, [*arriving], promised)
             self.joining.difference_update(arriving)
             self.fail([name for name in names if name not in arriving])
 
@@ -492,7 +495,7 @@ class World:
 
     def fail(self, names: Sequence[str]) -> None:
         self.joining.difference_update(names)
-        self.tell(core.Failed(names, names))
+        self.tell(self.core.failed, names, names)
 
     def trouble(self) -> None:
         """Something goes wrong with a member, or a user changes the group."""
@@ -503,15 +506,15 @@ class World:
             case 0 | 1:
                 del self.processes[name]
                 self.unreachable.discard(name)
-                self.tell(core.Broke(name, self.incarnation(name), "closed"))
+                self.tell(self.core.broke, name, self.incarnation(name), "closed")
             case 2:
                 self.unreachable.add(name)
-                self.tell(core.Broke(name, self.incarnation(name), "reset"))
+                self.tell(self.core.broke, name, self.incarnation(name), "reset")
             case 3:
                 self.unreachable.clear()
             case 4 if len(self.processes) > 3:
                 del self.processes[name]
-                self.tell(core.Removed([name]))
+                self.tell(self.core.removed, [name])
             case 5:
                 known = {*self.group.roster.records, *self.joining}
                 missing = [name for name in self.group.cluster if name not in known]
@@ -547,17 +550,17 @@ def test_members_that_all_miss_a_change_follow_while_more_changes_go_on() -> Non
     supervised, now, rounds = Core(group.roster.peers(group.prepared)), 0.0, 0
     members = {name: group.follower(rank) for rank, name in enumerate(group.roster.records)}
     for name in members:
-        supervised.handle([core.Dialled(name, 0, None)], now)
+        supervised.handle([partial(supervised.dialled, name, 0, None)], now)
     lost = [f"worker_{rank}" for rank in range(26)]
     asked = list[core.Instruction]()
     for name in lost:  # one after another, each before anybody has answered the one before
-        supervised.handle([core.Broke(name, 0, "closed")], now)
-        asked += supervised.handle([core.RaySaid({name: (Fate.ENDED, "")})], now)
+        supervised.handle([partial(supervised.broke, name, 0, "closed")], now)
+        asked += supervised.handle([partial(supervised.ray_said, {name: (Fate.ENDED, "")})], now)
         now += 5.0
-        asked += supervised.handle([core.Tick()], now)
+        asked += supervised.handle([supervised.tick], now)
     while announced := [its for its in asked if isinstance(its, core.Announce)]:
         rounds += 1
         answers = {key: members[key[0]].follow(its.delta) for its in announced for key in its.members.items()}
-        asked = supervised.handle([core.Answered(answers)], now)
+        asked = supervised.handle([partial(supervised.answered, answers)], now)
     assert rounds <= 2 and {*supervised.unready()} == {*lost}
     assert all(len(members[name].absent) == 26 for name in members if name not in lost)
