@@ -21,10 +21,10 @@ from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.group import ray_calls, worker_ids
-from raytorchrpc.group.control_connections import Arguments
 from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
+from raytorchrpc.membership.control_connections import Arguments
 from raytorchrpc.membership.messages import GroupInfo, Listening, Prepared, Probe, packed
 from raytorchrpc.process.fan_out import Answers
 from raytorchrpc.topology import device_map

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.membership.process_group import (
     BACKENDS,
     Collectives,

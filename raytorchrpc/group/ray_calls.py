@@ -16,8 +16,8 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.group.control_connections import Arguments
 from raytorchrpc.membership import join, restarted
+from raytorchrpc.membership.control_connections import Arguments
 from raytorchrpc.process.fan_out import Answers, Outcome, ask_all, in_thread
 
 logger = logging.getLogger(__name__)

@@ -16,15 +16,15 @@ from ray.exceptions import RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
-from raytorchrpc.group.control_connections import Arguments, ControlConnections
 from raytorchrpc.group.core import Fate
 from raytorchrpc.group.roster import MemberRecord, Roster, is_actor
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import restarted
+from raytorchrpc.membership.control_connections import Arguments, ControlConnections
 from raytorchrpc.membership.here import listening_address
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
-from raytorchrpc.membership.restarted import Process, Record, Requests, post_record
+from raytorchrpc.membership.restarted import Process, Record, post_record
 from raytorchrpc.process import threads
 from raytorchrpc.process.fan_out import Answers
 
@@ -61,8 +61,7 @@ class RestartedActors:
         """``take_in``: carries out the request of a process that joins by itself; may block."""
         tls = make_identity(roster.name) if roster.tls else None
         self._credentials = replace(roster.credentials, secret=secrets.token_bytes(32), tls=tls)
-        requests = Requests(lambda: None, "the supervisor", lambda _, request: take_in(request))
-        self._connections = ControlConnections(self._credentials, requests.serve)
+        self._connections = ControlConnections(self._credentials, run=take_in)
         """To restarted processes and those that join by themselves, by their keys."""
         self._known: dict[str, _Restarted] = {}
         self._by_tcp = set[str]()

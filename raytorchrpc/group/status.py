@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import Reading
-from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
+from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.membership.ray_metrics import reading
 from raytorchrpc.process import threads
 

@@ -23,7 +23,6 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import core, ray_calls
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
-from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.core import Core
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
 from raytorchrpc.group.process_groups import check_backend, create_process_group
@@ -33,6 +32,7 @@ from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_s
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import join
+from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.membership.here import endpoint
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo

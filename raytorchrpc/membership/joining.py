@@ -18,23 +18,19 @@ from typing import Any
 import ray
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import protocol, rejoin
+from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.member import current_local
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import methods_of
-from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError
-from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress
+from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.membership import join, tickets
+from raytorchrpc.membership.control_connections import SUPERVISOR, ControlConnections
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
-from raytorchrpc.membership.restarted import Record, Requests, is_far, lane_for
+from raytorchrpc.membership.restarted import Record, connections_for
 from raytorchrpc.membership.tickets import Ticket
-from raytorchrpc.tensors.codec import Codec
-from raytorchrpc.tensors.exceptions import decode_exception
 
 logger = logging.getLogger(__name__)
 
-#: The supervisor, as a peer of the lane by which a process asks to join.
-_SUPERVISOR = "supervisor"
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
@@ -77,17 +73,16 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
     try:
         tickets.use(ticket)
         gates.serve(here)
-        with contextlib.closing(lane_for(record, "joining")) as lane:
-            address = lane.open(Requests(lambda: here, "a process that joins").serve, lambda work: work())
+        with contextlib.closing(connections_for(record, "a process that joins", lambda: here)) as connections:
             request = JoinRequest(
                 _default_name(ticket, actor_id) if name is None else name,
-                address,
+                connections.address,
                 JoinedProcess(f"{os.getpid()}@{ticket.place.node_id}/{attempt}", actor_id),
                 ticket.consent,
                 attempt,
                 max(0.001, deadline - time.monotonic()),
             )
-            _ask(lane, record, request, deadline)
+            _ask(connections, record, request, deadline)
         local = current_local()
         if local is None or local.generation != record.credentials.generation:
             raise BootstrapError(f"group {record.credentials.group!r} has ended while this process joined it")
@@ -103,10 +98,9 @@ def leave() -> None:
     if local is None or ticket is None or not tickets.has_joined(local.generation):
         return
     try:
-        with contextlib.closing(lane_for(ticket.record, "leaving")) as lane:
-            lane.open(lambda message, reply: None, lambda work: work())
+        with contextlib.closing(connections_for(ticket.record, "a process that leaves")) as connections:
             request = LeaveRequest(local.me.name, local.me.incarnation, join.own_consent())
-            _ask(lane, ticket.record, request, time.monotonic() + _LEAVE_S)
+            _ask(connections, ticket.record, request, time.monotonic() + _LEAVE_S)
     except RayTorchRpcError as error:
         logger.info("the group of %s is not told that it leaves: %s", local.me.name, error)
     finally:
@@ -119,26 +113,15 @@ def _forget() -> None:
     gates.serve(None)
 
 
-def _ask(lane: MessageLane, record: Record, request: JoinRequest | LeaveRequest, deadline: float) -> Any:
-    """Have the supervisor carry out a request; returns or raises what comes of it."""
-    assert record.door is not None
-    codec = Codec(ray_internals.cloudpickler())
-    group = record.credentials.group
-    lane.reach(None, frozenset({_SUPERVISOR}) if is_far(record) else frozenset())
-    lane.connect([PeerAddress(_SUPERVISOR, record.door)])
-    patience_s = max(0.0, deadline - time.monotonic()) + _GRACE_S
-    body = codec.encode((request, ()), own=True)
-    try:
-        pending = lane.call(_SUPERVISOR, Message((protocol.ASK, -1, ""), body), patience_s)
-        if not pending.wait(patience_s):
-            raise BootstrapError(f"the process that supervises group {group!r} does not answer")
-        message = pending.take()
-    except PeerLost as error:
-        raise BootstrapError(f"the process that supervises group {group!r} has ended: {error.cause}") from error
-    if message.header[0] != protocol.OK:
-        raised = decode_exception(codec, message.body, _SUPERVISOR)
-        raise raised if isinstance(raised, Exception) else BootstrapError(str(raised))
-    return codec.decode(*message.body)
+def _ask(connections: ControlConnections, record: Record, request: JoinRequest | LeaveRequest, deadline: float) -> None:
+    """Have the supervisor carry out a request. Raises what comes of it."""
+    supervises = f"the process that supervises group {record.credentials.group!r}"
+    until = max(deadline, time.monotonic()) + _GRACE_S
+    _, failures = connections.call_all(request, {SUPERVISOR: ()}, until)
+    for error in failures.values():
+        if isinstance(error, PeerLost):
+            raise BootstrapError(f"{supervises} has ended: {error.cause}") from error
+        raise BootstrapError(f"{supervises} does not answer") if isinstance(error, RpcTimeout) else error
 
 
 def _default_name(ticket: Ticket, actor_id: str | None) -> str:

@@ -12,23 +12,19 @@ import pickle
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import ray
 from ray import cloudpickle
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import protocol, rejoin
+from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.rejoin import Owner, Rejoin
-from raytorchrpc.calls.server.served_call import Replies
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.membership.control_connections import SUPERVISOR, ControlConnections
 from raytorchrpc.membership.here import endpoint, listening_address
-from raytorchrpc.tensors.codec import NOTHING, Codec
 from raytorchrpc.topology.endpoint import Endpoint
 
 _GROUPS, _ADDRESSES = "groups/", "restarted/"
@@ -131,27 +127,30 @@ def _serve_group(this: Rejoin) -> None:
         return
     this.expect(record.credentials.group, record.config.rpc_timeout_s)
     process = Process(this.actor_id, os.getpid(), ray.get_runtime_context().get_node_id())
-    lane = lane_for(record, "restarted")
-    requests = Requests(ray_internals.actor_instance, "a restarted actor")
+    connections = connections_for(record, "a restarted actor", ray_internals.actor_instance)
     try:
-        process.post(lane.open(requests.serve, lambda work: work()))
+        process.post(connections.address)
         _wait(this, record.credentials.generation)
     finally:
         process.post(None)
-        lane.close()
+        connections.close()
 
 
-def lane_for(record: Record, name: str) -> MessageLane:
-    """A lane by which the supervisor reaches this process before it is a member, and which reaches the supervisor."""
-    here, config = endpoint(name), record.config
-    host = listening_address(here, config) if is_far(record) else None
-    setup = LaneSetup(record.credentials.group, record.credentials, config, lambda: here, tcp_host=host)
-    return setup.control_lane(name)
+def connections_for(record: Record, name: str, instance: Callable[[], Any] | None = None) -> ControlConnections:
+    """Connections by which the supervisor reaches this process before it is a member, and which reach the supervisor.
 
-
-def is_far(record: Record) -> bool:
-    """Whether the supervisor and this process need TCP to reach each other."""
-    return record.config.always_tcp or not endpoint("").same_network(record.supervisor)
+    ``name``: of this process. ``instance``: returns the first argument of the functions that the supervisor has it run;
+    None: it runs none.
+    """
+    here = endpoint(name)
+    is_far = record.config.always_tcp or not here.same_network(record.supervisor)
+    host = listening_address(here, record.config) if is_far else None
+    run = None if instance is None else lambda function, *arguments: function(instance(), *arguments)
+    connections = ControlConnections(record.credentials, name, run, host)
+    if record.door is not None:
+        connections.reach({SUPERVISOR} if is_far else set())
+        connections.set_address(SUPERVISOR, "", record.door)
+    return connections
 
 
 def _wait(this: Rejoin, generation: str) -> None:
@@ -171,34 +170,3 @@ def _wait(this: Rejoin, generation: str) -> None:
                 return
         this.news.wait(_CHECK_S)
         this.news.clear()
-
-
-class Requests:
-    """Serves the requests of the other end of such a lane: it runs functions."""
-
-    def __init__(
-        self,
-        first: Callable[[], Any],
-        name: str,
-        run: Callable[..., Any] = lambda first, function, *arguments: function(first, *arguments),
-    ) -> None:
-        """``first``: returns their first argument. ``name``: of this process, for messages. ``run``: what to do instead
-        of calling the function.
-        """
-        self._first, self._run = first, run
-        self._codec = Codec(ray_internals.cloudpickler())
-        self._replies = Replies(name, self._codec, None)
-
-    def serve(self, message: Message, reply: Reply) -> Any:
-        """See ``lanes.base.Serve``."""
-        return partial(self._replies.send, reply, partial(self._answer, message))
-
-    def _answer(self, message: Message) -> Message:
-        try:
-            if message.header[0] == protocol.PING:
-                return Message((protocol.OK,), NOTHING)
-            function, arguments = self._codec.decode(*message.body)
-            result = self._run(self._first(), function, *arguments)
-            return Message((protocol.OK,), self._codec.encode(result))
-        except Exception as error:
-            return self._replies.refusal(protocol.ASK, error)

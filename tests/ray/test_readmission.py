@@ -17,8 +17,8 @@ import ray
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.restarts import RestartedActors
+from raytorchrpc.membership.control_connections import ControlConnections
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning

@@ -40,8 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decorator": {"calls", "rdt"},
     "integrations": {"__init__", "process.threads"},
     "membership": {
-        *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.torchrpc"),
-        *("patterns.home", "process", "rdt", "routing", "tensors", "topology"),
+        *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
+        *("lanes.torchrpc", "patterns.home", "process", "rdt", "routing", "tensors", "topology"),
     },
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket"),

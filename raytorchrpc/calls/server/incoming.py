@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.payload import PendingTensors
@@ -93,7 +94,8 @@ class IncomingCalls:
         if header.kind == protocol.CLOSE and (stream := self.callee.streams.get(header.number)) is not None:
             stream.close()
         if header.kind == protocol.ASK:
-            return partial(self._ask, message, reply)
+            replies = self.callee.replies
+            return partial(replies.send, reply, partial(replies.run, self._run, message))
         return None if header.kind == protocol.WATCH else self._answer(reply, _ALIVE)
 
     def _answer_cancelled(self, call: ServedCall | None, reply: Reply) -> None:
@@ -108,13 +110,8 @@ class IncomingCalls:
         except LaneUnavailable as error:
             raise PeerLost(self.callee.name, "it has left the group", may_have_run=False) from error
 
-    def _ask(self, message: Message, reply: Reply) -> None:
-        try:
-            function, arguments = self.callee.codec.decode(*message.body)
-            answer = Message((protocol.OK,), self.callee.codec.encode(function(self.callee.local, *arguments)))
-        except Exception as error:
-            answer = self.callee.replies.refusal(protocol.ASK, error)
-        self.callee.replies.send(reply, lambda: answer)
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(self.callee.local, *arguments)
 
     def _exposed(self, name: str) -> Exposed:
         exposed = self.methods.get(name) or self.services.get(name)

@@ -18,7 +18,7 @@ from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.payload import Payloads, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
+from raytorchrpc.calls.protocol import ASK, CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
@@ -77,6 +77,14 @@ class Replies:
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
         """Reply with an exception. Blocks while it is sent; does not raise."""
         self.send(reply, lambda: self.refusal(kind, error), kind)
+
+    def run(self, function: Callable[..., Any], message: Message) -> Message:
+        """The reply to a request to run something: with what ``function`` returns for what was sent, or raises."""
+        try:
+            asked, arguments = self._codec.decode(*message.body)
+            return Message((OK,), self._codec.encode(function(asked, *arguments)))
+        except Exception as error:
+            return self.refusal(ASK, error)
 
     def send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
         """Reply with what ``make`` returns. Blocks while it is sent; does not raise."""

@@ -24,12 +24,12 @@ from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import restarts
-from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.lanes.base import Message, Reply
 from raytorchrpc.lanes.common import connections as lane_connections
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
+from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.membership.restarted import Process
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.tensors.codec import NOTHING, Codec

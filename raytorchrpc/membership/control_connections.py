@@ -1,4 +1,7 @@
-"""The supervisor's connections to the members: they report the end of a process, and carry its requests."""
+"""Connections between a group's supervisor and processes that are members, or are to become some.
+
+They report the end of a process, and carry requests that busy methods do not hold up.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from typing import Any
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import protocol
+from raytorchrpc.calls.server.served_call import Replies
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Serve
+from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
@@ -31,6 +35,8 @@ Answered = Callable[[str, Outcome], object]
 #: See ``ControlConnections.watch``.
 Watch = Callable[[Callable[[str], None]], None]
 
+#: The supervisor's name, for those that connect to it.
+SUPERVISOR = "supervisor"
 _NO_RANK = -1
 """The supervisor is not a member."""
 #: To connect and authenticate (seconds).
@@ -42,15 +48,32 @@ _AT_A_TIME = 8
 
 
 class ControlConnections:
-    """Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
+    """One end of them. Thread-safe. Members answer on threads of their own, so no busy method holds a request up."""
 
-    def __init__(self, credentials: Credentials, serve: Serve = lambda message, reply: None) -> None:
-        """``serve``: requests to the supervisor; by default they are dropped."""
-        self._codec = Codec(ray_internals.cloudpickler())
-        self._lane = SocketLane("supervisor", credentials, tcp_host=None, by_tcp=frozenset())
-        self.address = self._lane.open(serve, lambda work: work())
+    def __init__(
+        self,
+        credentials: Credentials,
+        name: str = SUPERVISOR,
+        run: Callable[..., Any] | None = None,
+        tcp_host: str | None = None,
+    ) -> None:
+        """``name``: of this process. ``run(function, *arguments)``: carries out what the other end requests with
+        ``call_all``; by default that is dropped. ``tcp_host``: listen there, too.
+        """
+        self._codec, self._run = Codec(ray_internals.cloudpickler()), run
+        self._replies = Replies(name, self._codec, None)
+        self._lane = SocketLane(name, credentials, tcp_host=tcp_host, by_tcp=frozenset())
+        self.address: SocketAddress = self._lane.open(self._serve, lambda work: work())
         self._tokens: dict[str, str] = {}
         self._watches: dict[str, Pending] = {}
+
+    def _serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
+        """See ``lanes.base.Serve``."""
+        if self._run is None:
+            return None
+        if message.header[0] == protocol.PING:
+            return partial(self._replies.send, reply, lambda: Message((protocol.OK,), NOTHING))
+        return partial(self._replies.send, reply, partial(self._replies.run, self._run, message))
 
     def reach(self, by_tcp: set[str], tcp_host: str | None = None) -> None:
         """``by_tcp``: the processes on other hosts. ``tcp_host``: also listen there."""
@@ -150,10 +173,9 @@ class ControlConnections:
             except RayTorchRpcError as error:
                 done(name, failed(error))
 
-    def call_all(
-        self, function: Callable[..., Any], arguments: Arguments, deadline: float, *, gap_s: float = math.inf
-    ) -> Answers:
-        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember.
+    def call_all(self, function: Any, arguments: Arguments, deadline: float, *, gap_s: float = math.inf) -> Answers:
+        """Run ``function(local, *arguments[name])``, of this package, in each member; ``local``: its LocalMember. Other
+        processes do with both what they were made to ``run``.
 
         See ``ask_all``.
         """
