@@ -166,7 +166,7 @@ def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> No
         friend.lane.close()
         member.lane.close()
         gone = wait_until(
-            lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 2
+            lambda: not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate()), 8
         )
         assert gone, [t.name for t in threading.enumerate()]
         assert hears_nothing_and_is_hung_up_on(sock)

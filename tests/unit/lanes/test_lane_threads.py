@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import threading
@@ -22,7 +23,7 @@ from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer
 from raytorchrpc.lanes.torchrpc.lane import TorchRpcLane
 from raytorchrpc.process import threads
 from raytorchrpc.tensors.codec import Encoded
-from tests.polling import allowed, wait_until
+from tests.polling import wait_until
 
 PATIENCE_S = 20.0
 
@@ -229,15 +230,18 @@ def fail(spinner: Spinner, times: int) -> None:
 
 
 @several_cores
-def test_looking_in_vain_rests_longer_each_time_until_it_pays_off_again() -> None:
+def test_looking_in_vain_rests_longer_each_time_until_it_pays_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0.0, SPIN_S / 100)  # a look at it takes so long: of a spin, or between two
+    ticking = SimpleNamespace(perf_counter=clock.__next__, monotonic=time.monotonic)
+    monkeypatch.setattr("raytorchrpc.lanes.socket.selector.time", ticking)
     spinner = Spinner()
     fail(spinner, 1)
     assert not spinner.should_spin()
     fail(spinner, 8)
-    began = time.perf_counter()
+    began = next(clock)
     while not spinner.should_spin():
-        time.sleep(SPIN_S)
-    assert 4 * SPIN_S < time.perf_counter() - began < allowed(1)
+        pass
+    assert 4 * SPIN_S < next(clock) - began < 1
     spinner.spin(lambda: True)
     assert all(spinner.should_spin() for _ in range(5))
     fail(spinner, 6)

@@ -49,7 +49,7 @@ def test_publishers_in_any_order_are_one_store(members: Members) -> None:
             assert rtr.WeightStore("w", publishers=[name, *set(PUBLISHERS) - {name}]).publish({"w": half(number, 1.0)})
     with members.acting("home"):
         model = torch.zeros(6)
-        assert rtr.WeightStore("w", publishers=PUBLISHERS).pull({"w": model}, timeout=0.5) == 1
+        assert rtr.WeightStore("w", publishers=PUBLISHERS).pull({"w": model}) == 1
         assert model.tolist() == [1.0] * 6
         first, second = (rtr.WeightStore("w", publishers=order) for order in (PUBLISHERS, PUBLISHERS[::-1]))
         assert first.home == second.home and first.publishers == second.publishers

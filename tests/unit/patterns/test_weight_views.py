@@ -100,12 +100,12 @@ def test_a_view_has_no_time_limit(sharing: Members, reader: str, monkeypatch: py
     monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.2)
     publish(sharing, 1.0)
     with sharing.acting(reader):
-        view = rtr.WeightStore.find("w").view(timeout=0.2)
+        view = rtr.WeightStore.find("w").view(timeout=1)
     pool = sharing.served("weight store", "w").pool
     short = pool.lease(sharing.served("weight store", "w")._versions[1], 9, 0.0)
     pool.lease(sharing.served("weight store", "w")._versions[1], 9, None)
     assert wait_until(lambda: short not in pool.leases_of(9), LONG)
-    ends = pool.lease(sharing.served("weight store", "w")._versions[1], 9, time.monotonic() + 0.5)
+    ends = pool.lease(sharing.served("weight store", "w")._versions[1], 9, time.monotonic() + 1.3)
     assert wait_until(lambda: ends not in pool.leases_of(9), LONG)
     for value in (2.0, 3.0, 4.0):
         publish(sharing, value)
