@@ -227,6 +227,7 @@ def pack(items: Sequence[Item]) -> PackedItems:
 def unpack(packed: PackedItems, rank: int | None = None, budget: SharedMemoryBudget | None = None) -> list[Item]:
     """Return the items of a message. ``rank`` and ``budget``: the sender, for items that are going to wait here."""
     entries, tensors = packed
+    arrived = set[int]() if len(set(map(id, tensors))) < len(tensors) else None  # a tensor is in two items
     shared = budget is not None and sum(tensor.nbytes for tensor in tensors if tensor.is_cpu) > _IN_MESSAGE
     items, begin = [], 0
     for payload, held, buffers, length in entries:
@@ -240,5 +241,9 @@ def unpack(packed: PackedItems, rank: int | None = None, budget: SharedMemoryBud
         if shared and rank is not None and budget is not None:
             reservation = budget.reserve(rank, size)
             item = private_copy(item) if reservation is None else item._replace(reservation=reservation)
+        if arrived is not None:
+            if not arrived.isdisjoint(map(id, mine)):
+                item = private_copy(item)
+            arrived.update(map(id, mine))
         items.append(item)
     return items

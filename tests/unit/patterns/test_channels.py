@@ -774,6 +774,25 @@ def test_get_many_waits_for_as_many_as_it_needs(members: Members, consumer: str)
         assert queue.get_many(2, min=2) == ["last"], "at the end of the stream, what there is"
 
 
+@pytest.mark.parametrize("producer", ["home", "a"])
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_items_that_are_put_together_share_no_memory(members: Members, producer: str, consumer: str) -> None:
+    """Whoever takes one may write to it."""
+    tensor = torch.ones(3)
+    with members.acting(producer):
+        made().put_many([tensor, {"x": tensor, "again": tensor}, tensor, tensor])
+    with members.acting(consumer):
+        queue = rtr.Queue("q", home="home")
+        queue.get().zero_()
+        second, third = queue.get_many(2, min=2)
+        assert second["x"] is second["again"]
+        second["x"].zero_()
+        assert third.tolist() == [1, 1, 1]
+        third.zero_()
+    with members.acting("b"):
+        assert queue.get().tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_items_that_a_cancelled_get_many_has_taken_go_back(members: Members, consumer: str) -> None:
     with members.acting("home"):
