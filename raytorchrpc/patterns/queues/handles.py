@@ -348,7 +348,8 @@ class Topic(Channel):
         Args:
             policy: what happens when the buffer is full. ``block``: publishers wait. ``drop_oldest``: its oldest item
                 is dropped. ``latest``: the buffer only ever holds the newest item.
-            maxsize: most items in the buffer; 1 for ``latest``.
+            maxsize: most items in the buffer; 1 for ``latest``. A buffer that is empty takes one message, which may
+                have up to 64 items of ``publish_many``.
             max_bytes: most bytes in the buffer. None: a quarter of the memory that the home may use.
         """
         return run(self._subscribe(policy, maxsize, max_bytes))
