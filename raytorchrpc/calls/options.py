@@ -34,6 +34,8 @@ class CallOptions(NamedTuple):
     """The caller waits for the call at once, on this thread."""
     cancellable: bool = False
     """``Call.cancel`` reaches the callee."""
+    method: str = ""
+    """The method that errors name, if it is not the one called."""
 
     def retries(self, usual: Mapping[str, int], method: str) -> int:
         """How often the call may be sent again; ``usual``: by method."""

@@ -176,7 +176,7 @@ class OutgoingCall:
 
     @property
     def label(self) -> str:
-        return f"{self._route.member.name}.{self._method}"
+        return f"{self._route.member.name}.{self._options.method or self._method}"
 
     def remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
@@ -368,7 +368,7 @@ class OutgoingCall:
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""
         calls, route, options, number = self._calls, self._route, self._options, header.number
-        unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep)
+        unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep, method=self._method)
         stream: Stream[Any] = Stream(
             self.label,
             lambda item: calls.send(route, NEXT, (number, item), unlimited),

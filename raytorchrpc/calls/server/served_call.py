@@ -512,8 +512,11 @@ class ServedCall:
             keep_graph = self.context != torch_internals.NO_CONTEXT
             return self.callee.codec.encode(result, keep_graph=keep_graph, own=self.exposed.frozen)
         except SerializationError as error:
-            what = f"the result of {self.label}"
-            raise SerializationError(self.callee.codec.explain(what, result, error)) from error
+            raise SerializationError(self._explained(result, error)) from error
+
+    def _explained(self, result: Any, error: Exception) -> str:
+        """The message for a result that ``error`` kept from being pickled."""
+        return self.callee.codec.explain(f"the result of {self.label}", result, error)
 
     def _answer(self, body: Encoded, result: Any) -> None:
         for tensors in self.pending:

@@ -188,6 +188,9 @@ class ItemRequest(ServedCall):
                 f"call, or was cut off"
             )
 
+    def _explained(self, result: Any, error: Exception) -> str:
+        return self.callee.codec.explain(f"an item of {self.label}", result[0], error)
+
     def _end(self) -> None:
         host_device_copy.reap_copies()  # the scope may be the stream's by now
 
