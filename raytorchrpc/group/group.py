@@ -263,7 +263,7 @@ class Group:
         and members that missed a change have caught up.
 
         In a member, waits only for peers it knows to be down. Raises BootstrapError, naming the members that are not
-        ready after ``timeout`` seconds.
+        ready after ``timeout`` seconds, or if the group ends.
         """
         check_timeout(timeout)
         local = current_local()

@@ -243,13 +243,17 @@ class Supervisor:
             self._report(self._core.dialled, name, record.member.incarnation, "its process ended", ended=True)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
-        """Block until these members, or all, can be called, or the group ends; returns those that cannot, and why."""
+        """Block until these members, or all, can be called; returns those that cannot, and why.
+
+        Raises BootstrapError if the group ends.
+        """
 
         def not_ready() -> dict[str, str]:
             return {name: cause for name, cause in self._core.unready().items() if names is None or name in names}
 
         with self._changed:
             self._changed.wait_for(lambda: not not_ready() or self._stopped, timeout_s)
+        self._check_running()
         return not_ready()
 
     def process_group(

@@ -303,7 +303,7 @@ def test_the_driver_can_be_a_member_and_again(peers: list[Any], name: str) -> No
         assert rtr.rpc_async(peers[1]).double(21).result(timeout=60) == 42
         assert asyncio.run(_await_double("a")) == 42
         assert rtr.remote("a").double(21).to_here() == 42
-        with pytest.raises(rtr.NoSuchMethod, match="'driver' is a driver: it exposes no methods"):
+        with pytest.raises(rtr.NoSuchMethod, match="'driver' exposes no methods: it is a driver, or it joined"):
             ray.get(peers[0].call.remote("driver", "double", 1))
     with pytest.raises(rtr.NotAMember):
         rtr.rpc_sync("a").double(21)
@@ -328,6 +328,8 @@ def test_the_group_ends_with_its_block_even_by_an_exception(peers: list[Any]) ->
         assert rtr.get_group() is second
         assert ray.get(peers[0].call.remote(peers[1], "double", 21)) == 42
     assert "peer_0" in repr(group) and "socket" in str(group.routes()), "the view stays"
+    with pytest.raises(rtr.BootstrapError, match="was shut down"):
+        group.wait_ready(5)
 
 
 def test_shutdown_with_a_dead_member_frees_the_others(spawn: Spawn, peers: list[Any]) -> None:

@@ -122,7 +122,7 @@ class IncomingCalls:
     def _why_not(self, name: str) -> str:
         """Why this member does not serve a method of that name."""
         if self.callee.instance is None:
-            return f"{self.callee.name!r} is a driver: it exposes no methods"
+            return f"{self.callee.name!r} exposes no methods: it is a driver, or it joined without join(instance=...)"
         offered, cls = ", ".join(sorted(self.methods)) or "none", type(self.callee.instance)
         if isinstance(inspect.getattr_static(cls, name, None), (staticmethod, classmethod)):
             return (
