@@ -26,7 +26,7 @@ from raytorchrpc.group import ray_calls
 from raytorchrpc.process.fan_out import Requests
 from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
-from tests.polling import wait_until
+from tests.polling import allowed, wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
@@ -406,11 +406,11 @@ def test_processes_that_load_torch_get_the_time_that_it_takes(
 
 @pytest.mark.usefixtures("cluster")
 def test_a_process_that_hangs_as_it_loads_torch_is_named(tmp_path: Path) -> None:
-    actors = bare(tmp_path, SLOW_IMPORT % (60, False), 2)
+    actors = bare(tmp_path, SLOW_IMPORT % (240, False), 2)
     began = time.monotonic()
     with pytest.raises(rtr.BootstrapError, match=r"2 of 2 could not be probed: .*: loading raytorchrpc and torch"):
         rtr.init_group(actors, timeout=2)
-    assert time.monotonic() - began < 20, "not until they have loaded it"
+    assert time.monotonic() - began < 100, "not until they have loaded it"
     for actor in actors:
         ray.kill(actor)
 
@@ -429,10 +429,10 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     held = gate.await_arrival()
     members = {"a": peers[0], "b": unplaced, "c": peers[1]}
     with pytest.raises(rtr.BootstrapError, match=r"'a': no answer"):
-        rtr.init_group(members, timeout=2.5)
-    (notice,) = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
+        rtr.init_group(members, timeout=2 + allowed(0.5))
+    notice, *_ = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
     assert re.fullmatch(
-        r"group 'default', after 2 s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
+        r"group 'default', after \d+ s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
     )
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 0.1)
@@ -963,9 +963,9 @@ def test_a_call_on_behalf_of_another_ends_by_that_ones_deadline(spawn: Spawn, la
         start = time.monotonic()
         ended = rtr.rpc_async(target, timeout=0.4).give(hold_for_a_minute)
         assert isinstance(_error_of(ended.wait), rtr.RpcTimeout)
-        rtr.rpc_sync(target, timeout=10).double(1)  # b takes the next call: it no longer waits
+        rtr.rpc_sync(target, timeout=40).double(1)  # b takes the next call: it no longer waits
         return time.monotonic() - start
 
     with rtr.init_group({"a": a, "b": b}, name="deadlines"):
-        assert ray.get(a.run.remote(call, b), timeout=60) < 9
+        assert ray.get(a.run.remote(call, b), timeout=60) < 40
         gate.open_for_all()

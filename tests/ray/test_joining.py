@@ -23,8 +23,9 @@ import torch.distributed.autograd as autograd
 import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
+from raytorchrpc.group import supervisor
 from tests import insides
-from tests.polling import wait_until
+from tests.polling import allowed, wait_until
 from tests.ray import children
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -255,8 +256,8 @@ def test_the_end_does_not_wait_for_one_that_is_busy_for_ever(
     running = busy.run.remote(loop)
     arrived = held.await_arrival()
     began = time.monotonic()
-    group.shutdown()
-    assert time.monotonic() - began < 5
+    group.shutdown(timeout=60)
+    assert time.monotonic() - began < 30
     held.release(arrived)
     ray.get(running, timeout=30)
 
@@ -353,9 +354,14 @@ def test_a_process_that_fails_while_it_joins(
 
 @pytest.mark.parametrize("step", ["probe", "prepare", "commit"])
 def test_a_process_that_is_suspended_while_it_joins_holds_up_no_other_change(
-    group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any], step: str
+    group: rtr.Group,
+    actors: dict[str, Any],
+    in_child: Callable[..., Any],
+    step: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The group waits 10 s for it; others join and leave meanwhile, which it learns when it goes on."""
+    """The group waits for it; others join and leave meanwhile, which it learns when it goes on."""
+    monkeypatch.setattr(supervisor, "_CHANGE_S", 60.0)
     trainer = actors["trainer"]
     ray.get(trainer.run.remote(children.start, "late", "forkserver"))
 
@@ -371,7 +377,7 @@ def test_a_process_that_is_suspended_while_it_joins_holds_up_no_other_change(
         in_child(children.join, "engine")
         assert ray.get(actors["other"].run.remote(call, "engine", "pid")) == in_child(os.getpid)
         in_child(leave)
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 50
         in_child(children.join, "engine_2")
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -565,7 +571,7 @@ def test_the_end_of_the_supervisor(actors: dict[str, Any], in_child: Callable[..
     in_child(leave)
     with pytest.raises(rtr.BootstrapError, match="the process that supervises group 'trained' has ended"):
         in_child(children.join, "engine")
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < allowed(10)
     with rtr.init_group(actors, name="trained"):
         in_child(children.join, "engine")
         assert ray.get(actors["other"].run.remote(call, "engine", "double", 2)) == 4

@@ -18,7 +18,7 @@ import torch
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import wait_until
+from tests.polling import allowed, wait_until
 from tests.ray.actors import AsyncRunner, Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, used
@@ -94,7 +94,7 @@ def test_full_empty_and_closed(actors: dict[str, Any], queue: Any) -> None:
         with pytest.raises(standard.Empty):
             queue.get(timeout=0.5)
         with pytest.raises(rtr.Full) as full:
-            queue.put_many(range(20), timeout=0.5)
+            queue.put_many(range(20), timeout=allowed(0.5))
         assert full.value.accepted == 8 == queue.qsize()
         with pytest.raises(standard.Full):
             queue.put_nowait("too much")
@@ -192,7 +192,7 @@ def test_a_slow_consumer_bounds_the_memory(actors: dict[str, Any], queue: Any) -
         accepted = 0
         for number in range(count):
             try:
-                queue.put(torch.full((LARGE,), float(number)), timeout=1)
+                queue.put(torch.full((LARGE,), float(number)), timeout=allowed(1))
             except rtr.Full:
                 break
             accepted += 1

@@ -17,6 +17,7 @@ import ray
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.group import restarts
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.membership.control_connections import ControlConnections
 from tests.ray.actors import Latch
@@ -58,6 +59,7 @@ def test_a_restarted_actor_that_hangs_delays_no_other(
         return both_are_there.is_set() and is_listening(self, handle, there)
 
     monkeypatch.setattr(RestartedActors, "is_listening", once_both_are_there)
+    monkeypatch.setattr(restarts, "_ANSWER_S", 60.0)  # what it would delay them by
     a, b, c = (spawn(Returning, max_restarts=-1) for _ in range(3))
     with rtr.init_group({"a": a, "b": b, "c": c}) as group:
         suspended.append(restart(a))
@@ -66,10 +68,10 @@ def test_a_restarted_actor_that_hangs_delays_no_other(
         news: queue.Queue[rtr.Change] = queue.Queue()
         group.on_change(news.put)
         both_are_there.set()
-        back = news.get(timeout=5)
+        back = news.get(timeout=30)
         assert (back.kind, back.members) == ("back", ("b",))
         os.kill(state(c).pid, signal.SIGKILL)
-        lost = news.get(timeout=5)
+        lost = news.get(timeout=30)
         assert (lost.kind, lost.members) == ("lost", ("c",))
         os.kill(suspended.pop(), signal.SIGCONT)
         assert {news.get(timeout=30).members for _ in range(2)} == {("a",), ("c",)}

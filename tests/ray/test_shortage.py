@@ -32,10 +32,18 @@ _limit: tuple[int, int] | None = None
 class Served(Peer):
     """Runs methods side by side, and does what keeps it short of something."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = threading.Barrier(2, timeout=PATIENCE_S)
+
     @rtr.method(concurrent=True)
-    def nap(self, seconds: float) -> float:
-        threading.Event().wait(seconds)
-        return seconds
+    def nap(self) -> None:
+        threading.Event().wait(0.1)
+
+    @rtr.method(concurrent=True)
+    def meet(self) -> None:
+        """Returns once two are here at a time."""
+        self.two.wait()
 
     @rtr.method(concurrent=True)
     def size(self, data: bytes) -> int:
@@ -118,9 +126,9 @@ def received(target: str) -> Any:
     return outcome(lambda: len(rtr.rpc_sync(target, timeout=PATIENCE_S).make(LARGE)))
 
 
-def at_once(target: str, count: int, seconds: float = 0.1) -> list[Any]:
+def at_once(target: str, count: int, method: str) -> list[Any]:
     """So many calls side by side; from one connection, so that several come in one read."""
-    futures = [rtr.rpc_async(target, timeout=PATIENCE_S).nap(seconds) for _ in range(count)]
+    futures = [getattr(rtr.rpc_async(target, timeout=PATIENCE_S), method)() for _ in range(count)]
     return [outcome(future.wait) for future in futures]
 
 
@@ -163,10 +171,8 @@ def test_a_member_without_threads_serves_with_those_it_has_and_goes_on(
 ) -> None:
     caller, starved = actors["caller"], actors["starved"]
     with short_of("threads", starved):
-        assert ray.get(caller.run.remote(at_once, "starved", 24), timeout=60) == [0.1] * 24
-    began = time.monotonic()
-    assert ray.get(caller.run.remote(at_once, "starved", 24, 0.5), timeout=60) == [0.5] * 24
-    assert time.monotonic() - began < 10  # side by side again
+        assert ray.get(caller.run.remote(at_once, "starved", 24, "nap"), timeout=60) == [None] * 24
+    assert ray.get(caller.run.remote(at_once, "starved", 24, "meet"), timeout=60) == [None] * 24, "side by side again"
     is_well(actors, group)
     assert changes == []
 
