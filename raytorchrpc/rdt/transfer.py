@@ -186,7 +186,7 @@ def abort(object_id: str) -> None:
 
 
 class Pull:
-    """One pull of an object's tensors. Its constructor starts it and does not block."""
+    """One pull of an object's tensors. Its constructor starts it; it blocks only until the request is sent."""
 
     def __init__(
         self,
@@ -235,6 +235,8 @@ class Pull:
                 _scope.current_scope.reset(scope)
         except _UNREACHABLE:
             self._ask_server()
+        except Exception as error:  # it may have to connect first, and to wait until the call may be sent
+            self.fail(_text(error, self._on_gpu), error)
 
     def _ask_server(self) -> None:
         try:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -22,6 +23,7 @@ from raytorchrpc.rdt import transfer
 from raytorchrpc.rdt.transfer import Pull, Source
 from raytorchrpc.tensors.codec import Codec, Encoded
 from tests.releases import skip_module_without
+from tests.unit.members import Members
 
 skip_module_without("objectrefs")
 from raytorchrpc.rdt import transport  # noqa: E402
@@ -125,6 +127,25 @@ def test_a_pull_ends_before_ray_gives_it_up(
     with pytest.raises(rtr.TransferFailed, match=r"within 0\.4 s"):
         Pull("object", elsewhere, False).wait(None)
     assert 0.3 < time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize(
+    ("when_full", "said"),
+    [("block", "home.* was not sent by its deadline"), ("reject", "PeerBusy: home.* was not sent")],
+)
+def test_a_pull_from_a_member_that_cannot_be_sent(
+    when_full: Any, said: str, elsewhere: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray._private import ray_constants
+
+    monkeypatch.setattr(ray_constants, "RDT_FETCH_FAIL_TIMEOUT_SECONDS", 0.5)
+    config = rtr.GroupConfig(max_calls_in_flight=1, when_full=when_full)
+    with Members(config) as members, members.acting("a"):
+        members.lanes["a"].holds = lambda method: True
+        home, in_flight = members.members["home"].me, rtr.rpc_async("home").anything()
+        with pytest.raises(rtr.TransferFailed, match=f"object object did not arrive from actor 'x': {said}"):
+            Pull("object", elsewhere._replace(node_id=home.node_id, pid=home.pid), False).wait(None)
+        assert not in_flight.done()
 
 
 def test_what_is_kept_is_kept_until_it_is_dropped() -> None:
