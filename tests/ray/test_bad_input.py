@@ -245,7 +245,7 @@ NOWHERE = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
     [
         (dead, "'b'.*died"),
         (lambda spawn: spawn(FailsToStart), "'b'.*the checkpoint is missing"),
-        (lambda spawn: spawn(Peer, num_gpus=5), "'b': no answer within 2 s: pending resources .*GPU"),
+        (lambda spawn: spawn(Peer, num_gpus=5), r"'b': no answer within \d+ s: pending resources .*GPU"),
         (lambda spawn: spawn(Peer, scheduling_strategy=NOWHERE), "'b'.*not schedulable"),
         (full, "'b'"),
     ],
@@ -265,7 +265,7 @@ def test_resources_of_a_placement_group_are_named_as_they_were_asked_for(spawn: 
     try:
         spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
         waiting = spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
-        said = r"'b': no answer within 1 s: pending resources \{CPU: 1\} of its placement group"
+        said = r"'b': no answer within \d+ s: pending resources \{CPU: 1\} of its placement group"
         with pytest.raises(rtr.BootstrapError, match=said):
             rtr.init_group({"b": waiting}, timeout=1)
     finally:
@@ -470,7 +470,7 @@ def test_a_busy_member_is_named_and_the_others_are_free_at_once(peers: list[Any]
     gate = latch()
     working = busy.busy.remote(gate)
     start = time.monotonic()
-    with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within 2 s: .*between its methods") as raised:
+    with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within \d+ s: .*between its methods") as raised:
         rtr.init_group({"a": a, "b": b, "c": busy}, timeout=2)
     assert raised.value.members == ("c",)
     assert time.monotonic() - start < 20
