@@ -23,7 +23,6 @@ import torch.distributed.autograd as autograd
 import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
-from raytorchrpc.group import supervisor
 from tests import insides
 from tests.polling import allowed, wait_until
 from tests.ray import children
@@ -361,7 +360,7 @@ def test_a_process_that_is_suspended_while_it_joins_holds_up_no_other_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The group waits for it; others join and leave meanwhile, which it learns when it goes on."""
-    monkeypatch.setattr(supervisor, "_CHANGE_S", 60.0)
+    monkeypatch.setattr("raytorchrpc.group.supervisor._CHANGE_S", 60.0)
     trainer = actors["trainer"]
     ray.get(trainer.run.remote(children.start, "late", "forkserver"))
 
