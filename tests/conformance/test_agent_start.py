@@ -99,6 +99,25 @@ def use_while_it_starts() -> str:
     return rpc.get_worker_info("rtr:b").name
 
 
+def test_a_peer_is_not_removed_while_a_request_is_sent(process: Process) -> None:
+    """torch looks up the receiver in a table from which it removes others without a lock: a crash, at times."""
+    assert process.run(remove_while_sending) == ("rtr:b", False)
+
+
+def remove_while_sending() -> tuple[str, bool]:
+    """Whom torch knows while a request is being sent, and whether it still knows it afterwards."""
+    fabric = process_fabric()
+    fabric.prepare(SPEC._replace(at_once=True))
+    fabric.add_peers([PEER])
+    removing = threading.Thread(target=fabric.remove_peer, args=("rtr:b",))
+    with fabric.sending:
+        removing.start()
+        removing.join(0.2)
+        known = rpc.get_worker_info("rtr:b").name
+    removing.join(20)
+    return known, "rtr:b" in {worker.name for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
+
+
 def test_none_starts_after_the_end_of_a_group(process: Process) -> None:
     """As for a member that connected just before the end."""
     assert process.run(start_after_the_end) == (True, False)

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -58,7 +58,6 @@ _NO_INIT_RPC = (
 )
 
 DeviceDict = Mapping[int, int]
-_NOTHING = nullcontext()
 
 
 class AgentSpec(NamedTuple):
@@ -117,8 +116,6 @@ class KnownPeer:
     """torch's WorkerInfo."""
     opened: bool = False
     """Otherwise the next call opens its connections."""
-    connected: bool = False
-    """torch has its connections, so that calls no longer read its URL."""
 
 
 class Fabric:
@@ -126,8 +123,11 @@ class Fabric:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._connecting = threading.Lock()
-        """Held while torch may read the URL of a peer, and to remove one. Taken after ``_lock``."""
+        self.sending = threading.RLock()  # pickling a request may run a finalizer, which sends one itself
+        """Held while torch sends a request. Taken after ``_lock``.
+
+        torch looks up the peer's URL then, in a table from which it removes others without a lock.
+        """
         self._pid = os.getpid()
         self._agent: Any = None
         self._store: Any = None
@@ -292,7 +292,7 @@ class Fabric:
         self._guard_listeners(before, polled, set(fork.addresses_in(url)))
         self._store, self._devices = store, spec.devices
         me = FabricPeer(spec.name, spec.worker_id, self._url, {})
-        self._me = KnownPeer(me, agent.get_worker_info(), opened=True, connected=True)
+        self._me = KnownPeer(me, agent.get_worker_info(), opened=True)
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
@@ -342,7 +342,7 @@ class Fabric:
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware. The agent is never freed in the child, where that would wait for missing threads."""
-        self._lock, self._connecting = threading.RLock(), threading.Lock()
+        self._lock, self.sending = threading.RLock(), threading.RLock()
         if self._agent is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
         urls = (self._url, *(known.peer.url for known in self._peers.values()))
@@ -420,7 +420,7 @@ class Fabric:
                 threads.report(error, "torchrpc's listener asks members about connections from any host")
 
     def peer(self, name: str) -> KnownPeer:
-        """Return a peer with torch's WorkerInfo for it. Send requests to it within ``connecting``.
+        """Return a peer with torch's WorkerInfo for it. Send requests to it within ``sending``.
 
         Raises PeerLost; or LaneUnavailable if descriptors are short, or the program has stopped the agent.
         """
@@ -448,19 +448,6 @@ class Fabric:
             known.opened = True
         return known
 
-    def connecting(self, known: KnownPeer) -> AbstractContextManager[None]:
-        """Keep peers from being removed while torch sends the first request to one.
-
-        torch connects then, and reads the URL without a lock: that of a peer removed meanwhile would be freed memory.
-        """
-        return _NOTHING if known.connected else self._first_request(known)
-
-    @contextmanager
-    def _first_request(self, known: KnownPeer) -> Iterator[None]:
-        with self._connecting:
-            yield
-            known.connected = True
-
     def rref_obstacle(self, known: KnownPeer) -> str | None:
         """Why torch's RRefs to a peer do not work; None if they do."""
         if self._agent is None or self._agents_started != 1:
@@ -486,7 +473,7 @@ class Fabric:
                 close_connections(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
             maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
             number, devices = known.peer.worker_id, self._devices
-            with self._connecting:
+            with self.sending:
                 torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)
 
     def _stop_at_exit(self) -> None:

@@ -84,7 +84,7 @@ class TorchRpcLane(MessageLane):
         known = self._known(peer, message.body.tensors)
         worker = known.worker
         try:
-            with self._fabric.connecting(known):
+            with self._fabric.sending:
                 future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
@@ -96,7 +96,7 @@ class TorchRpcLane(MessageLane):
         if (obstacle := self._fabric.rref_obstacle(known)) is not None:
             raise LaneUnavailable(self.name, f"no RRef to {peer!r}: {obstacle}")
         try:
-            with self._fabric.connecting(known):
+            with self._fabric.sending:
                 return rpc.remote(known.worker, _serve_value, args=_as_torch(message), timeout=timeout_s)
         except RuntimeError as error:
             raise self._failed(error, peer, known.worker, sent=False) from error
