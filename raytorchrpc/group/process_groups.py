@@ -17,7 +17,6 @@ from raytorchrpc.membership.process_group import (
     call_collectives,
     make_process_group,
 )
-from raytorchrpc.membership.rendezvous import StoreAddress
 from raytorchrpc.process.fan_out import Answers
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -89,31 +88,28 @@ def create_process_group(
 
     # A member that does not learn of it in time keeps at most the previous one, which the others have left.
     notify([name for name in roster.records if name not in records], Collectives.stay_out, info)
-    home = next(iter(records))
     try:
         left = max(1.0, deadline - time.monotonic())
-        prepare = {name: (Collectives.prepare, info, name == home, left) for name in records}
-        ids = _answers(roster.name, connections.call_all(call_collectives, prepare, deadline))
+        prepare = dict.fromkeys(records, (Collectives.prepare, info, left))
+        _check(roster.name, connections.call_all(call_collectives, prepare, deadline))
         left = max(1.0, deadline - time.monotonic())
-        store = StoreAddress(home, ids[home])
         meetings = {
-            name: (Meeting(info, store, roster.plan.kind(name).agent.interface, endpoint, left),)
+            name: (Meeting(info, roster.plan.kind(name).agent.interface, endpoint, left),)
             for name, endpoint in endpoints.items()
         }
-        _answers(roster.name, connections.call_all(make_process_group, meetings, deadline))
+        _check(roster.name, connections.call_all(make_process_group, meetings, deadline))
     except BaseException as error:
         notify(records, Collectives.give_up, number, f"it could not be made: {error}")
         raise
     return info
 
 
-def _answers(group: str, answers: Answers) -> dict[str, Any]:
-    """The results. Raises the first ConfigurationError, or BootstrapError naming all that failed."""
-    results, failures = answers
+def _check(group: str, answers: Answers) -> None:
+    """Raise the first ConfigurationError, or BootstrapError naming all that failed."""
+    _, failures = answers
     for error in failures.values():
         if isinstance(error, ConfigurationError):
             raise error
     if failures:
         reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
         raise BootstrapError(f"group {group!r}: no process group was created: {reasons}", members=tuple(failures))
-    return results

@@ -33,7 +33,7 @@ from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
-from raytorchrpc.membership.rendezvous import KeyTable, MemberStore, StoreAddress
+from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process import fork, guard, tcp, threads
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.topology import nccl_env
@@ -77,11 +77,15 @@ class ProcessGroupInfo:
         return len(self.ranks)
 
 
+def _home_of(info: ProcessGroupInfo) -> str:
+    """The member that holds the keys of its store: torch's rank 0."""
+    return next(iter(info.ranks))
+
+
 class Meeting(NamedTuple):
     """What a member needs in order to create a process group with the others."""
 
     info: ProcessGroupInfo
-    store: StoreAddress
     interface: str | None
     """This member's network interface, for gloo and NCCL. None: unknown, they choose one."""
     endpoint: Endpoint
@@ -111,8 +115,8 @@ class Collectives:
         self._wanted: ProcessGroupInfo | None = None
         """The one that exists or is being created; None after its end."""
         self._made: _Made | None = None
-        self._keys: KeyTable | None = None
-        """If this member holds the store's keys."""
+        self._keys: dict[int, KeyTable] = {}
+        """The keys of the latest one, by its number, if this member is its home."""
         self._ending: threading.Thread | None = None
         self._cause = "none was created: call Group.process_group() in the process that formed the group"
         self._closed = False
@@ -133,9 +137,8 @@ class Collectives:
 
     # --- for the supervisor ------------------------------------------------------------------------------------------
 
-    def prepare(self, info: ProcessGroupInfo, is_home: bool, timeout_s: float) -> str | None:
-        """End the previous one, and check that this process can create one. With ``is_home``, hold the store's keys and
-        return the store's id.
+    def prepare(self, info: ProcessGroupInfo, timeout_s: float) -> None:
+        """End the previous one, and check that this process can create one. At its home, hold the store's keys.
 
         Raises ConfigurationError, BootstrapError.
         """
@@ -160,18 +163,16 @@ class Collectives:
             raise ConfigurationError(f"backend 'gloo': torch in {self._name!r} was built without gloo")
         if info.backend == "gloo":  # which ends the process where it lacks one; some are held twice while they are made
             reserve_descriptors(2 * info.world_size, f"a process group of {info.world_size} members over gloo")
-        keys = KeyTable() if is_home else None
         with self._changed:
             if self._closed:
                 raise BootstrapError(f"{self._name!r} has left the group")
-            self._wanted, self._keys = info, keys
+            self._wanted = info
+            self._keys = {info.number: KeyTable()} if _home_of(info) == self._name else {}
             self._cause = f"process group {info.number} is being created"
-        return keys.store_id if keys is not None else None
 
-    def keys(self, store_id: str) -> KeyTable:
-        """The keys of that store. Raises ProcessGroupLost if this member does not, or no longer, hold them."""
-        keys = self._keys
-        if keys is None or keys.store_id != store_id:
+    def keys(self, number: int) -> KeyTable:
+        """The keys of that process group. Raises ProcessGroupLost if this member does not, or no longer, hold them."""
+        if (keys := self._keys.get(number)) is None:
             raise ProcessGroupLost(f"its process group has ended in its home {self._name!r}: {self._cause}")
         return keys
 
@@ -198,8 +199,9 @@ class Collectives:
     def _start(self, meeting: Meeting, store: MemberStore, listeners: GuardedListeners) -> _Made:
         """Have torch create it."""
         info = meeting.info
-        leave = _environment(info.backend, meeting)
-        hook = sys.excepthook
+        end, hook = contextlib.ExitStack(), sys.excepthook
+        end.callback(listeners.close)
+        end.callback(_environment(info.backend, meeting))
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             dist.init_process_group(
@@ -211,8 +213,7 @@ class Collectives:
                 device_id=_only_gpu() if info.backend == "nccl" else None,
             )
         except Exception as error:  # torch's own are RuntimeError and ValueError, NCCL's DistBackendError
-            leave()
-            listeners.close()
+            end.close()
             with contextlib.suppress(Exception):  # the others need not wait for this member
                 store.give_up(f"{self._name}: {_first_line(error)}")
             raise BootstrapError(f"{info.backend} could not start in {self._name!r}: {_first_line(error)}") from error
@@ -220,12 +221,7 @@ class Collectives:
             sys.excepthook = hook  # torch wraps it each time
         group = dist.group.WORLD
         assert group is not None
-
-        def end() -> None:
-            leave()
-            listeners.close()
-
-        return _Made(info, group, store, end)
+        return _Made(info, group, store, end.close)
 
     def stay_out(self, info: ProcessGroupInfo) -> None:
         """Others create one without this member: end the previous one. Does not block."""
@@ -267,7 +263,7 @@ class Collectives:
     def _end(self, cause: str) -> None:
         with self._changed:
             made, self._made = self._made, None
-            keys = self._keys
+            keys = next(iter(self._keys.values()), None)
             if self._wanted is not None or made is not None:
                 self._cause = cause
             self._wanted = None
@@ -443,15 +439,15 @@ def call_collectives(local: LocalMember, method: Callable[..., Any], *args: Any)
 def make_process_group(local: LocalMember, meeting: Meeting) -> None:
     """See Collectives.make."""
     listeners = GuardedListeners()
-    store = MemberStore(partial(_send_to_home, local, meeting.store), listeners.look_at)
+    store = MemberStore(partial(_send_to_home, local, meeting.info), listeners.look_at)
     collectives_of(local).make(meeting, store, listeners)
 
 
 def _operate(
-    local: LocalMember, caller: int, store_id: str, seconds: float, operation: str, args: tuple[Any, ...]
+    local: LocalMember, caller: int, number: int, seconds: float, operation: str, args: tuple[Any, ...]
 ) -> Any:
     """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
-    keys = collectives_of(local).keys(store_id)
+    keys = collectives_of(local).keys(number)
     result = keys.operate(operation, *args)
     if isinstance(result, DeferredReply):
 
@@ -468,7 +464,7 @@ SERVICES = {_STORE: service(_operate)}
 
 
 def _send_to_home(
-    local: LocalMember, store: StoreAddress, seconds: float, operation: str, args: tuple[Any, ...]
+    local: LocalMember, info: ProcessGroupInfo, seconds: float, operation: str, args: tuple[Any, ...]
 ) -> Any:
     """See MemberStore. Waits only for the home: neither for an admission to the actor nor for calls in flight."""
     budget = min(MAX_TIMEOUT_S, seconds + _ANSWER_S)
@@ -476,7 +472,7 @@ def _send_to_home(
     before = current_scope.set(Scope(limit=Limit(time.monotonic() + budget)))
     try:
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
-            request = (store.store_id, seconds, operation, args)
-            return Future(local.outgoing.call(store.home, _STORE, request, {}, CallOptions(budget, retry=0))).wait()
+            request = (info.number, seconds, operation, args)
+            return Future(local.outgoing.call(_home_of(info), _STORE, request, {}, CallOptions(budget, retry=0))).wait()
     finally:
         current_scope.reset(before)

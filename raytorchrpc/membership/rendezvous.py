@@ -6,15 +6,14 @@ only members can read or change a key, and nothing listens for it.
 
 from __future__ import annotations
 
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ProcessGroupLost, RayTorchRpcError, RpcTimeout
@@ -25,15 +24,6 @@ _REQUEST_S = 5.0
 _AT_ONCE = 64
 
 
-class StoreAddress(NamedTuple):
-    """Where the keys of one process group are held."""
-
-    home: str
-    """The name of the member that holds them."""
-    store_id: str
-    """Belongs to this process group alone: requests for an earlier one are refused."""
-
-
 class KeyTable:
     """The keys of one process group, in its home. Thread-safe, never blocks.
 
@@ -41,19 +31,17 @@ class KeyTable:
     """
 
     def __init__(self) -> None:
-        self.store_id = secrets.token_hex(16)
         self._lock = threading.Lock()
-        self._values: dict[str, bytes] = {}
+        self._values: Any = HashStore()
         self._published: dict[str, list[str]] = {}
         """Keys whose value never changes, in the order in which they came, by what they begin with; see ``_family``."""
-        self._waits: dict[DeferredReply, tuple[tuple[str, ...], Callable[[], Any]]] = {}
+        self._waits: dict[DeferredReply, tuple[list[str], Callable[[], Any]]] = {}
         """Keys, and what makes the reply once they are set."""
         self._cause: str | None = None
         """Why it was closed."""
 
     def operate(self, operation: str, *args: Any) -> Any:
-        """Run one of ``set``, ``publish``, ``append``, ``add``, ``compare_set``, ``delete``, ``check``, ``count``,
-        ``give_up``, ``wait`` and ``fetch``.
+        """Run ``publish``, ``wait``, ``fetch``, ``give_up``, or what torch's own stores call so; see ``_PLAIN``.
 
         ``publish`` sets keys whose value never changes. ``fetch`` waits for a key, and also returns what was published
         beside it. It and ``wait`` may return a DeferredReply. Raises ProcessGroupLost after ``close``, and ValueError.
@@ -66,7 +54,8 @@ class KeyTable:
                 raise _ended(self._cause)
             result = self._apply(operation, *args)
             if operation in _WRITES and self._waits:
-                ready = [(later, outcome()) for later, (keys, outcome) in self._waits.items() if self._has(keys)]
+                check = self._values.check
+                ready = [(later, outcome()) for later, (keys, outcome) in self._waits.items() if check(keys)]
                 for later, _ in ready:
                     del self._waits[later]
         for later, values in ready:
@@ -82,14 +71,14 @@ class KeyTable:
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Those of ``keys`` that are not set."""
         with self._lock:
-            return [key for key in keys if key not in self._values]
+            return [key for key in keys if not self._values.check([key])]
 
     def close(self, cause: str) -> None:
         """Drop the keys and end all waits. Idempotent."""
         with self._lock:
             self._cause = self._cause or cause
             waits, self._waits = list(self._waits), {}
-            self._values.clear()
+            self._values = HashStore()
         for later in waits:
             later.settle(None, _ended(cause))
 
@@ -97,51 +86,29 @@ class KeyTable:
         """Run an operation, under the lock."""
         values = self._values
         match request:
-            case "set", pairs:
-                values.update(pairs)
-            case "publish", pairs:
-                for key in pairs:
+            case "publish", keys, published:
+                for key in keys:
                     self._published.setdefault(_family(key), []).append(key)
-                values.update(pairs)
-            case "append", key, value:
-                values[key] = values.get(key, b"") + value
-            case "add", key, amount:
-                number = int(values.get(key, b"0")) + amount
-                values[key] = b"%d" % number
-                return number
-            case "compare_set", key, expected, desired:
-                if values.get(key, b"") != expected:
-                    return values.get(key, expected)
-                values[key] = desired
-                return desired
-            case "delete", key:
-                return values.pop(key, None) is not None
-            case "check", keys:
-                return self._has(keys)
-            case ("count",):
-                return len(values)
+                return values.multi_set(keys, published)
             case "wait", keys, read:
-                return self._once(keys, lambda: [values[key] for key in keys] if read else None)
+                return self._once(keys, lambda: values.multi_get(keys) if read else None)
             case "fetch", key, received:
-                return self._once([key], lambda: (values[key], self._beside(key, received)))
-            case _:
-                raise ValueError(f"a store has no operation {request[0]!r} of {len(request) - 1} arguments")
-        return None
-
-    def _has(self, keys: Sequence[str]) -> bool:
-        return all(key in self._values for key in keys)
+                return self._once([key], lambda: (values.get(key), self._beside(key, received)))
+            case operation, *args if operation in _PLAIN:
+                return getattr(values, operation)(*args)
+        raise ValueError(f"a store has no operation {request[0]!r} of {len(request) - 1} arguments")
 
     def _once(self, keys: Sequence[str], outcome: Callable[[], Any]) -> Any:
-        if self._has(keys):
+        if self._values.check(keys):
             return outcome()
         later = DeferredReply()
-        self._waits[later] = tuple(keys), outcome
+        self._waits[later] = list(keys), outcome
         return later
 
     def _beside(self, key: str, received: int) -> list[tuple[str, bytes]]:
         """What was published in the key's family, without so many that were received before."""
         more = self._published.get(_family(key), [])[received : received + _AT_ONCE]
-        return [(each, self._values.get(each, b"")) for each in more]
+        return [(each, self._values.get(each) if self._values.check([each]) else b"") for each in more]
 
 
 def _ended(cause: str) -> ProcessGroupLost:
@@ -153,7 +120,9 @@ def _family(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-_WRITES = frozenset({"set", "publish", "append", "add", "compare_set"})
+_WRITES = frozenset({"multi_set", "publish", "append", "add", "compare_set"})
+#: Done by torch's store for one process.
+_PLAIN = _WRITES - {"publish"} | {"delete_key", "check", "num_keys"}
 
 
 class MemberStore(Store):
@@ -239,9 +208,9 @@ class MemberStore(Store):
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        pairs = dict(zip(keys, map(_bytes, values), strict=True))
-        lasting = [self._look_at(value) for value in pairs.values()]
-        self._request("publish" if all(lasting) else "set", pairs)
+        sent = [*map(_bytes, values)]
+        lasting = [self._look_at(value) for value in sent]
+        self._request("publish" if all(lasting) else "multi_set", list(keys), sent)
 
     def check(self, keys: Sequence[str]) -> bool:
         found: bool = self._request("check", list(keys))
@@ -252,11 +221,11 @@ class MemberStore(Store):
         self._awaited(keys, timeout, False)
 
     def delete_key(self, key: str) -> bool:
-        was_set: bool = self._request("delete", key)
+        was_set: bool = self._request("delete_key", key)
         return was_set
 
     def num_keys(self) -> int:
-        number: int = self._request("count")
+        number: int = self._request("num_keys")
         return number
 
     def has_extended_api(self) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
 from raytorchrpc.group.process_groups import check_backend, check_encryption
-from raytorchrpc.membership.process_group import GuardedListeners
+from raytorchrpc.membership.process_group import Collectives, GuardedListeners, ProcessGroupInfo
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
@@ -89,7 +89,7 @@ def test_a_wait_ends_with_the_last_key_and_not_before(store: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "write", [("set", {"a": b"1"}), ("append", "a", b"1"), ("add", "a", 1), ("compare_set", "a", b"", b"1")]
+    "write", [("multi_set", ["a"], [b"1"]), ("append", "a", b"1"), ("add", "a", 1), ("compare_set", "a", b"", b"1")]
 )
 def test_every_write_ends_the_waits_for_its_key(write: tuple[Any, ...]) -> None:
     table = KeyTable()
@@ -113,7 +113,7 @@ def test_a_wait_for_what_nobody_sets_ends_at_its_deadline(store: Any) -> None:
 
 def test_a_closed_table_ends_waits_and_refuses_what_comes_later() -> None:
     table = KeyTable()
-    table.operate("set", {"key": b"value"})
+    table.operate("multi_set", ["key"], [b"value"])
     waiting = table.operate("wait", ["never"], False)
     table.close("member 'b' was lost")
     assert "member 'b' was lost" in str(waiting.exception(0))
@@ -124,8 +124,13 @@ def test_a_closed_table_ends_waits_and_refuses_what_comes_later() -> None:
         store_of(table).set("key", "value")
 
 
-def test_no_two_process_groups_have_one_store() -> None:
-    assert KeyTable().store_id != KeyTable().store_id
+def test_a_request_for_another_process_groups_store_is_refused() -> None:
+    home = Collectives("m0")
+    for number in (1, 2):
+        home.prepare(ProcessGroupInfo("gloo", number, {"m0": 0, "m1": 1}, 30.0), 30.0)
+    assert home.keys(2).operate("add", "count", 1) == 1
+    with pytest.raises(ProcessGroupLost, match="its process group has ended in its home 'm0'"):
+        home.keys(1)
 
 
 @pytest.mark.parametrize(
@@ -205,17 +210,18 @@ def test_a_reply_brings_all_addresses_that_gloo_has_published_by_then() -> None:
 
 def test_what_was_published_beside_a_key_comes_with_it_and_nothing_that_may_change() -> None:
     table, requests = KeyTable(), list[str]()
-    table.operate("publish", {"p/0": b"a", "p/1": b"b", "q/0": b"other"})
-    table.operate("set", {"p/changes": b"1"})
+    table.operate("publish", ["p/0", "p/1", "q/0"], [b"a", b"b", b"other"])
+    table.operate("multi_set", ["p/changes"], [b"1"])
     store = store_of(table, requests=requests)
     store.wait(["p/1"])
     assert [store.get("p/1"), store.get("p/0")] == [b"b", b"a"] and requests == ["fetch"]
-    assert [store.get("p/changes"), table.operate("set", {"p/changes": b"2"}), store.get("p/changes")] == [
+    assert [store.get("p/changes"), table.operate("multi_set", ["p/changes"], [b"2"]), store.get("p/changes")] == [
         b"1",
         None,
         b"2",
     ]
-    table.operate("publish", {f"p/{rank}": b"%d" % rank for rank in range(2, 200)})
+    more = {f"p/{rank}": b"%d" % rank for rank in range(2, 200)}
+    table.operate("publish", [*more], [*more.values()])
     assert [store.get(f"p/{rank}") for rank in range(2, 200)] == [b"%d" % rank for rank in range(2, 200)]
     assert requests.count("fetch") == 1 + 2 + 4, "64 values at a time"
     assert store.get("q/0") == b"other" and store.get("p/0") == b"a", "once more, from the home"
@@ -272,7 +278,7 @@ from raytorchrpc.membership.process_group import Collectives, ProcessGroupInfo
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1500))
 for size in (500, 2000):
     ranks = {f"m{rank}": rank for rank in range(size)}
-    Collectives("m1").prepare(ProcessGroupInfo("gloo", 1, ranks, 30.0), False, 30.0)
+    Collectives("m1").prepare(ProcessGroupInfo("gloo", 1, ranks, 30.0), 30.0)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
