@@ -136,12 +136,8 @@ class RequestedChange:
 
     def run(self) -> None:
         """Make the change. Never raises."""
-        if not self._done.set_running_or_notify_cancel():
-            return
-        try:
-            self._done.set_result(self._work())
-        except BaseException as error:
-            self._done.set_exception(error)
+        if self._done.set_running_or_notify_cancel():
+            threads.settle(self._done, self._work)
 
     def result(self, patience_s: float) -> Any:
         """Block for the result of ``work``; BootstrapError after ``patience_s`` seconds."""

@@ -64,7 +64,6 @@ class RestartedActors:
         self._connections = ControlConnections(self._credentials, run=take_in)
         """To restarted processes and those that join by themselves, by their keys."""
         self._known: dict[str, _Restarted] = {}
-        self._by_tcp = set[str]()
 
     def post(self, roster: Roster) -> None:
         """Post which actors the group readmits. Failures are only logged."""
@@ -77,7 +76,7 @@ class RestartedActors:
         if roster.config.joinable_by == "nobody":
             return None
         if roster.config.joinable_by == "cluster" or any(map(roster.reached_by_tcp, roster.records)):
-            self._connections.reach(self._by_tcp, listening_address(roster.watcher, roster.config))
+            self._connections.listen(listening_address(roster.watcher, roster.config))
         return self._connections.address
 
     def _post(self, record: Record | None) -> None:
@@ -133,16 +132,12 @@ class RestartedActors:
         return False
 
     def find(self, key: str, address: SocketAddress) -> ControlConnections:
-        """Note where a process listens."""
-        if address.tcp is not None:  # it listens there only for a supervisor that needs it
-            self._by_tcp.add(key)
-            self._connections.reach(self._by_tcp)
-        self._connections.set_address(key, "", address)
+        """Note where a process listens: by TCP only for a supervisor that needs it."""
+        self._connections.set_address(key, "", address, by_tcp=address.tcp is not None)
         return self._connections
 
     def forget(self, key: str) -> None:
         """This process need not be reached here any more."""
-        self._by_tcp.discard(key)
         self._connections.forget([key])
 
     def _dial(self, its: _Restarted, address: SocketAddress) -> None:

@@ -11,15 +11,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import Reading
-from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.control_connections import ControlConnections
-from raytorchrpc.membership.ray_metrics import reading
 from raytorchrpc.process import threads
 
 if TYPE_CHECKING:
@@ -34,7 +31,7 @@ PERIOD_S = 1.0
 #: A look ends unless it is renewed within this time, and a post counts as old (seconds).
 _LOOK_S = 10.0
 #: In a post, members of a larger group add up their calls over all peers: its size is linear in the members.
-_MOST_WITH_PEERS = 32
+MOST_WITH_PEERS = 32
 #: Where statuses are posted, and where a process that looks changes the value.
 _POSTS, _LOOKS = "status/", "looking"
 
@@ -61,25 +58,6 @@ def as_json() -> TypeAdapter[GroupStatus]:
     from pydantic import TypeAdapter  # takes as long to load as the whole of raytorchrpc
 
     return TypeAdapter(GroupStatus)
-
-
-def group_status(
-    roster: Roster,
-    connections: ControlConnections,
-    away: Mapping[str, str],
-    timeout_s: float = STATUS_S,
-    peers: bool | None = None,
-) -> GroupStatus:
-    """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``.
-
-    ``peers``: whether to have calls by peer; None: only in a small group.
-    """
-    peers = len(roster.records) <= _MOST_WITH_PEERS if peers is None else peers
-    asked = {name: (peers,) for name in roster.records if name not in away}
-    found, failures = connections.call_all(reading, asked, time.monotonic() + timeout_s)
-    together = Reading.of_all(found[name] for name in asked if name in found)
-    group = roster.name, roster.generation, time.monotonic(), tuple(roster.records)
-    return GroupStatus(*group, dict(away), tuple(failures), together)
 
 
 def post_status(

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, ParamSpec
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.metrics import GroupStats
+from raytorchrpc.calls.metrics import GroupStats, Reading
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
@@ -28,7 +28,7 @@ from raytorchrpc.group.formation import Formation, check_name, current_owner, fo
 from raytorchrpc.group.process_groups import check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, Roster
-from raytorchrpc.group.status import STATUS_S, GroupStatus, group_status, post_status
+from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.membership import join
@@ -36,6 +36,7 @@ from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.membership.here import endpoint
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
 from raytorchrpc.membership.process_group import ProcessGroupInfo
+from raytorchrpc.membership.ray_metrics import reading
 from raytorchrpc.membership.tickets import consent
 from raytorchrpc.membership.view import Answer
 from raytorchrpc.process import fork, threads
@@ -281,8 +282,17 @@ class Supervisor:
         return GroupStats(status.reading, (*status.away, *status.silent))
 
     def status(self, timeout_s: float = STATUS_S, peers: bool | None = None) -> GroupStatus:
-        """See ``group_status``. Collected over connections that no busy method holds up."""
-        return group_status(self.roster, self._connections, self._core.causes(), timeout_s, peers)
+        """Ask all members that are not away. Blocks until all have answered, at most ``timeout_s``.
+
+        ``peers``: whether to have calls by peer; None: only in a small group.
+        """
+        roster, away, until = self.roster, self._core.causes(), time.monotonic() + timeout_s
+        peers = len(roster.records) <= MOST_WITH_PEERS if peers is None else peers
+        asked = {name: (peers,) for name in roster.records if name not in away}
+        found, failures = self._connections.call_all(reading, asked, until)
+        together = Reading.of_all(found[name] for name in asked if name in found)
+        group = roster.name, roster.generation, time.monotonic(), tuple(roster.records)
+        return GroupStatus(*group, away, tuple(failures), together)
 
     def begin_trace(self, capacity: int) -> None:
         self._check_running()
@@ -507,12 +517,12 @@ class Supervisor:
     def _dial(self, its: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self._core.listening()
-        self._connections.reach({name for name in roster.records if roster.reached_by_tcp(name)})
         work = dict[str, Callable[[], None]]()
         for name in its.names:
             member = roster.records[name].member
             token = process_token(roster.generation, member.rank, member.incarnation)
-            self._connections.set_address(name, token, prepared[name].addresses["socket"])
+            address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
+            self._connections.set_address(name, token, address, by_tcp)
             work[name] = partial(self._connect, name, member.incarnation, its.patience_s)
         try:
             self._connections.dial(work)

@@ -65,6 +65,7 @@ class ControlConnections:
         self._lane = SocketLane(name, credentials, tcp_host=tcp_host, by_tcp=frozenset())
         self.address: SocketAddress = self._lane.open(self._serve, lambda work: work())
         self._tokens: dict[str, str] = {}
+        self._by_tcp, self._setting = frozenset[str](), threading.Lock()
         self._watches: dict[str, Pending] = {}
 
     def _serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
@@ -75,14 +76,18 @@ class ControlConnections:
             return partial(self._replies.send, reply, lambda: Message((protocol.OK,), NOTHING))
         return partial(self._replies.send, reply, partial(self._replies.run, self._run, message))
 
-    def reach(self, by_tcp: set[str], tcp_host: str | None = None) -> None:
-        """``by_tcp``: the processes on other hosts. ``tcp_host``: also listen there."""
-        self.address = self._lane.reach(tcp_host, frozenset(by_tcp)) or self.address
+    def listen(self, tcp_host: str) -> None:
+        """Also listen on that address of this host."""
+        with self._setting:
+            self.address = self._lane.reach(tcp_host, self._by_tcp) or self.address
 
-    def set_address(self, name: str, token: str, address: SocketAddress) -> None:
-        """Set where a member's current process listens. Connects at the first request."""
+    def set_address(self, name: str, token: str, address: SocketAddress, by_tcp: bool) -> None:
+        """Set where a member's current process listens. Connects at the first request. ``by_tcp``: see LaneSetup."""
         self._lane.disconnect(name)
         self._tokens[name] = token
+        with self._setting:
+            self._by_tcp = self._by_tcp | {name} if by_tcp else self._by_tcp - {name}
+            self._lane.reach(None, self._by_tcp)
         self._lane.connect([PeerAddress(name, address)])
 
     def forget(self, names: Iterable[str]) -> None:

@@ -65,7 +65,34 @@ class Membership:
 
     def route(self, peer: Member) -> PeerRoute:
         """The lanes by which this member reaches ``peer``, or itself."""
-        return route_to(self.local, peer, self.table)
+        local, table = self.local, self.table
+        me, plan, prepared = local.me, table.plan, table.peers[peer.name]
+        lanes = {lane.name: lane for lane in local.lanes}
+        token = process_token(table.generation, peer.rank, peer.incarnation)
+        if peer.rank == me.rank:
+            refused = forbidden(table.config, registry.FABRIC)
+            fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
+            return PeerRoute(peer, lanes[registry.LOOPBACK], lanes[registry.LOOPBACK], fabric, token=token)
+        route = plan.route(me.name, peer.name)
+        outward, inward = plan.device_map(me.name, peer.name), plan.device_map(peer.name, me.name)
+        refused = route.why_not(registry.FABRIC)
+        fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
+        best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
+        opened = local.tensor_lanes.keys() & prepared.addresses.keys()
+        return PeerRoute(
+            peer,
+            lanes[route.message_lane],
+            lanes[route.in_band_lane] if route.in_band_lane else fabric,
+            fabric,
+            {kind: choice.lane for kind, choice in best.items() if choice.out_of_band and choice.lane in opened},
+            outward,
+            way_back(inward),
+            inward.get(CPU),
+            frozenset(route.same_gpus_from(me.name)),
+            token,
+            prepared.retries,
+            same_clock=me.node_id == peer.node_id,
+        )
 
 
 _changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
@@ -224,37 +251,6 @@ def add_peers(
             ]
         )
     local.peers.add_peers(peers, membership.route)
-
-
-def route_to(local: LocalMember, peer: Member, table: Table) -> PeerRoute:
-    """The lanes by which this member reaches ``peer``, or itself."""
-    me, plan, prepared = local.me, table.plan, table.peers[peer.name]
-    lanes = {lane.name: lane for lane in local.lanes}
-    token = process_token(table.generation, peer.rank, peer.incarnation)
-    if peer.rank == me.rank:
-        refused = forbidden(table.config, registry.FABRIC)
-        fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-        return PeerRoute(peer, lanes[registry.LOOPBACK], lanes[registry.LOOPBACK], fabric, token=token)
-    route = plan.route(me.name, peer.name)
-    outward, inward = plan.device_map(me.name, peer.name), plan.device_map(peer.name, me.name)
-    refused = route.why_not(registry.FABRIC)
-    fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-    best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
-    opened = local.tensor_lanes.keys() & prepared.addresses.keys()
-    return PeerRoute(
-        peer,
-        lanes[route.message_lane],
-        lanes[route.in_band_lane] if route.in_band_lane else fabric,
-        fabric,
-        {kind: choice.lane for kind, choice in best.items() if choice.out_of_band and choice.lane in opened},
-        outward,
-        way_back(inward),
-        inward.get(CPU),
-        frozenset(route.same_gpus_from(me.name)),
-        token,
-        prepared.retries,
-        same_clock=me.node_id == peer.node_id,
-    )
 
 
 def _reach_all(membership: Membership, listening: Listening) -> None:

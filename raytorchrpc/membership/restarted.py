@@ -148,8 +148,7 @@ def connections_for(record: Record, name: str, instance: Callable[[], Any] | Non
     run = None if instance is None else lambda function, *arguments: function(instance(), *arguments)
     connections = ControlConnections(record.credentials, name, run, host)
     if record.door is not None:
-        connections.reach({SUPERVISOR} if is_far else set())
-        connections.set_address(SUPERVISOR, "", record.door)
+        connections.set_address(SUPERVISOR, "", record.door, is_far)
     return connections
 
 

@@ -207,7 +207,7 @@ class Watched:
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.connections = ControlConnections(Credentials(b"s" * 32))
         for name in self.names:
-            self.connections.set_address(name, "token", address)
+            self.connections.set_address(name, "token", address, by_tcp=False)
 
     def _serve(self, message: Message, reply: Reply) -> None:
         if message.header[0] == protocol.WATCH:
