@@ -16,7 +16,7 @@ import torch
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
 
-_COUNTED_ELSEWHERE = ("_Deadline", "PairStats", "_Thread", "_Started", "_Boot")
+_COUNTED_ELSEWHERE = ("_Deadline", "PairStats", "_Thread", "_Started", "_Boot", "_Listener")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -67,7 +67,7 @@ def held() -> dict[str, int]:
 
 
 def objects() -> Counter[str]:
-    """Live instances by class of the package, except deadlines and counters (one per peer and lane)."""
+    """Live instances by class of the package, except deadlines, threads, and counters (one per peer and lane)."""
     return Counter(f"{cls.__module__}.{cls.__qualname__}" for cls in map(type, gc.get_objects()) if _ours(cls))
 
 
