@@ -184,7 +184,7 @@ def test_strangers_that_connect_while_members_do(group: rtr.Group, actors: dict[
     nobody.begin(connect_again_and_again, where, 1.5)
     for caller, peer in ("ab", "cb", "ba", "ac"):
         assert in_actor(actors[caller], works, peer)
-    assert nobody.result() > 20
+    assert nobody.result() > 0
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
