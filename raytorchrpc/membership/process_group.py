@@ -31,11 +31,11 @@ from raytorchrpc.calls.member import LocalMember, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, takes_timeout
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import service
-from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost, RpcTimeout
+from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process import fork, guard, tcp, threads
 from raytorchrpc.process.this_process import reserve_descriptors
+from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -106,9 +106,9 @@ class _Made(NamedTuple):
 class Collectives:
     """One per membership. Thread-safe. Everything that blocks has a deadline; nothing here runs on a lane's thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, deadlines: Deadlines) -> None:
         """``name``: of this member."""
-        self._name = name
+        self._name, self._deadlines = name, deadlines
         self._changed = threading.Condition()
         self._making = threading.Lock()
         """Held while torch creates one, which nothing can interrupt."""
@@ -167,7 +167,7 @@ class Collectives:
             if self._closed:
                 raise BootstrapError(f"{self._name!r} has left the group")
             self._wanted = info
-            self._keys = {info.number: KeyTable()} if _home_of(info) == self._name else {}
+            self._keys = {info.number: KeyTable(self._deadlines)} if _home_of(info) == self._name else {}
             self._cause = f"process group {info.number} is being created"
 
     def keys(self, number: int) -> KeyTable:
@@ -396,7 +396,7 @@ def collectives_of(local: LocalMember) -> Collectives:
     with _lock:
         found = _collectives.get(local)
         if found is None:
-            found = _collectives[local] = Collectives(local.me.name)
+            found = _collectives[local] = Collectives(local.me.name, local.deadlines)
             local.at_end.append(found.close)
         return found
 
@@ -447,17 +447,7 @@ def _operate(
     local: LocalMember, caller: int, number: int, seconds: float, operation: str, args: tuple[Any, ...]
 ) -> Any:
     """At the home: run an operation of the store. A wait is answered after so many seconds at the latest."""
-    keys = collectives_of(local).keys(number)
-    result = keys.operate(operation, *args)
-    if isinstance(result, DeferredReply):
-
-        def time_out() -> None:
-            missing = ", ".join(keys.missing(args[0]))
-            keys.give_up(result, RpcTimeout(f"nobody has set {missing} within {seconds:.3g} s"))
-
-        cancel = local.deadlines.at(time.monotonic() + seconds, time_out)
-        result.add_done_callback(lambda _: cancel())
-    return result
+    return collectives_of(local).keys(number).operate(seconds, operation, *args)
 
 
 SERVICES = {_STORE: service(_operate)}

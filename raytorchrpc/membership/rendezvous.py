@@ -6,22 +6,29 @@ only members can read or change a key, and nothing listens for it.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ProcessGroupLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.patterns.waits import ReplyLock, Waits
+from raytorchrpc.process.workers import Deadlines
 
 #: The shortest time given to a request that waits for no key (seconds): a store's timeout may be a poll's.
 _REQUEST_S = 5.0
 #: Most published values in one reply: a member of a large group publishes several KB.
 _AT_ONCE = 64
+
+
+class _Wait(NamedTuple):
+    keys: Sequence[str]
+    outcome: Callable[[], Any]
+    """Makes the reply once they are set."""
 
 
 class KeyTable:
@@ -30,59 +37,40 @@ class KeyTable:
     After ``close`` every operation, and every pending wait, raises ProcessGroupLost with the cause.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, deadlines: Deadlines) -> None:
+        self._lock = ReplyLock()
         self._values: Any = HashStore()
         self._published: dict[str, list[str]] = {}
         """Keys whose value never changes, in the order in which they came, by what they begin with; see ``_family``."""
-        self._waits: dict[DeferredReply, tuple[list[str], Callable[[], Any]]] = {}
-        """Keys, and what makes the reply once they are set."""
+        self._waits: Waits[_Wait] = Waits(deadlines, self._lock)
         self._cause: str | None = None
         """Why it was closed."""
 
-    def operate(self, operation: str, *args: Any) -> Any:
+    def operate(self, seconds: float, operation: str, *args: Any) -> Any:
         """Run ``publish``, ``wait``, ``fetch``, ``give_up``, or what torch's own stores call so; see ``_PLAIN``.
 
         ``publish`` sets keys whose value never changes. ``fetch`` waits for a key, and also returns what was published
-        beside it. It and ``wait`` may return a DeferredReply. Raises ProcessGroupLost after ``close``, and ValueError.
+        beside it. It and ``wait`` may return a DeferredReply, which is settled after ``seconds`` at the latest. Raises
+        ProcessGroupLost after ``close``, and ValueError.
         """
         if operation == "give_up":
             return self.close(*args)
-        ready: list[tuple[DeferredReply, Any]] = []
         with self._lock:
             if self._cause is not None:
                 raise _ended(self._cause)
-            result = self._apply(operation, *args)
-            if operation in _WRITES and self._waits:
-                check = self._values.check
-                ready = [(later, outcome()) for later, (keys, outcome) in self._waits.items() if check(keys)]
-                for later, _ in ready:
-                    del self._waits[later]
-        for later, values in ready:
-            later.settle(values)
+            result = self._apply(seconds, operation, *args)
+            if operation in _WRITES:
+                self._waits.settle(lambda wait: self._values.check(wait.keys), value_of=lambda wait: wait.outcome())
         return result
-
-    def give_up(self, later: DeferredReply, error: Exception) -> None:
-        """End a wait that has timed out. Idempotent."""
-        with self._lock:
-            self._waits.pop(later, None)
-        later.settle(None, error)
-
-    def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of ``keys`` that are not set."""
-        with self._lock:
-            return [key for key in keys if not self._values.check([key])]
 
     def close(self, cause: str) -> None:
         """Drop the keys and end all waits. Idempotent."""
         with self._lock:
             self._cause = self._cause or cause
-            waits, self._waits = list(self._waits), {}
+            self._waits.settle(error=_ended(cause))
             self._values = HashStore()
-        for later in waits:
-            later.settle(None, _ended(cause))
 
-    def _apply(self, *request: Any) -> Any:
+    def _apply(self, seconds: float, *request: Any) -> Any:
         """Run an operation, under the lock."""
         values = self._values
         match request:
@@ -91,19 +79,22 @@ class KeyTable:
                     self._published.setdefault(_family(key), []).append(key)
                 return values.multi_set(keys, published)
             case "wait", keys, read:
-                return self._once(keys, lambda: values.multi_get(keys) if read else None)
+                return self._once(seconds, keys, lambda: values.multi_get(keys) if read else None)
             case "fetch", key, received:
-                return self._once([key], lambda: (values.get(key), self._beside(key, received)))
+                return self._once(seconds, [key], lambda: (values.get(key), self._beside(key, received)))
             case operation, *args if operation in _PLAIN:
                 return getattr(values, operation)(*args)
         raise ValueError(f"a store has no operation {request[0]!r} of {len(request) - 1} arguments")
 
-    def _once(self, keys: Sequence[str], outcome: Callable[[], Any]) -> Any:
+    def _once(self, seconds: float, keys: Sequence[str], outcome: Callable[[], Any]) -> Any:
         if self._values.check(keys):
             return outcome()
-        later = DeferredReply()
-        self._waits[later] = list(keys), outcome
-        return later
+
+        def give_up() -> tuple[None, RpcTimeout]:
+            missing = ", ".join(key for key in keys if not self._values.check([key]))
+            return None, RpcTimeout(f"nobody has set {missing} within {seconds:.3g} s")
+
+        return self._waits.add(_Wait(keys, outcome), time.monotonic() + seconds, give_up)
 
     def _beside(self, key: str, received: int) -> list[tuple[str, bytes]]:
         """What was published in the key's family, without so many that were received before."""

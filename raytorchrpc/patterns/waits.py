@@ -74,13 +74,21 @@ class Waits(Generic[K]):
         return give_up_at(self._deadlines, until, waits[1], end)
 
     def settle(
-        self, is_due: Callable[[K], bool] = lambda wanted: True, value: Any = None, error: Exception | None = None
+        self,
+        is_due: Callable[[K], bool] = lambda wanted: True,
+        value: Any = None,
+        error: Exception | None = None,
+        *,
+        value_of: Callable[[K], Any] | None = None,
     ) -> None:
-        """Settle the replies whose wait is over; all by default."""
+        """Settle the replies whose wait is over; all by default. ``value_of``: returns each its value."""
+        left = []
         for wanted, reply in self._waiting:
             if is_due(wanted):
-                self._lock.after(reply.settle, value, error)
-        self._waiting = [one for one in self._waiting if not is_due(one[0])]
+                self._lock.after(reply.settle, value if value_of is None else value_of(wanted), error)
+            else:
+                left.append((wanted, reply))
+        self._waiting = left
 
     def __len__(self) -> int:
         return len(self._waiting)

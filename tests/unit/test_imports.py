@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"__init__", "process.threads"},
     "membership": {
         *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
-        *("lanes.torchrpc", "patterns.home", "process", "rdt", "routing", "tensors", "topology"),
+        *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
     },
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket"),

@@ -21,8 +21,13 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, Pro
 from raytorchrpc.group.process_groups import check_backend, check_encryption
 from raytorchrpc.membership.process_group import Collectives, GuardedListeners, ProcessGroupInfo
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from raytorchrpc.process.workers import process_deadlines
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
+
+
+def key_table() -> KeyTable:
+    return KeyTable(process_deadlines())
 
 
 def store_of(
@@ -33,15 +38,8 @@ def store_of(
     def send(seconds: float, operation: str, args: tuple[Any, ...]) -> Any:
         if requests is not None:
             requests.append(operation)
-        result = table.operate(operation, *args)
-        if not isinstance(result, DeferredReply):
-            return result
-        timer = threading.Timer(seconds, lambda: table.give_up(result, RpcTimeout("too late")))
-        timer.start()
-        try:
-            return result.result(30)
-        finally:
-            timer.cancel()
+        result = table.operate(seconds, operation, *args)
+        return result.result(30) if isinstance(result, DeferredReply) else result
 
     return MemberStore(send, look_at)
 
@@ -50,7 +48,7 @@ def store_of(
 def store(request: pytest.FixtureRequest) -> Any:
     if request.param == "torch's own":
         return HashStore()
-    ours = store_of(KeyTable())
+    ours = store_of(key_table())
     # Python's object has to live as long as what wraps it in C++.
     request.addfinalizer(lambda: ours)
     return PrefixStore("prefix", ours) if "C++" in request.param else ours
@@ -92,11 +90,11 @@ def test_a_wait_ends_with_the_last_key_and_not_before(store: Any) -> None:
     "write", [("multi_set", ["a"], [b"1"]), ("append", "a", b"1"), ("add", "a", 1), ("compare_set", "a", b"", b"1")]
 )
 def test_every_write_ends_the_waits_for_its_key(write: tuple[Any, ...]) -> None:
-    table = KeyTable()
+    table = key_table()
     for_value, for_key, for_more = (
-        table.operate("wait", *wait) for wait in ((["a"], True), (["a"], False), (["a", "b"], True))
+        table.operate(30.0, "wait", *wait) for wait in ((["a"], True), (["a"], False), (["a", "b"], True))
     )
-    table.operate(*write)
+    table.operate(30.0, *write)
     assert (for_value.result(0), for_key.result(0), for_more.done()) == ([b"1"], None, False)
 
 
@@ -112,23 +110,23 @@ def test_a_wait_for_what_nobody_sets_ends_at_its_deadline(store: Any) -> None:
 
 
 def test_a_closed_table_ends_waits_and_refuses_what_comes_later() -> None:
-    table = KeyTable()
-    table.operate("multi_set", ["key"], [b"value"])
-    waiting = table.operate("wait", ["never"], False)
+    table = key_table()
+    table.operate(30.0, "multi_set", ["key"], [b"value"])
+    waiting = table.operate(30.0, "wait", ["never"], False)
     table.close("member 'b' was lost")
     assert "member 'b' was lost" in str(waiting.exception(0))
     with pytest.raises(ProcessGroupLost, match="member 'b' was lost"):
-        table.operate("check", ["key"])
+        table.operate(30.0, "check", ["key"])
     table.close("another cause")
     with pytest.raises(dist.DistNetworkError, match="ended: member 'b' was lost"):
         store_of(table).set("key", "value")
 
 
 def test_a_request_for_another_process_groups_store_is_refused() -> None:
-    home = Collectives("m0")
+    home = Collectives("m0", process_deadlines())
     for number in (1, 2):
         home.prepare(ProcessGroupInfo("gloo", number, {"m0": 0, "m1": 1}, 30.0), 30.0)
-    assert home.keys(2).operate("add", "count", 1) == 1
+    assert home.keys(2).operate(30.0, "add", "count", 1) == 1
     with pytest.raises(ProcessGroupLost, match="its process group has ended in its home 'm0'"):
         home.keys(1)
 
@@ -152,7 +150,7 @@ def test_torch_sees_errors_of_its_own(error: Exception, expected: type[Exception
 
 
 def test_a_store_whose_python_part_is_gone_raises() -> None:
-    wrapped = PrefixStore("prefix", store_of(KeyTable()))
+    wrapped = PrefixStore("prefix", store_of(key_table()))
     operations: list[Callable[[], Any]] = [lambda: wrapped.check(["key"]), lambda: wrapped.set("key", "value")]
     for operation in operations:
         with pytest.raises(RuntimeError):
@@ -160,7 +158,7 @@ def test_a_store_whose_python_part_is_gone_raises() -> None:
 
 
 def test_counters_of_many_threads_lose_nothing() -> None:
-    table = KeyTable()
+    table = key_table()
 
     def count(store: MemberStore) -> None:
         for _ in range(200):
@@ -171,14 +169,14 @@ def test_counters_of_many_threads_lose_nothing() -> None:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert table.operate("add", "count", 0) == 1600
+    assert table.operate(30.0, "add", "count", 0) == 1600
 
 
 def reduced(ranks: int, look_at: Callable[[bytes], bool], requests: list[str]) -> dict[int, float]:
     """What each rank has of the sum of all ranks, on threads of one process: torch's C++ calls the stores without the
     interpreter lock.
     """
-    table, sums = KeyTable(), {}
+    table, sums = key_table(), {}
     stores = [store_of(table, look_at, requests) for _ in range(ranks)]
 
     def reduce(rank: int) -> None:
@@ -209,19 +207,17 @@ def test_a_reply_brings_all_addresses_that_gloo_has_published_by_then() -> None:
 
 
 def test_what_was_published_beside_a_key_comes_with_it_and_nothing_that_may_change() -> None:
-    table, requests = KeyTable(), list[str]()
-    table.operate("publish", ["p/0", "p/1", "q/0"], [b"a", b"b", b"other"])
-    table.operate("multi_set", ["p/changes"], [b"1"])
+    table, requests = key_table(), list[str]()
+    table.operate(30.0, "publish", ["p/0", "p/1", "q/0"], [b"a", b"b", b"other"])
+    table.operate(30.0, "multi_set", ["p/changes"], [b"1"])
     store = store_of(table, requests=requests)
     store.wait(["p/1"])
     assert [store.get("p/1"), store.get("p/0")] == [b"b", b"a"] and requests == ["fetch"]
-    assert [store.get("p/changes"), table.operate("multi_set", ["p/changes"], [b"2"]), store.get("p/changes")] == [
-        b"1",
-        None,
-        b"2",
-    ]
+    assert store.get("p/changes") == b"1"
+    table.operate(30.0, "multi_set", ["p/changes"], [b"2"])
+    assert store.get("p/changes") == b"2"
     more = {f"p/{rank}": b"%d" % rank for rank in range(2, 200)}
-    table.operate("publish", [*more], [*more.values()])
+    table.operate(30.0, "publish", [*more], [*more.values()])
     assert [store.get(f"p/{rank}") for rank in range(2, 200)] == [b"%d" % rank for rank in range(2, 200)]
     assert requests.count("fetch") == 1 + 2 + 4, "64 values at a time"
     assert store.get("q/0") == b"other" and store.get("p/0") == b"a", "once more, from the home"
@@ -275,10 +271,11 @@ def test_a_process_group_over_gloo_has_room_for_its_connections() -> None:
     program = """
 import resource
 from raytorchrpc.membership.process_group import Collectives, ProcessGroupInfo
+from raytorchrpc.process.workers import process_deadlines
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1500))
 for size in (500, 2000):
     ranks = {f"m{rank}": rank for rank in range(size)}
-    Collectives("m1").prepare(ProcessGroupInfo("gloo", 1, ranks, 30.0), 30.0)
+    Collectives("m1", process_deadlines()).prepare(ProcessGroupInfo("gloo", 1, ranks, 30.0), 30.0)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
