@@ -240,8 +240,11 @@ class Worker:
 
     def burden(self, target: str, size: int, tensor: bool, count: int, seconds: float) -> int:
         """So many calls at once, which need threads there, or memory of this size; how many came back."""
-        what = torch.ones(size // 8, dtype=torch.int64) if tensor else bytes(size)
         came = 0
+        try:
+            what = torch.ones(size // 8, dtype=torch.int64) if tensor else bytes(size)
+        except (MemoryError, RuntimeError):  # torch's; this process may be starved as well
+            return came
         with suppress(rtr.RayTorchRpcError):
             peer = rtr.rpc_async(target, timeout=seconds)
             for future in [peer.length(what) for _ in range(count)]:
