@@ -26,7 +26,8 @@ from tests.faults.records import Record, stamp, stamped
 from tests.faults.scenarios import Object
 from tests.faults.worker import RETRIES
 
-#: After its deadline an operation may last so much longer (seconds), and whatever its process stood still besides.
+#: After its deadline an operation may last so much longer (seconds), where cores are to spare, and whatever its process
+#: stood still besides.
 SLACK_S = 1.0
 #: Answers of an object's home, as far as they are no items and no weights.
 _ANSWERS = ("ok", "Empty", "Full", "Closed", "end")
@@ -61,14 +62,15 @@ def judge(
     starved: bool = False,
     parted: bool = False,
     besieged: bool = False,
+    slack_s: float = SLACK_S,
 ) -> list[str]:
     """Violations, the first of each kind that a handle shows. ``stores``: the objects that hold weights.
 
     ``starved``: somebody was short of memory; ``parted``: members that lived were lost to each other for a while;
-    ``besieged``: strangers made calls, and all members lived.
+    ``besieged``: strangers made calls, and all members lived; ``slack_s``: see SLACK_S.
     """
     records = sorted(records, key=lambda record: record.began)
-    found = list(_of_each(records, lives, starved, parted))
+    found = list(_of_each(records, lives, starved, parted, slack_s))
     found += _of_calls(records, besieged)
     found += _of_pulls(records, stores)
     streams = sorted({(r.object, r.home, r.held) for r in records if r.held and r.op in ("put", "get", "next")})
@@ -93,7 +95,7 @@ def _named(record: Record) -> str:
 # --- each operation by itself ------------------------------------------------------------------------------------
 
 
-def _of_each(records: Iterable[Record], lives: Lives, starved: bool, parted: bool) -> Found:
+def _of_each(records: Iterable[Record], lives: Lives, starved: bool, parted: bool, slack_s: float) -> Found:
     closed: dict[tuple[str, int], float] = {}
     for record in records:
         if record.op == "close":
@@ -104,7 +106,7 @@ def _of_each(records: Iterable[Record], lives: Lives, starved: bool, parted: boo
         explained = record.verdict in _OF_SHARDS if "shards" in record.op else not record.verdict.startswith("other")
         if not explained and not (starved and any(word in text for word in _SHORTAGE)):
             yield "UNDOCUMENTED", record, text
-        if record.allowed is not None and lasted - record.still > record.allowed + SLACK_S:
+        if record.allowed is not None and lasted - record.still > record.allowed + slack_s:
             yield "LATE", record, f"{lasted:.2f} s ({record.still:.2f} s of them still), not {record.allowed} s: {text}"
         if record.data.get("kept", 0) > _MOST_KEPT:
             yield "KEPT", record, f"{record.data['kept']} versions"

@@ -25,12 +25,13 @@ from tests.faults import strangers
 from tests.faults.control import Board, Died, Remote
 from tests.faults.faults import Fault, Kill, PowerOff, Siege, Strike, random_faults
 from tests.faults.hands import Hand, Here
-from tests.faults.judging import Life, judge, judge_memory, judge_rest
+from tests.faults.judging import SLACK_S, Life, judge, judge_memory, judge_rest
 from tests.faults.records import Record, read
 from tests.faults.report import Change, Report, Struck, survivals
 from tests.faults.roles import RPC_TIMEOUT_S
 from tests.faults.scenarios import NEAR, SCENARIOS, Plan, Scenario
 from tests.faults.worker import AsyncWorker, Worker
+from tests.polling import allowed
 from tests.ray.local_ray import local_ray
 
 #: The settings by which each lane carries the group's calls and tensors.
@@ -343,6 +344,7 @@ class Running:
             starved=any(one.fault.may_kill for one in struck),
             parted=any(one.fault.may_part for one in struck),
             besieged=any(isinstance(one.fault, Siege) for one in struck),
+            slack_s=allowed(SLACK_S),
         )
         for text in (*found, *judge_memory(self.records, self._memory)):
             self.violated(text)
