@@ -53,7 +53,8 @@ def local_ray() -> Iterator[None]:
 
     lighten()
     given = os.environ.setdefault("WARM_WORKERS_IMPORT", _DTENSORS)
-    ray.init(
+    start = functools.partial(
+        ray.init,
         address="local",  # whatever cluster this machine has already
         num_cpus=8,
         num_gpus=2,
@@ -65,6 +66,12 @@ def local_ray() -> Iterator[None]:
         # Ray kills workers when the machine runs short of memory, whoever uses it: here only the faults are to kill.
         _system_config={"memory_monitor_refresh_ms": 0},
     )
+    try:
+        start()
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        start()  # Ray gives its processes 30 s, and a busy machine may take longer
     if given == _DTENSORS:
         del os.environ["WARM_WORKERS_IMPORT"]  # not for the Ray of a program that a test starts
     try:
