@@ -39,7 +39,7 @@ from raytorchrpc.patterns.queues.items import (
     unpack,
 )
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
-from raytorchrpc.patterns.queues.store import ENDED, FULL, Batch, SequenceMark
+from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, SequenceMark
 from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.workers import Deadlines
 
@@ -51,6 +51,11 @@ _KEPT = 1000
 
 class Channel(Handle):
     """A handle of a queue or topic."""
+
+    def _set_state(self, *state: Any) -> None:
+        super()._set_state(*state)
+        self._returning: set[DeferredReply] = set()
+        """Abandoned requests whose items may be on their way back to the home."""
 
     def close(self, *, force: bool = False) -> None:
         """Declare that this producer has put its last item. Blocks for an answer of the home.
@@ -165,6 +170,11 @@ class Channel(Handle):
                         batch = Batch([private_copy(item) for item in batch], batch.batch_id)
                 else:
                     batch = yield from self._take_there(local, key, most, until, keep)
+                if batch is ENDED and (returning := [*self._returning]):  # what they return is waiting items, too
+                    if time.monotonic() < until:
+                        yield self._wait_until_returned(local, returning[0], until)
+                        continue
+                    batch = EMPTY
                 if not batch:
                     break
                 batches.append(batch)
@@ -265,14 +275,28 @@ class Channel(Handle):
     def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
         """Return the items of an abandoned request, however late they arrive."""
         call: Any = future._call
+        returned = DeferredReply()
+        settle = partial(returned.settle, None)
+        self._returning.add(returned)
+        returned.add_done_callback(self._returning.discard)
+        give_up_at(local.deadlines, time.monotonic() + _RETURN_S, returned, settle)
 
         def put_back() -> None:
             taken, error = call.outcome()
             if error is None and taken:
                 with suppress(RayTorchRpcError):
-                    self._send_urgently(local, PUT_BACK, (*self._address, key, *taken), RETURNS)
+                    sent = self._send_urgently(local, PUT_BACK, (*self._address, key, *taken), RETURNS)
+                    sent.add_done_callback(lambda _: settle())
+                    return
+            settle()
 
         call.add_done_callback(lambda: local.workers.submit(put_back))
+
+    def _wait_until_returned(self, local: LocalMember, returned: DeferredReply, until: float) -> DeferredReply:
+        waiting = DeferredReply()
+        settle = partial(waiting.settle, None)
+        returned.add_done_callback(lambda _: settle())
+        return give_up_at(local.deadlines, until, waiting, settle)
 
     def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
         """Return items to the home. The result is None if they are there. Raises if they cannot be sent."""

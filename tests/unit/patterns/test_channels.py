@@ -439,6 +439,32 @@ def test_a_get_that_is_cancelled_while_items_go_back_loses_none(members: Members
         assert outcomes(lambda: queue.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
 
 
+def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def cancelled() -> None:
+        waiting = asyncio.create_task(queue.aget(LONG))
+        await until(lambda: len(lane.answers) == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        queue.close()
+        lane.delays = lambda method: method == TAKE
+        asyncio.run(cancelled())
+        lane.delays = lambda method: False
+        with pytest.raises(rtr.Empty):
+            queue.get_nowait()
+        taking = in_thread(lambda: list(queue))
+        lane.deliver_answers()
+        assert taking() == [1]
+        with pytest.raises(rtr.Closed):
+            queue.get(LONG)
+
+
 def test_an_item_that_cannot_reach_the_consumer_is_lost_alone(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
