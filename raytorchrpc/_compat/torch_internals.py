@@ -119,20 +119,31 @@ def add_peer(
     rpc_api._ALL_WORKER_NAMES.add(name)  # torch's collectives among workers go by it
 
 
-def remove_peer(
-    agent: TensorPipeAgent, name: str, worker_id: int, *, devices: Sequence[int], inverse_maps: Mapping[str, DeviceDict]
-) -> None:
-    """Remove a peer. The agent keeps its pipe under its id, so no other process may have the id later.
+def remove_peer(name: str) -> None:
+    """Have torch's own API refuse calls to a peer. The agent itself keeps it.
 
-    ``devices``, ``inverse_maps`` (none of them empty): those of the remaining peers; the agent drops the rest. It takes
+    torch repeats a message about RRefs that a dead peer did not take, for 14 s, and looks the peer up again each time:
+    one that the agent had forgotten would end the process.
+    """
+    rpc_api._ALL_WORKER_NAMES.discard(name)
+
+
+def forget_name(
+    agent: TensorPipeAgent, name: str, *, devices: Sequence[int], inverse_maps: Mapping[str, DeviceDict]
+) -> None:
+    """Let another process have the name of a removed peer. The agent keeps what it has under the peer's id, its pipe
+    included, so no other process may have the id later.
+
+    ``devices``, ``inverse_maps`` (none of them empty): those of the present peers; the agent drops the rest. It takes
     no lock for that and copies the maps with every answer, so dropping a map meanwhile crashes the process: peers
     without GPUs have no map.
     """
     maps = {peer: _devices(inverse_map) for peer, inverse_map in inverse_maps.items()}
-    agent._update_group_membership(WorkerInfo(name, worker_id), _gpus(devices), maps, False)
-    rpc_api._ALL_WORKER_NAMES.discard(name)
+    agent._update_group_membership(WorkerInfo(name, _NO_ID), _gpus(devices), maps, False)
 
 
+#: A worker id that no process has.
+_NO_ID = -1
 _find_worker: Callable[[int], str | None] = lambda number: None  # noqa: E731
 logger = logging.getLogger(__name__)
 
@@ -165,6 +176,8 @@ def adapt_rpc(pickler: type[Any], refusal: str, start: Callable[[], None]) -> No
             name = _find_worker(to)
             to = to if name is None else name
         info: WorkerInfo = _to_worker_info(to)  # type: ignore[no-untyped-call]
+        if info.name not in rpc_api._ALL_WORKER_NAMES:
+            raise RuntimeError(f"could not find destination {info.name}: it has left the group")
         return info
 
     def is_set() -> bool:

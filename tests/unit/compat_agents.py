@@ -55,7 +55,7 @@ def ask(name: str, times: int) -> int:
     return sum(rpc.rpc_sync(name, operator.add, args=(1, 2)) == 3 for _ in range(times))
 
 
-def first(link: Any) -> dict[str, Any]:
+def first(link: Any, other: Any) -> dict[str, Any]:
     import torch
     import torch.distributed.autograd as dist_autograd
     import torch.distributed.rpc as rpc
@@ -121,7 +121,8 @@ def first(link: Any) -> dict[str, Any]:
         def come_and_go() -> None:
             while not over.is_set():
                 torch_internals.add_peer(agent, store, "x", 13, peer_url, devices=[], inverse_map={})
-                torch_internals.remove_peer(agent, "x", 13, devices=[], inverse_maps={})
+                torch_internals.remove_peer("x")
+                torch_internals.forget_name(agent, "x", devices=[], inverse_maps={})
 
         coming = threading.Thread(target=come_and_go)
         coming.start()
@@ -163,10 +164,20 @@ def first(link: Any) -> dict[str, Any]:
 
     step("contexts", contexts)
 
-    torch_internals.remove_peer(agent, "b", 12, devices=[], inverse_maps={})
-    step("names without it", lambda: sorted(rpc.api._ALL_WORKER_NAMES))
-    step("removed", lambda: _error(lambda: agent.get_worker_info("b")))
+    kept = rpc.remote("b", operator.add, args=(1, 2))
+    step("rref to keep", kept.to_here)
     link.send("end")
+    other.join(20)
+    # torch tells the owner of the copy, in vain, and again a second later.
+    copied = rpc.rpc_async("a", operator.is_not, args=(kept, None))
+    torch_internals.remove_peer("b")
+    step("names without it", lambda: sorted(rpc.api._ALL_WORKER_NAMES))
+    step("removed", lambda: _error(lambda: rpc.rpc_sync("b", operator.add, args=(1, 2))))
+    time.sleep(2)
+    step("copied", lambda: copied.done() or "waits for the owner")
+    torch_internals.forget_name(agent, "b", devices=[], inverse_maps={})
+    torch_internals.add_peer(agent, store, "b", 14, peer_url, devices=[], inverse_map={})
+    step("id of the next", lambda: agent.get_worker_info("b").id)
     torch_internals.stop_agent()
     seen["agent stopped"] = torch_internals.agent_is_set()
     return seen
@@ -187,7 +198,7 @@ if __name__ == "__main__":
     here, there = multiprocessing.Pipe()
     other = multiprocessing.get_context("fork").Process(target=second, args=(there,))
     other.start()
-    result = first(here)
+    result = first(here, other)
     other.join(10)
     result["exit code"] = other.exitcode
     print(json.dumps(result))

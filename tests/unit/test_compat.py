@@ -73,10 +73,16 @@ def test_torchs_own_api_takes_ranks_and_another_pickler(seen: dict[str, Any]) ->
     assert seen["adapted"] == [3, 3, 3, True, "no init_rpc here"]
 
 
-def test_an_agent_can_be_told_to_forget_a_peer(seen: dict[str, Any]) -> None:
-    """_update_group_membership with is_join=False: without it members cannot leave."""
+def test_a_peer_that_was_removed_is_refused_and_its_name_can_be_had(seen: dict[str, Any]) -> None:
+    """rpc.api._ALL_WORKER_NAMES, and _update_group_membership with is_join=False: without them members cannot leave,
+    and a restarted one has the address of before."""
     assert "could not find destination" in seen["removed"]
-    assert seen["exit code"] == 0
+    assert (seen["id of the next"], seen["exit code"]) == (14, 0)
+
+
+def test_removing_a_peer_ends_no_process_that_repeats_a_message_about_an_rref_to_it(seen: dict[str, Any]) -> None:
+    """torch repeats it a second later, on a thread whose exceptions end the process."""
+    assert seen["rref to keep"] == 3 and seen["copied"] == "waits for the owner"
 
 
 def test_an_agent_answers_while_it_is_told_of_peers_and_to_forget_them(seen: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ class Fabric:
         self.sending = threading.RLock()  # pickling a request may run a finalizer, which sends one itself
         """Held while torch sends a request. Taken after ``_lock``.
 
-        torch looks up the peer's URL then, in a table from which it removes others without a lock.
+        torch looks up the peer's URL then, in a table from which it erases others without a lock.
         """
         self._pid = os.getpid()
         self._agent: Any = None
@@ -135,6 +135,8 @@ class Fabric:
         self._devices: tuple[int, ...] = ()
         self._url = ""
         self._peers: dict[str, KnownPeer] = {}
+        self._removed: set[str] = set()
+        """Names of removed peers that the agent still has."""
         self._me: KnownPeer | None = None
         """This process, for RRefs to its own results."""
         self._numbers = iter(OWN_NUMBERS)
@@ -376,6 +378,11 @@ class Fabric:
             else:
                 peer = peer._replace(worker_id=fresh)
         agent, (name, number, url, inverse) = self._agent, peer
+        if name in self._removed:
+            self._removed.discard(name)
+            maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
+            with self.sending:
+                torch_internals.forget_name(agent, name, devices=self._devices, inverse_maps=maps)
         torch_internals.add_peer(agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
         self._peers[name] = KnownPeer(peer, agent.get_worker_info(name))
 
@@ -471,10 +478,8 @@ class Fabric:
                 return
             if known.opened and known.peer.worker_id in self._spoilt:
                 close_connections(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
-            maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
-            number, devices = known.peer.worker_id, self._devices
-            with self.sending:
-                torch_internals.remove_peer(self._agent, name, number, devices=devices, inverse_maps=maps)
+            torch_internals.remove_peer(name)
+            self._removed.add(name)
 
     def _stop_at_exit(self) -> None:
         # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.
@@ -496,7 +501,7 @@ class Fabric:
     def _forget_agent(self) -> None:
         self._agent = self._store = self._spec = self._me = None
         self._forget_doors()
-        for table in (self._peers, self._spoilt, self._urls):
+        for table in (self._peers, self._removed, self._spoilt, self._urls):
             table.clear()
 
     def _forget_doors(self) -> None:
