@@ -245,8 +245,14 @@ def _lifting(base: type[Any]) -> type[Any]:
                 start = len(self.tensors)
                 self.tensors += obj.tensors if self.own else map(torch.Tensor.detach, obj.tensors)
                 return _take_bulk, (obj.kind, obj.keys, obj.state, start, len(obj.tensors))
-            if type(obj) is numpy.ndarray and obj.nbytes >= LIFT_BUFFER_BYTES and not _is_one_buffer(obj):
-                return obj.copy().__reduce_ex__(5)  # numpy would copy it into the pickle
+            if type(obj) is numpy.ndarray:
+                if obj.nbytes >= LIFT_BUFFER_BYTES and not _is_one_buffer(obj):
+                    return obj.copy().__reduce_ex__(5)  # numpy would copy it into the pickle
+                if not obj.flags.writeable:
+                    reduced: Any = obj.__reduce_ex__(5)
+                    rebuild, (buffer, *rest), *_ = reduced
+                    if type(buffer) is pickle.PickleBuffer:  # pickle would restore it read-only
+                        return rebuild, (pickle.PickleBuffer(_window(buffer.raw())), *rest)
             if isinstance(obj, RREF_TYPE):
                 self.rrefs.append(obj)
                 return _take_rref, (len(self.rrefs) - 1,)
@@ -340,12 +346,15 @@ def _as_tensor(raw: memoryview) -> torch.Tensor:
     """Return a uint8 view of the buffer, which the tensor keeps alive."""
     if not raw.readonly:
         return torch.frombuffer(raw, dtype=torch.uint8)
-    # Arrays from Ray's object store are read-only, and torch warns about each of them. Lanes only read what they send,
-    # so give torch the address; the attribute keeps the array alive.
+    return torch.frombuffer(_window(raw), dtype=torch.uint8)  # torch warns about read-only buffers
+
+
+def _window(raw: memoryview) -> Any:
+    """A buffer over this read-only one that says it is writable, and keeps it alive. Lanes only read what they send."""
     array = numpy.frombuffer(raw, dtype=numpy.uint8)
     window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
     window._keep_alive = array  # type: ignore[attr-defined]
-    return torch.frombuffer(window, dtype=torch.uint8)
+    return window
 
 
 # --- what cannot be pickled -------------------------------------------------------------------------

@@ -277,13 +277,15 @@ def test_large_arrays_are_lifted_without_a_copy(codec: Codec, order: Any) -> Non
 
 
 def test_read_only_arrays_as_they_come_from_rays_store(codec: Codec) -> None:
-    array = numpy.arange(LARGE)
+    small, array = numpy.arange(3), numpy.arange(LARGE)
+    small.flags.writeable = False
     array.flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of each read-only buffer
-        encoded = codec.encode(array)
+        encoded, encoded_small = codec.encode(array), codec.encode(small)
     address = array.ctypes.data
     assert encoded.tensors[0].data_ptr() == address
+    assert codec.decode(*encoded).flags.writeable and codec.decode(*encoded_small).flags.writeable
     expected = array.copy()
     del array  # the lifted tensor alone keeps the memory
     numpy.testing.assert_array_equal(encoded.tensors[0].numpy().view(expected.dtype), expected)
