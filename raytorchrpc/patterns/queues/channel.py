@@ -45,6 +45,8 @@ from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
+#: How long a handle takes what its abandoned requests may bring for waiting items (seconds).
+_LATE_S = 5.0
 #: Most sequences of one event loop that are kept while idle.
 _KEPT = 1000
 
@@ -279,7 +281,7 @@ class Channel(Handle):
         settle = partial(returned.settle, None)
         self._returning.add(returned)
         returned.add_done_callback(self._returning.discard)
-        give_up_at(local.deadlines, time.monotonic() + _RETURN_S, returned, settle)
+        give_up_at(local.deadlines, time.monotonic() + _LATE_S, returned, settle)
 
         def put_back() -> None:
             taken, error = call.outcome()
