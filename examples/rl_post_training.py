@@ -136,7 +136,8 @@ class Generator:
 
     def _generate(self, number: int, samples: rtr.Queue, weights: rtr.WeightStore) -> bool:
         """Returns whether the queue was closed; False if the process group has ended."""
-        first, closed, used, swap_s = dist.get_rank() == 0, False, 0, 0.0
+        group = rtr.process_group()
+        first, closed, used, swap_s = group.rank() == 0, False, 0, 0.0
         model = self._tensor_parallel_model()  # made anew, because its DTensors belong to the process group
         control = dist.new_group(backend="gloo")  # a wait in nccl would keep the GPU busy
         while True:
@@ -149,7 +150,7 @@ class Generator:
                 used = weights.pull(model, newest)
                 self._versions.append(used)
             prefetch = weights.prefetch(model, newest) if newest > used else None
-            answers = self._sample(model)
+            answers = self._sample(model, group)
             if has_ended(number):
                 return False  # with nccl, the answers are undefined then
             if first:
@@ -179,7 +180,7 @@ class Generator:
         return parallelize_module(make_model(self._options), mesh, plan).eval()
 
     @torch.no_grad()
-    def _sample(self, model: nn.Module) -> Tensor:
+    def _sample(self, model: nn.Module, group: dist.ProcessGroup) -> Tensor:
         """Returns answers for all trainers, each after a random token that stands for its prompt."""
         last = torch.randint(VOCABULARY, (len(TRAINERS) * ANSWERS, 1), device=self._options.device)
         tokens, cache = [last], None
@@ -187,7 +188,7 @@ class Generator:
             output = model(last, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             last = torch.multinomial(output.logits[:, -1].softmax(1), 1)
-            dist.broadcast(last, 0)  # so that both ranks go on with the same tokens
+            dist.broadcast(last, 0, group=group)  # so that both ranks go on with the same tokens
             tokens.append(last)
         return torch.cat(tokens, 1).cpu()
 

@@ -36,7 +36,7 @@ class Worker:
                 for parameter in model.parameters():
                     parameter -= LEARNING_RATE * parameter.grad
             mean = loss.detach().clone()
-            torch.distributed.all_reduce(mean)
+            torch.distributed.all_reduce(mean, group=group)
             losses.append(mean.item() / group.size())
         return losses
 

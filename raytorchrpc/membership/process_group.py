@@ -408,6 +408,9 @@ def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
     It is torch's default one (``torch.distributed.group.WORLD``), so DDP, FSDP and ``init_device_mesh`` find it by
     themselves. Waits ``timeout`` seconds for one, as after the loss of a member; 0 does not wait.
 
+    Pass it to collectives. Without ``group=``, torch uses the default one of that moment, which may be the next one,
+    where the other members are elsewhere in their program.
+
     Raises ProcessGroupLost, with the cause, if there is none, and NotAMember outside a group.
 
     Examples:

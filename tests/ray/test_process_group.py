@@ -445,6 +445,31 @@ def test_a_member_waits_for_the_next_one(peers: list[Any]) -> None:
         assert ray.get(waiting, timeout=60) == 0
 
 
+def test_an_earlier_one_takes_no_part_in_collectives_of_the_next(peers: list[Any]) -> None:
+    with rtr.init_group(peers[:2]) as group:
+        group.process_group("gloo", collective_timeout=1)
+        at_all(peers[:1], keep)
+        group.process_group("gloo")
+        waiting = peers[1].run.remote(reduced, 1)
+        assert at_all(peers[:1], reduce_in_kept)[0] in ("RuntimeError", "ValueError")
+        assert [*at_all(peers[:1], reduced, 1), ray.get(waiting, timeout=60)] == [(3.0, 3.0, 1.0)] * 2
+
+
+KEPT: list[Any] = []
+
+
+def keep() -> None:
+    KEPT[:] = [rtr.process_group()]
+
+
+def reduce_in_kept() -> str:
+    try:
+        dist.all_reduce(torch.ones(1), group=KEPT.pop())
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
 def waits() -> int:
     return rtr.process_group(timeout=30).rank()
 
