@@ -290,6 +290,11 @@ class Handle:
         return (self._home,)
 
     @property
+    def _label(self) -> str:
+        """What error messages call it."""
+        return f"{self.kind} {self._name!r}"
+
+    @property
     def _address(self) -> tuple[str, str, int | None]:
         """The first arguments of requests to the object; complete after ``_bind``."""
         return self.kind, self._name, self._instance_id
@@ -327,7 +332,7 @@ class Handle:
         except PeerLost as lost:
             error: RayTorchRpcError = self._home_lost(lost)
         except RpcTimeout as late:
-            error = RpcTimeout(f"{late} (it is the home of {self.kind} {self._name!r})")
+            error = RpcTimeout(f"{late} (it is the home of {self._label})")
         finally:
             del sent  # it holds the exception, and thereby this frame
         raise error
@@ -337,7 +342,7 @@ class Handle:
     ) -> Future[Any]:
         """Send a request to the home, which is another member."""
         if _blocking.a_loop:
-            refuse_on_loop(f"{self.kind} {self._name!r}: waiting for its home {self._home!r}", _REMEDY)
+            refuse_on_loop(f"{self._label}: waiting for its home {self._home!r}", _REMEDY)
         timeout = None if wait_s is None else _answer_timeout(wait_s)
         try:
             return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **options)))
@@ -346,5 +351,5 @@ class Handle:
         raise error
 
     def _home_lost(self, lost: PeerLost) -> PeerLost:
-        home = f"it is the home of {self.kind} {self._name!r}, whose contents are gone if its process ended"
+        home = f"it is the home of {self._label}, whose contents are gone if its process ended"
         return PeerLost(lost.peer, f"{lost.cause} ({home})", lost.may_have_run)

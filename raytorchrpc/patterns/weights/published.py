@@ -88,8 +88,9 @@ class Versions(Generic[V]):
 
     instance_id: int
 
-    def __init__(self, local: LocalMember) -> None:
-        self._local, self._lock = local, ReplyLock()
+    def __init__(self, local: LocalMember, name: str) -> None:
+        """``name``: of the store."""
+        self._local, self._name, self._lock = local, name, ReplyLock()
         self._waits: Waits[int] = Waits(local.deadlines, self._lock)
         self._versions: OrderedDict[int, V] = OrderedDict()
         self._broken: Exception | None = None
@@ -101,11 +102,14 @@ class Versions(Generic[V]):
     def _find(self, version: int | None) -> V:
         """A version (None: the newest). The caller holds the lock. Raises NotFound."""
         if not self._versions:
-            raise NotFound(f"version {version or 1} of the weights is not there: none is published yet")
+            raise NotFound(f"version {version or 1} of {KIND} {self._name!r} is not there: none is published yet")
         chosen = self._newest() if version is None else version
         if (found := self._versions.get(chosen)) is None:
             kept = ", ".join(map(str, self._versions))
-            raise NotFound(f"version {chosen} of the weights is not there, or no longer (there: {kept})")
+            raise NotFound(
+                f"version {chosen} of {KIND} {self._name!r} is not there, or no longer (there: {kept}); a store with a "
+                f"larger keep= keeps more"
+            )
         return found
 
     def _check_open(self) -> None:
@@ -271,10 +275,10 @@ class Readable:
 class PublishedWeights(Readable, Versions[Snapshot]):
     """The versions that a home has published. Thread-safe."""
 
-    def __init__(self, local: LocalMember, settings: tuple[int, bool]) -> None:
-        """``settings``: how many versions can be pulled; whether changes of tensors are tracked."""
+    def __init__(self, local: LocalMember, name: str, settings: tuple[int, bool]) -> None:
+        """``name``: of the store. ``settings``: how many versions can be pulled; whether changes are tracked."""
         Readable.__init__(self, local)
-        Versions.__init__(self, local)
+        Versions.__init__(self, local, name)
         self.settings = settings
         self._keep, self._track = settings
         self._partial = False  # whether some version has tensors of the version before
@@ -296,7 +300,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
     def _number(self, version: int | None) -> int:
         """The number of the next version. The caller holds the lock. Raises ConfigurationError."""
         if version is not None and version <= self._last:
-            raise ConfigurationError(f"version {version} is not newer than {self._last}, which is published already")
+            of = f"of {KIND} {self._name!r} is not newer than {self._last}"
+            raise ConfigurationError(f"version {version} {of}, which is published already")
         return self._last + 1 if version is None else version
 
     def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> int:

@@ -73,9 +73,9 @@ class Coordinator(Versions[Committed]):
 
     def __init__(self, local: LocalMember, name: str, settings: tuple[int, bool, tuple[str, ...]]) -> None:
         """``settings``: how many versions can be pulled; whether changes are tracked; the publishers' names."""
-        super().__init__(local)
+        super().__init__(local, name)
         self.settings = settings
-        self._name, self._keep, self._publishers = name, settings[0], settings[2]
+        self._keep, self._publishers = settings[0], settings[2]
         self._staged: dict[int, _Staged] = {}
         self._vain: set[int] = set()
         """Versions above ``_void`` that will never exist: not all publishers have kept what they had staged."""
@@ -246,6 +246,10 @@ class Shards(Handle):
     def _lives_with(self) -> tuple[str, ...]:
         return self._home, self._settings[2]
 
+    @property
+    def _label(self) -> str:
+        return f"shards of {KIND} {self._name.rsplit(' ', 1)[0]!r}"  # see ``shards_name``
+
 
 def shards_of_publisher(store: Handle, publisher: str, instance: int | None) -> Shards:
     """The handle of one publisher's shards of a store. ``instance`` None: of its present process."""
@@ -340,9 +344,9 @@ def names_of(members: Any, home: Any) -> tuple[str, ...]:
 class PublishedShards(PublishedWeights):
     """The shards of one publisher. Thread-safe."""
 
-    def __init__(self, local: LocalMember, settings: tuple[int, bool, str]) -> None:
+    def __init__(self, local: LocalMember, name: str, settings: tuple[int, bool, str]) -> None:
         """``settings``: see ``PublishedWeights``; the coordinator's name."""
-        super().__init__(local, settings[:2])
+        super().__init__(local, name, settings[:2])
         self.settings: Any = settings
         coordinator = local.peers.route(settings[2])
         self._coordinator, self._process = coordinator.member.rank, coordinator.token
@@ -391,14 +395,15 @@ class PublishedShards(PublishedWeights):
 def _open(local: LocalMember, name: str, settings: Any) -> PublishedWeights | Coordinator:
     if len(settings) > 2:
         return Coordinator(local, name, settings)
-    weights = PublishedWeights(local, settings)
+    weights = PublishedWeights(local, name, settings)
     local.weights.watch((name, local.me.name), weights)
     return weights
 
 
 def _open_shards(local: LocalMember, name: str, settings: Any) -> PublishedShards:
-    shards = PublishedShards(local, settings)
-    local.weights.watch((name.rsplit(" ", 1)[0], settings[2]), shards)  # see ``shards_name``
+    store, _ = name.rsplit(" ", 1)  # see ``shards_name``
+    shards = PublishedShards(local, store, settings)
+    local.weights.watch((store, settings[2]), shards)
     return shards
 
 

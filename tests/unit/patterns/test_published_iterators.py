@@ -161,7 +161,7 @@ def test_a_number_that_is_too_low_is_refused_before_any_tensor_is_made(members: 
         raise AssertionError
         yield
 
-    with pytest.raises(rtr.ConfigurationError, match="version 7 is not newer than 7"):
+    with pytest.raises(rtr.ConfigurationError, match=r"version 7 of weight store '.*' is not newer than 7"):
         publish(members, unasked(), version=7)
 
 

@@ -43,6 +43,16 @@ def test_the_newest_versions_are_kept_by_all_publishers(members: Members) -> Non
         assert model.tolist() == [2.0] * 6
 
 
+def test_a_lost_publisher_is_named_with_the_store(members: Members) -> None:
+    publish(members, 1.0, 1.0)
+    members.part(PUBLISHERS[1])
+    with (
+        members.acting("home"),
+        pytest.raises(rtr.PeerLost, match=r"\(it is the home of shards of weight store 'w', whose"),
+    ):
+        store().pull({"w": torch.zeros(6)}, timeout=1)
+
+
 def test_publishers_in_any_order_are_one_store(members: Members) -> None:
     for number, name in enumerate(PUBLISHERS):
         with members.acting(name):

@@ -37,7 +37,7 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Published
         peers=SimpleNamespace(route=route),
         me=SimpleNamespace(node_id="here"),
     )
-    return PublishedWeights(local, (keep, track))
+    return PublishedWeights(local, "w", (keep, track))
 
 
 def publish(weights: PublishedWeights, tensors: dict[str, torch.Tensor], version: int | None = None) -> int:
@@ -108,12 +108,12 @@ def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
     with pytest.raises(NotFound, match="none is published yet"):
         look(weights, version=3)
     publish(weights, model(5), 5)
-    with pytest.raises(ConfigurationError, match="version 5 is not newer than 5"):
+    with pytest.raises(ConfigurationError, match="version 5 of weight store 'w' is not newer than 5"):
         publish(weights, model(5), 5)
     publish(weights, model(6))
     assert look(weights, version=5).version == 5
     publish(weights, model(9), 9)
-    with pytest.raises(NotFound, match=r"version 5 of the weights is not there, or no longer \(there: 6, 9\)"):
+    with pytest.raises(NotFound, match=r"version 5 of weight store 'w' is not there, or no longer \(there: 6, 9\)"):
         look(weights, version=5)
     assert look(weights, since=9).lease == 0, "it is there already"
 
