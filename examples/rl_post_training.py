@@ -136,13 +136,12 @@ class Generator:
 
     def _generate(self, number: int, samples: rtr.Queue, weights: rtr.WeightStore) -> bool:
         """Returns whether the queue was closed; False if the process group has ended."""
-        group = rtr.process_group()
-        first, closed, used, swap_s = group.rank() == 0, False, 0, 0.0
+        group, closed, used, swap_s = rtr.process_group(), False, 0, 0.0
         model = self._tensor_parallel_model()  # made anew, because its DTensors belong to the process group
         control = dist.new_group(backend="gloo")  # a wait in nccl would keep the GPU busy
         while True:
             # Both ranks must use the same version, so the first one chooses. 0: the queue is closed.
-            chosen = torch.tensor(weights.wait() if first and not closed else 0)
+            chosen = torch.tensor(weights.wait() if group.rank() == 0 and not closed else 0)
             dist.broadcast(chosen, 0, group=control)
             if (newest := int(chosen)) == 0:
                 return True
@@ -153,7 +152,7 @@ class Generator:
             answers = self._sample(model, group)
             if has_ended(number):
                 return False  # with nccl, the answers are undefined then
-            if first:
+            if group.rank() == 0:
                 parts = answers.chunk(len(TRAINERS))
                 items = [{"answers": part, "reward": reward(part), "version": used, "swap_s": swap_s} for part in parts]
                 try:
