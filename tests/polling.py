@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -15,6 +17,21 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def stands_still(pid: int) -> bool:
+    """Whether all threads of a process are stopped."""
+    try:
+        stats = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # one of them has ended meanwhile
+        return False
+    return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+
+def suspend(pid: int) -> None:
+    """Stop a process, and wait until no thread of it runs: until one has taken the signal, the others go on."""
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: stands_still(pid), 20)
 
 
 def allowed(seconds: float) -> float:

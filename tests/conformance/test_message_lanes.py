@@ -24,7 +24,7 @@ from raytorchrpc.lanes.base import Pending
 from raytorchrpc.process import tcp
 from tests.conformance import peers
 from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
-from tests.polling import wait_until
+from tests.polling import suspend, wait_until
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
 PROCESSES = [kind for kind in peers.message_kinds() if kind != "loopback"]
@@ -110,9 +110,7 @@ def standing(process: Process) -> Iterator[None]:
     """A process of which no thread runs meanwhile, unless it is killed."""
     pid = process.process.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{pid}/stat")
-    assert wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10)
+    suspend(pid)
     try:
         yield
     finally:

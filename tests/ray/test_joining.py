@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.polling import allowed, wait_until
+from tests.polling import allowed, stands_still, suspend, wait_until
 from tests.ray import children
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -299,10 +298,6 @@ def test_coming_and_going_leaves_nothing_behind(group: rtr.Group, in_child: Call
     assert wait_until(lambda: len(group) == 2, 20)
 
 
-def is_suspended(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-
-
 @pytest.mark.parametrize("step", ["probe", "prepare", "commit"])
 def test_a_process_that_fails_while_it_joins(
     group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any], step: str
@@ -336,7 +331,7 @@ def test_a_process_that_fails_while_it_joins(
 
     pid = ray.get(trainer.run.remote(children.do, "victim", os.getpid))
     ray.get(trainer.run.remote(children.begin, "victim", suspended))
-    assert wait_until(lambda: is_suspended(pid), 30)
+    assert wait_until(lambda: stands_still(pid), 30)
     try:
         assert in_child(children.join, "engine").name == "engine", "the group waits a second for the other one"
         in_child(leave)
@@ -370,7 +365,7 @@ def test_a_process_that_is_suspended_while_it_joins_holds_up_no_other_change(
 
     pid = ray.get(trainer.run.remote(children.do, "late", os.getpid))
     ray.get(trainer.run.remote(children.begin, "late", suspended))
-    assert wait_until(lambda: is_suspended(pid), 30)
+    assert wait_until(lambda: stands_still(pid), 30)
     began = time.monotonic()
     try:
         in_child(children.join, "engine")
@@ -395,7 +390,7 @@ def test_a_member_that_does_not_answer_keeps_its_name(
     trainer = actors["trainer"]
     pid = in_child(children.join, "engine").pid
     ray.get(trainer.run.remote(children.start, "second", "forkserver"))
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         with pytest.raises(rtr.ConfigurationError, match="has a member 'engine' already"):
             ray.get(trainer.run.remote(children.do, "second", children.join, "engine"))
@@ -432,7 +427,7 @@ def test_a_group_that_ends_while_a_process_joins(
 def test_a_member_that_is_suspended_when_the_group_ends(actors: dict[str, Any], in_child: Callable[..., Any]) -> None:
     with rtr.init_group(actors, name="trained"):
         pid = in_child(children.join, "engine").pid
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
     os.kill(pid, signal.SIGCONT)
     assert wait_until(lambda: in_child(insides.group_name) is None, 10)
 

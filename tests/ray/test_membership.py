@@ -18,6 +18,7 @@ import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
 from tests import insides
+from tests.polling import suspend
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
@@ -151,7 +152,7 @@ def test_who_stood_still_while_others_died_learns_that_they_are_dead(spawn: Spaw
     with rtr.init_group({"a": a, "b": b, "c": c, "d": d}) as group:
         news = listened(group)
         pid = ray.get(a.pid.remote())
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
         try:
             for dying in (b, c):
                 kill(dying)

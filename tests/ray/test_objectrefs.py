@@ -16,6 +16,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
+from tests.polling import suspend
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.ref_actors import AsyncRefPeer, RefPeer, Stranger, total_in_task
@@ -361,7 +362,7 @@ def test_a_method_that_fails(members: dict[str, Any]) -> None:
 def test_a_source_that_stands_still(members: dict[str, Any]) -> None:
     refs = [ready(members["c"].ones.remote(100_000)) for _ in range(2)]
     pid = get(members["c"].pid.remote())
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         with pytest.raises(ray.exceptions.GetTimeoutError):
             ray.get(refs[0], timeout=0.5)

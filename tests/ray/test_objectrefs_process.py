@@ -18,6 +18,7 @@ PATIENCE = """
 import os, signal
 import ray
 import raytorchrpc as rtr
+from tests.polling import suspend
 from tests.ray.ref_actors import RefPeer
 
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -26,7 +27,7 @@ with rtr.init_group({"a": a, "b": b, "c": c}):
     pids = ray.get([actor.pid.remote() for actor in (a, b)])
     refs = [a.ones.remote(100_000) for _ in range(3)]
     rtr.rdt.wait(*refs)
-    os.kill(pids[0], signal.SIGSTOP)
+    suspend(pids[0])
     failed = b.total.remote(refs[0])
     for get in (lambda: ray.get(failed), lambda: ray.get(refs[1])):
         try:

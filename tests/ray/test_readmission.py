@@ -20,6 +20,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.group import restarts
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.membership.control_connections import ControlConnections
+from tests.polling import suspend
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning
@@ -63,7 +64,7 @@ def test_a_restarted_actor_that_hangs_delays_no_other(
     a, b, c = (spawn(Returning, max_restarts=-1) for _ in range(3))
     with rtr.init_group({"a": a, "b": b, "c": c}) as group:
         suspended.append(restart(a))
-        os.kill(suspended[0], signal.SIGSTOP)
+        suspend(suspended[0])
         restart(b)
         news: queue.Queue[rtr.Change] = queue.Queue()
         group.on_change(news.put)

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
 from raytorchrpc.patterns.weights.published import KIND
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import allowed, wait_until
+from tests.polling import allowed, stands_still, suspend, wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -45,15 +44,11 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def stands_still(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 # --- a reader ------------------------------------------------------------------------------------------------

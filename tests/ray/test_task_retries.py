@@ -18,6 +18,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
+from tests.polling import suspend
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
@@ -164,7 +165,7 @@ def test_who_waits_for_a_group_that_does_not_take_it_back_is_told_by_its_deadlin
     """Whoever looks after the group stands still."""
     former, peer, actor = spawn(Peer), spawn(Peer), spawn(Retried, **RETRIED)
     pid = ray.get(former.run.remote(form, {"peer": peer, "actor": actor}), timeout=90)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
         text, seconds = ray.get(actor.impatient.remote(marker), timeout=90)
     finally:

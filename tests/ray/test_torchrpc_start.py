@@ -19,7 +19,7 @@ import torch.distributed.rpc as rpc
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import allowed
+from tests.polling import allowed, suspend
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -132,7 +132,7 @@ def test_after_the_group_torchs_api_starts_none(actors: dict[str, Any]) -> None:
 def test_a_member_that_stands_still_keeps_no_other_from_connecting(group: rtr.Group, actors: dict[str, Any]) -> None:
     """Who accepts a connection asks all members of the host whose it is."""
     frozen = in_actor(actors["c"], os.getpid)
-    os.kill(frozen, signal.SIGSTOP)
+    suspend(frozen)
     try:
         began = time.monotonic()
         in_actor(actors["a"], by_rref, "b")

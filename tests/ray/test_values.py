@@ -19,7 +19,7 @@ import raytorchrpc as rtr
 from tests import insides
 from tests.conformance.peers import ALL_DTYPES, huge, is_huge, random, resident_bytes, same, shared_mappings
 from tests.insides import in_actor
-from tests.polling import wait_until
+from tests.polling import suspend, wait_until
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import all_given_back, bytes_by_lane, used
@@ -445,7 +445,7 @@ def test_a_member_that_stands_still_gives_back_when_it_goes_on(
     """The deadline passes in the middle of the transfer: sent, and not taken."""
     form()
     pid = in_actor(actors[1], os.getpid)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     try:
 
         def give_up() -> int:
