@@ -62,10 +62,10 @@ class ControlConnections:
         """
         self._codec, self._run = Codec(ray_internals.cloudpickler()), run
         self._replies = Replies(name, self._codec, None)
-        self._lane = SocketLane(name, credentials, tcp_host=tcp_host, by_tcp=frozenset())
+        self._by_tcp = set[str]()  # the lane looks it up: replacing it for each of n members would cost n^2
+        self._lane = SocketLane(name, credentials, tcp_host=tcp_host, by_tcp=self._by_tcp)
         self.address: SocketAddress = self._lane.open(self._serve, lambda work: work())
         self._tokens: dict[str, str] = {}
-        self._by_tcp, self._setting = frozenset[str](), threading.Lock()
         self._watches: dict[str, Pending] = {}
 
     def _serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
@@ -78,22 +78,20 @@ class ControlConnections:
 
     def listen(self, tcp_host: str) -> None:
         """Also listen on that address of this host."""
-        with self._setting:
-            self.address = self._lane.reach(tcp_host, self._by_tcp) or self.address
+        self.address = self._lane.reach(tcp_host, self._by_tcp) or self.address
 
     def set_address(self, name: str, token: str, address: SocketAddress, by_tcp: bool) -> None:
         """Set where a member's current process listens. Connects at the first request. ``by_tcp``: see LaneSetup."""
         self._lane.disconnect(name)
         self._tokens[name] = token
-        with self._setting:
-            self._by_tcp = self._by_tcp | {name} if by_tcp else self._by_tcp - {name}
-            self._lane.reach(None, self._by_tcp)
+        (self._by_tcp.add if by_tcp else self._by_tcp.discard)(name)
         self._lane.connect([PeerAddress(name, address)])
 
     def forget(self, names: Iterable[str]) -> None:
         for name in names:
             self._watches.pop(name, None)
             self._tokens.pop(name, None)
+            self._by_tcp.discard(name)
             self._lane.disconnect(name)
 
     def ping(self, name: str, patience_s: float) -> None:

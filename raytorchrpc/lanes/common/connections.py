@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
@@ -353,7 +353,7 @@ class ConnectedLane(MessageLane, Generic[C]):
     has no descriptor left. The next call makes another connection.
     """
 
-    def __init__(self, me: str, credentials: Credentials, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
+    def __init__(self, me: str, credentials: Credentials, tcp_host: str | None, by_tcp: Set[str]) -> None:
         """``tcp_host``: address to listen on for other hosts, or None. ``by_tcp``: the peers on other hosts."""
         self._me, self._credentials = me, credentials
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
@@ -404,7 +404,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         except OSError as error:
             raise LaneUnavailable(self.name, str(error)) from error
 
-    def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> SocketAddress | None:
+    def reach(self, tcp_host: str | None, by_tcp: Set[str]) -> SocketAddress | None:
         self._by_tcp = by_tcp
         if tcp_host is None or self._acceptor.address.tcp is not None:
             return None

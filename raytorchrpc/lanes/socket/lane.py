@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, ClassVar
 
@@ -404,7 +404,7 @@ class SocketLane(ConnectedLane[Connection]):
         in_band_bytes=IN_BAND_BYTES, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
+    def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: Set[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._selector = Selector(me, self._read, self._readable, self.close)
         for fd in self._polled:
