@@ -18,7 +18,6 @@ from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import formation, ray_calls
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership import join
-from tests.polling import allowed
 from tests.unit import clusters
 from tests.unit.group.test_roster import prepared_of, probes_of
 
@@ -174,7 +173,7 @@ def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.M
     ) as e:
         formation.form_group(roster, {name: name for name in names}, 0.3, lambda *_: None)
     assert e.value.members == ("m_317",)
-    assert time.monotonic() - began < allowed(3)
+    assert time.monotonic() - began < 60, "not 0.3 s for each"
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -182,10 +181,10 @@ def test_the_time_runs_anew_while_a_process_loads_modules(monkeypatch: pytest.Mo
     modules = itertools.count(100, 7 if loads else 0)
     monkeypatch.setattr(ray_calls.ray_internals, "actor_id_of", lambda handle: handle)
     monkeypatch.setattr(ray_calls._loading, "loaded_modules", lambda actor_ids: {"a": next(modules)})
+    now = 1000.0
+    monkeypatch.setattr(ray_calls, "time", SimpleNamespace(monotonic=lambda: now))
     patience = ray_calls.Patience("g", 0.1)
-    began = time.monotonic()
-    while (until := patience.extend({"a": "a"}, 2)) > time.monotonic():
-        time.sleep(max(0.0, until - time.monotonic()))
-    took = time.monotonic() - began
-    assert took >= 0.5 if loads else took < allowed(0.4), "five times the timeout after its begin, or with the progress"
-    assert patience.deadline - began <= 0.5 + 0.05
+    while (until := patience.extend({"a": "a"}, 2)) > now:
+        now = until
+    took = now - 1000.0
+    assert took == pytest.approx(0.5 if loads else 0.1), "five times the timeout after its begin, or with the progress"
