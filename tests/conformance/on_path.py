@@ -49,7 +49,8 @@ class Relay:
     def _forward(self, source: socket.socket, sink: socket.socket, outward: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 20):
-                sink.sendall(self.tamper(data) if outward and self.tamper is not None else data)
+                tamper = self.tamper  # which the test may take back at any moment
+                sink.sendall(tamper(data) if outward and tamper is not None else data)
                 if not outward:
                     self.relayed.set()
         for sock in (source, sink):

@@ -121,7 +121,7 @@ class Node:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
         return handshake.run(
-            stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), 5
+            stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), PATIENCE_S
         )
 
     def _spawn(self, work: Callable[[], None]) -> None:
@@ -315,7 +315,7 @@ class Process:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
         self._mine.close()
         self.process.close()
 

@@ -73,6 +73,7 @@ def start_with_late_polling() -> int:
         return found if time.monotonic() > until else {fd: found[fd] for fd in found if fd not in mine}
 
     guard.registered = late
+    agent._REGISTERS_S = 30.0
     process_fabric().prepare(SPEC)
     process_fabric().start()
     return len(process_fabric()._doors)

@@ -103,7 +103,7 @@ class Members:
 
     def connect(self, where: tuple[str, int]) -> socket.socket:
         sock = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
-        sock.settimeout(10)
+        sock.settimeout(30)
         sock.bind((where[0], 0))
         self.ports.add(sock.getsockname()[1])
         sock.connect(where)
@@ -172,8 +172,7 @@ def test_a_member_gets_what_the_library_says_first(members: Members) -> None:
     guarding, door = guard_of(library, members)
     with members.connect(library.where) as sock:
         sock.sendall(b"hello")
-        assert sock.recv(7, socket.MSG_WAITALL) == b"welcome"
-        assert sock.recv(5, socket.MSG_WAITALL) == b"hello"
+        assert sock.makefile("rb").read(12) == b"welcomehello"
     guarding.stop()
     guarding.close(door.public)
     door.close()
@@ -223,7 +222,7 @@ def test_a_connection_that_ends_within_its_first_message_never_arrives(members: 
     with members.connect(library.where) as whole:
         for part in (b"he", b"llo", b" again"):
             whole.sendall(part)
-        assert whole.recv(11, socket.MSG_WAITALL) == b"hello again"
+        assert whole.makefile("rb").read(11) == b"hello again"
     assert (library.accepted, library.read) == (1, b"hello again")
     guarding.stop()
     guarding.close(door.public)
@@ -262,7 +261,7 @@ def crowd_of(members: Members, where: tuple[str, int], count: int) -> list[socke
     for _ in range(count):
         made.append(members.connect(where))
         made[-1].sendall(b"hello")
-        wait_until(lambda: bool(members.asked), 10)
+        assert wait_until(lambda: bool(members.asked), 20)
     return made
 
 
@@ -273,7 +272,7 @@ def test_no_member_of_a_crowd_is_hung_up_on(
     monkeypatch.setattr(guard, "MOST_PENDING", 5)
     members.may_answer.clear()
     crowd = crowd_of(members, library.where, 40)
-    wait_until(lambda: len(guarded._talking) >= 5, 10)
+    assert wait_until(lambda: len(guarded._talking) >= 5 or len(members.asked) == len(crowd), 20)
     members.may_answer.set()
     assert [sock.recv(5) for sock in crowd] == [b"hello"] * len(crowd)
     for sock in crowd:
@@ -287,7 +286,7 @@ def test_connections_that_come_together_are_asked_about_together(
     monkeypatch.setattr(guard, "_ASKS_FOR_S", 60.0)
     members.may_answer.clear()
     crowd = crowd_of(members, library.where, 30)
-    wait_until(lambda: len(guarded._talking) == len(crowd) - 1, 10)
+    assert wait_until(lambda: len(guarded._talking) == len(crowd) - 1, 20)
     members.may_answer.set()
     assert [sock.recv(5) for sock in crowd] == [b"hello"] * len(crowd)
     assert members.questions == 2
@@ -351,7 +350,7 @@ def test_a_library_that_sends_first_is_waited_for(members: Members, monkeypatch:
     guarding, door = guard_of(library, members)
     with members.connect(library.where) as sock:
         sock.sendall(b"hello")
-        assert [sock.recv(7), sock.recv(5)] == [b"welcome", b"hello"]
+        assert sock.makefile("rb").read(12) == b"welcomehello"
     guarding.stop()
     guarding.close(door.public)
     door.close()
@@ -404,7 +403,7 @@ def test_a_guard_that_stops_and_starts_again_has_one_thread() -> None:
     for _ in range(50):
         guarding.start()
         guarding.stop()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_default_timeout_changes_no_socket_of_this_process() -> None:

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ def standing(process: Process) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 # --- what arrives --------------------------------------------------------------------------------------------
@@ -507,11 +508,11 @@ def _connecting_body() -> None:
     threading.Thread(target=patient, daemon=True).start()
     begun.wait()
     lane: Any = node().lane
-    assert wait_until(lambda: lane._connecting["b"].locked(), PATIENCE_S / 4)
+    assert wait_until(lambda: lane._connecting["b"].locked(), PATIENCE_S / 2)
     start = time.monotonic()
     with pytest.raises((PeerLost, RpcTimeout)):
         send("echo", timeout_s=0.3)
-    assert time.monotonic() - start < PATIENCE_S / 4
+    assert time.monotonic() - start < PATIENCE_S / 2
 
 
 # --- ends ----------------------------------------------------------------------------------------------------
@@ -589,11 +590,7 @@ def _begin_large_body() -> None:
 
 def _unsent_bytes() -> int:
     """In the send queues of this process's TCP connections."""
-    own = {
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    }
+    own = {text.partition(" ")[2] for text in peers.open_things()[1]}
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return sum(int(line[4].split(":")[0], 16) for line in lines if f"socket:[{line[9]}]" in own)
 
@@ -634,8 +631,7 @@ def test_close_leaves_nothing() -> None:
             lane.open(node().serve, node()._spawn)
             lane.connect([peer])
             ask("echo", torch.ones(3))
-        wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
-        assert peers.everything_open() == before
+        assert wait_until(lambda: peers.everything_open() == before, PATIENCE_S), peers.everything_open()
         return
     address, kind = node().address, node().kind
     ask("echo")  # what is made once is made now
@@ -659,8 +655,7 @@ def test_close_leaves_nothing() -> None:
             pending.take()
         with pytest.raises(RayTorchRpcError):
             answer(second.lane.call("c", message, 2))
-    wait_until(lambda: peers.everything_open() == before, PATIENCE_S)
-    assert peers.everything_open() == before
+    assert wait_until(lambda: peers.everything_open() == before, PATIENCE_S), peers.everything_open()
 
 
 @each(*SOCKETS)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -175,15 +176,14 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent_which_ends_with_calls
 def without_descriptors() -> list[str]:
     """What becomes of a connection, with none to spare, with one, with two."""
 
-    def make(sock: socket.socket) -> None:
-        PairSocket(sock, time.monotonic() + 5).close()
+    def make(sock: socket.socket) -> PairSocket:
+        return PairSocket(sock, time.monotonic() + 20)
 
-    near, far = socket.socketpair()
-    other = threading.Thread(target=make, args=(far,))
-    other.start()
-    make(near)  # nng has what it needs for itself
-    other.join()
-    near, far = socket.socketpair()
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(make, socket.socketpair()))
+    for end in ends:  # once both are made: an end fails whose other end is closed before
+        end.close()  # nng has what it needs for itself
+    near, _far = socket.socketpair()
     limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     taken, outcomes = [], []
@@ -192,7 +192,7 @@ def without_descriptors() -> list[str]:
             taken.append(os.dup(0))
     for left in range(3):
         try:
-            make(near)
+            make(near).close()
             outcomes.append(f"made with {left}")
         except OSError as error:
             outcomes.append(type(error).__name__)

@@ -648,4 +648,4 @@ def _fail_to_fetch(descriptor: Any) -> None:
 
 def _all_let_go() -> bool:
     lane = tensors().lane
-    return wait_until(lambda: not _on_their_way(lane), 5)
+    return wait_until(lambda: not _on_their_way(lane), 20)

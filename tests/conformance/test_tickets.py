@@ -72,7 +72,7 @@ def test_children_that_do_not_read_hold_nobody_up(parent: list[Any]) -> None:
         began = time.monotonic()
         with child(_READ) as reader:
             assert int(reader.communicate(timeout=60)[0]) > 0
-        assert time.monotonic() - began < tickets._TICKET_S
+        assert time.monotonic() - began < 2 * tickets._TICKET_S, "it waited for the three"
 
 
 @pytest.fixture
@@ -90,16 +90,19 @@ def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_was_short_of_descriptors_goes_on(short_of_descriptors: None, parent: list[Any]) -> None:
     with child(_READ) as reader:
-        assert int(reader.communicate(timeout=20)[0]) > 0
+        assert int(reader.communicate(timeout=60)[0]) > 0
 
 
-def test_a_process_joins_one_group_after_another(parent: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_joins_one_group_after_another(
+    parent: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The name is free as soon as it has left."""
+    monkeypatch.setattr(tickets, "_END_S", 30.0)
     local: Any = SimpleNamespace(generation="h", me=SimpleNamespace(name="again"), at_end=parent)
     for _ in range(50):
         parent.pop()()
         Parent(local, b"secret").start()
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name == tickets.__name__]
 
 
 def test_one_that_is_not_a_child_gets_nothing(parent: list[Any]) -> None:

@@ -185,7 +185,7 @@ def test_a_peer_that_answers_nothing_does_not_delay_what_others_are_told(
     open_stations: Callable[..., Stations],
 ) -> None:
     a, b, c = open_stations(3).values()
-    ignored = [a.export(ones(), to="b") for _ in range(10)]
+    ignored = [a.export(ones(), to="b") for _ in range(20)]
     a.lane._control._serve = lambda message, reply: None  # type: ignore[attr-defined]
     unwanted = c.export(ones())
     began = time.monotonic()
@@ -193,7 +193,7 @@ def test_a_peer_that_answers_nothing_does_not_delay_what_others_are_told(
         b.discard(sent)
     b.discard(unwanted, "c")
     assert c.keeps(0)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15, "it waited for its answers, a second each"
 
 
 def test_two_ends_on_one_device_are_refused(ab: Stations) -> None:
@@ -233,13 +233,14 @@ def test_strangers_are_turned_away(ab: Stations) -> None:
 
 
 def test_a_fetch_ends_at_its_deadline_and_the_next_begins_anew(open_stations: Callable[..., Stations]) -> None:
-    a, b = open_stations(timeout_s=1.5).values()
+    a, b = open_stations().values()
+    assert is_ones(b.fetch(a.export(ones())))
     a.carrier.busy = True
     sent = a.export(ones())
-    began = time.monotonic()
-    with pytest.raises(PeerLost, match=r"'a'.*(within 1\.5 s|connection closed)"):  # whichever end is first to tell
+    b.lane._timeout_s = 0.5
+    with pytest.raises(PeerLost, match=r"'a'.* within 0\.5 s"):
         b.fetch(sent)
-    assert time.monotonic() - began < 20
+    b.lane._timeout_s = 20.0
     a.carrier.busy = False
     assert is_ones(b.fetch(a.export(ones())))
     assert len(b.carrier.channels) == 2

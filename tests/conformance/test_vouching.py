@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.membership import vouching
 from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.process.guard import Connection
-from tests.polling import allowed
 
 HOST = "192.0.2.1"
 THEIRS, STRANGERS = (Connection((HOST, port), (HOST, 9)) for port in (1, 2))
@@ -77,10 +75,8 @@ def test_a_member_that_does_not_answer_is_waited_for_once(local: Any) -> None:
     slow: dict[str, float] = {}
     assert list(vouched(local, slow, {STRANGERS: b""})) == []
     local.asked.clear()
-    began = time.monotonic()
     for _ in range(10):
         assert list(vouched(local, slow, {STRANGERS: b""})) == []
-    assert time.monotonic() - began < allowed(0.2)
     assert set(local.asked) == {"quick"}
     local.unanswered[0].settle(Message((protocol.OK,), ([],)))  # type: ignore[arg-type]
     local.asked.clear()
@@ -94,9 +90,8 @@ def test_the_member_whose_rank_a_connection_begins_with_is_asked_first(local: An
     first, second = ((rank).to_bytes(8, sys.byteorder) for rank in (1, 2))
     assert list(vouched(local, {}, {THEIRS: first})) == [THEIRS]
     assert local.asked == ["quick"]
-    began = time.monotonic()
     assert list(vouched(local, {}, {THEIRS: second})) == [THEIRS], "of a group of some members, whose ranks are others"
-    assert time.monotonic() - began < allowed(2) and local.asked[1] == "frozen"
+    assert local.asked[1] == "frozen"
 
 
 def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
