@@ -226,28 +226,21 @@ def test_a_first_request_of_any_size_arrives_once(kind: str, size: int) -> None:
 def test_all_of_a_crowd_get_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many members connect at once to one that verifies few at a time, and drops others in their handshakes."""
     monkeypatch.setattr(connections, "_HANDSHAKES", 2)
-    dropped: list[Exception] = []
-    refuse = connections.Acceptor.refuse
+    dropped = threading.Event()
+    refuse, shake_hands = connections.Acceptor.refuse, connections.run
 
     def note(acceptor: Any, sock: socket.socket, error: Exception) -> None:
-        dropped.append(error)
+        dropped.set()
         refuse(acceptor, sock, error)
 
-    monkeypatch.setattr(connections.Acceptor, "refuse", note)
-    connected = threading.Semaphore(0)
-    shake_hands = connections.run
-
     def begin(*args: Any) -> Any:
-        connected.release()
+        assert dropped.wait(PATIENCE_S), "nobody was dropped, though none has begun its handshake"
         return shake_hands(*args)
 
+    monkeypatch.setattr(connections.Acceptor, "refuse", note)
     monkeypatch.setattr(connections, "run", begin)
     with Node(kind, "b", 0) as callee, ExitStack() as stack:
-        lane: Any = callee.lane
-        lane._selector.enable(lane._acceptor.fd, 0)  # until all are there
         crowd = [stack.enter_context(Node(kind, "a", number)).meet("b", callee.address) for number in range(1, 41)]
         called = [in_thread(lambda node=node: node.call("keep").header) for node in crowd]
-        assert all(connected.acquire(timeout=PATIENCE_S) for _ in crowd)
-        lane._selector.enable(lane._acceptor.fd)
         assert [each(PATIENCE_S) for each in called] == [("kept",)] * len(crowd)
-        assert len(callee.served) == len(crowd) and dropped
+        assert len(callee.served) == len(crowd)
