@@ -227,7 +227,7 @@ class Group:
         through Ray leaves when the method returns.
 
         Raises ConfigurationError for a duplicate, the driver, an empty list, or all members; NotAMember for a target
-        outside the group. Then nothing has changed.
+        outside the group, such as an actor whose death for good the group has noticed. Then nothing has changed.
         """
         host = self._own("remove")
         check_timeout(timeout)
