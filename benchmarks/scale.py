@@ -198,13 +198,13 @@ class Measurement:
         took: dict[str, float] = {}
         with life.formed(actors, took) as formed:
             step("form", took["form"])
-            group["cpu_formed"] = life.cpu_at_rest(window_s)
             weigh("formed")
             supervisor = formed._own("scale")
-            group["sent"] = sizes_of(supervisor.roster, supervisor.prepared())
+            group["sent"] = sizes_of(supervisor.roster, supervisor._core.listening())
             group["pair"] = life.first_calls(actors, 4 * self._repeats)
             life.of_all(actors, "call_neighbours")
             weigh("neighbours")
+            group["cpu_formed"] = life.cpu_at_rest(window_s)  # long after forming, whose last work is done later
             step("first_calls", life.call_all_pairs(actors))
             step("calls", life.call_all_pairs(actors))
             weigh("talked")
