@@ -116,5 +116,6 @@ def test_memory_is_one_more_copy_and_steady(actors: dict[str, Any]) -> None:
     before = in_actor(actors["same"], torch.cuda.memory_allocated)
     assert in_actor(actors["learner"], learn, store, 1, "cuda") == 1
     once = in_actor(actors["same"], use, 1)
-    assert size <= once - before < 1.1 * size
+    # torch gives a large tensor up to 1 MB more than it asks for, by what was free.
+    assert size <= once - before < 1.25 * size
     assert in_actor(actors["same"], use, 20) == once
