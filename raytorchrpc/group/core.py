@@ -158,8 +158,10 @@ class _Member:
         """Of the view, as it has acknowledged."""
         self.is_watched = False
         """It has been connected to."""
-        self.is_slow = False
-        """It did not answer in time: nobody waits for it until it does."""
+        self.is_late = self.is_slow = False
+        """It did not answer in the time of a report, or in that of a change: the next ones of that kind do not wait for
+        it until it does.
+        """
 
 
 class _Pending(NamedTuple):
@@ -268,7 +270,7 @@ class Core:
                 continue
             if loss is not None and loss.phase is not Phase.AWAY:
                 continue
-            member.is_slow = answer is None
+            member.is_late = member.is_slow = answer is None
             if answer is None:
                 if loss is None:
                     self._behind[name] = self._now + _RETRY_S
@@ -305,10 +307,9 @@ class Core:
         self._asked.pop(name, None)
 
     def overdue(self, version: int) -> None:
-        """Event: the supervisor does not wait any longer for members to follow that version of the view."""
-        for name in self._behind:
-            member = self._members[name]
-            member.is_slow |= member.version < version
+        """Event: a change does not wait any longer for members to follow that version of the view."""
+        for name in self.awaited(version):
+            self._members[name].is_slow = True
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -320,10 +321,11 @@ class Core:
     def _report(self) -> None:
         while self._reports:
             version, until, change = self._reports[0]
-            if self.awaited(version):
-                if self._now < until:
-                    return
-                self.overdue(version)
+            awaited = [member for name in self.awaited(version) if not (member := self._members[name]).is_late]
+            if awaited and self._now < until:
+                return
+            for member in awaited:
+                member.is_late = True
             self._reports.popleft()
             self._out.append(Report(change))
 

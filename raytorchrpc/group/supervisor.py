@@ -173,7 +173,7 @@ class Supervisor:
         roster = self._part_with(names)
         leaving = {name: roster.records[name].handle for name in names if name not in roster.by_themselves}
         try:
-            self._await_members(GAP_S, GAP_S)
+            self._await_members(_FIRST_S, GAP_S)
         finally:
             ray_calls.have_leave(roster.name, roster.generation, leaving, until)
 
@@ -606,7 +606,8 @@ class Supervisor:
             version = self._request(partial(self._announce_coming, formation, coming))
             if version is not None:
                 break
-        self._await_members(_FIRST_S, GAP_S)
+        # Half of the time that an attempt to readmit has at first, if nobody follows.
+        self._await_members(_FIRST_S if kind == "added" else _FIRST_S / 2, GAP_S)
         prepared, away, silent = self._request(lambda: self._others_of(formation, coming))
         formation.commit(prepared, away, silent, version)
         self._request(lambda: self._take(kind, formation, version))

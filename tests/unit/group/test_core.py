@@ -212,7 +212,10 @@ def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervi
     assert due is not None and due - its.now <= 0.2
     assert reported(its.tell(its.core.tick, after_s=0.2)) == [("lost", (A,), "closed")]
     assert its.core.unready() == {A: "closed", B: BEHIND}
-    its.lose(C)  # which is reported at once: nobody waits for B any more
+    its.tell(its.core.broke, C, 0, "closed")
+    assert reported(its.said(Fate.ENDED, C)) == [("lost", (C,), "closed")], "no report waits for B any more"
+    assert its.core.awaited(its.core.view.version) == {B}, "but a change does, and longer"
+    its.tell(its.core.overdue, its.core.view.version)
     assert not its.core.awaited(its.core.view.version)
     first = its.asked[0].delta
     its.silent.clear()
