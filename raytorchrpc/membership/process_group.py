@@ -115,6 +115,8 @@ class Collectives:
         self._wanted: ProcessGroupInfo | None = None
         """The one that exists or is being created; None after its end."""
         self._made: _Made | None = None
+        self._former: Store | None = None
+        """The previous one's store, which its user may be about to call: it says that its process group has ended."""
         self._keys: dict[int, KeyTable] = {}
         """The keys of the latest one, by its number, if this member is its home."""
         self._ending: threading.Thread | None = None
@@ -251,6 +253,7 @@ class Collectives:
         with self._changed:
             self._closed = True
         self._end("the group was shut down")
+        self._former = None
         if (ending := self._ending) is not None:
             ending.join(_END_S)
         atexit.unregister(self._end_at_exit)
@@ -269,6 +272,7 @@ class Collectives:
             self._wanted = None
             self._changed.notify_all()
             if made is not None:
+                self._former = made.store
                 # NCCL may wait for the device. The keys go last: NCCL's own threads use them.
                 name = f"raytorchrpc-{self._name}-process-group"
                 try:

@@ -217,7 +217,7 @@ def keep_strangers_out() -> None:
 def keep_store() -> None:
     """What an earlier process group's user still has."""
     global kept_store
-    kept_store = _get_default_store().underlying_store  # type: ignore[attr-defined]
+    kept_store = _get_default_store()
     kept_store.set("number", str(rtr.process_group_info().number))
 
 
