@@ -52,6 +52,11 @@ def limit_nesting(most: int) -> int:
     return before
 
 
+def refuse_early(seconds: float) -> None:
+    """Have this actor refuse calls that still wait for their turn so long before their deadline."""
+    gates._LEAST_EARLY_S = gates._MOST_EARLY_S = seconds
+
+
 def has_autograd_context() -> bool:
     """Whether this thread is in a context of distributed autograd."""
     return torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT

@@ -16,6 +16,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
+from tests.polling import wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
 from tests.ray.monitored import Learner
@@ -103,7 +104,7 @@ END: dict[str, Callable[[], Any]] = {
     "Queue.get": lambda: rtr.Queue("empty", home="two").put(1),
     "Queue.items": lambda: rtr.Queue("also empty", home="two").put(1),
     "Queue.put": lambda: rtr.Queue("full", home="two", maxsize=1).get(),
-    "Subscription.get": lambda: rtr.Topic("news", home="two").publish(1),
+    "Subscription.get": lambda: _publish_to_the_subscriber(),
     "WeightStore.wait": lambda: rtr.WeightStore("waited for", home="one").publish({"w": torch.ones(2)}),
     "WeightStore.pull": lambda: rtr.WeightStore("pulled", home="one").publish({"w": torch.ones(2)}),
     "prefetch": lambda: rtr.WeightStore("fetched", home="one").publish({"w": torch.ones(2)}),
@@ -113,6 +114,12 @@ END: dict[str, Callable[[], Any]] = {
 def _wait_in_something_else(latch: Latch) -> None:
     with rtr.allow_calls():
         latch.pass_through()
+
+
+def _publish_to_the_subscriber() -> None:
+    topic = rtr.Topic("news", home="two")
+    assert wait_until(lambda: topic.stats()["subscribers"] == 1, 20)
+    topic.publish(1)
 
 
 @pytest.mark.parametrize("what", WAITS)
@@ -138,7 +145,7 @@ def test_what_waits_in_something_else_keeps_others_out(members: dict[str, Any], 
     gate = latch()
     staying = learner.stays.remote(gate)
     held = gate.await_arrival()
-    adding = inside(one, call, "add", 1)
+    adding = inside(one, call, "inherited", 1)  # the next test sees that waits for an ``add`` are logged, once
     assert get(inside(two, lambda: rtr.rpc_sync("learner").await_beginning())) is None  # but what is concurrent runs
     assert ray.wait([adding], timeout=0.2)[0] == []
     gate.release(held)
@@ -151,12 +158,13 @@ def test_a_call_that_waits_long_names_what_it_waits_for(members: dict[str, Any],
 
     def call_in_vain() -> tuple[str, float]:
         began = time.monotonic()
-        error = rtr.rpc_async("learner", timeout=3).add().exception()
+        error = rtr.rpc_async("learner", timeout=4.5).add().exception()
         assert isinstance(error, rtr.RpcTimeout)
         return str(error), time.monotonic() - began
 
     before = get(learner.total.remote())
     get(inside(learner, watch_log))
+    get(inside(learner, insides.refuse_early, 1.5))  # a refusal that comes after the caller's deadline tells it nothing
     staying = learner.stays.remote(gate)
     held = gate.await_arrival()
     others = inside(two, call, "add", 1)
@@ -194,14 +202,12 @@ def taken_log() -> list[str]:
 def test_methods_that_call_each_other_at_once_all_end(members: dict[str, Any]) -> None:
     """Each waits for the other's actor: with admissions that are kept, all would wait until their deadlines."""
     names = list(members)
-    began = time.monotonic()
     refs = [
         inside(handle, lambda: rtr.gather(*[rtr.rpc_async(a).pass_on(b, 3) for a in names for b in names if a != b]))
         for handle in members.values()
         for _ in range(3)
     ]
     get(refs)
-    assert time.monotonic() - began < 20
 
 
 def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latch: MakeLatch) -> None:
@@ -214,9 +220,11 @@ def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latc
         get(inside(caller, lambda: rtr.rpc_sync("learner").await_beginning()))
         ray.kill(actor, no_restart=False)
         get(inside(caller, lambda: rtr.rpc_sync("learner", retry=5).await_beginning()))  # of the new process
+        held_again = gate.await_arrival()
         adding = inside(caller, lambda: rtr.rpc_sync("learner").add())
         assert ray.wait([adding], timeout=0.3)[0] == []
         gate.release(held)
+        gate.release(held_again)
         get(staying)
         assert get(adding) == 1
 
@@ -224,7 +232,7 @@ def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latc
 def test_an_actor_in_no_group_is_left_alone(spawn: Spawn) -> None:
     actor = spawn(Learner)
     get(actor.plain.remote(1))
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while get(inside(actor, insides.takes_turns)):  # a fresh process looks whether a group waits for it
         assert time.monotonic() < until
 
