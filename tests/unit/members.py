@@ -32,6 +32,7 @@ from raytorchrpc.patterns.weights.published import LEASE as LEASE
 from raytorchrpc.patterns.weights.published import PIECES as PIECES
 from raytorchrpc.patterns.weights.published import TENSORS as TENSORS
 from raytorchrpc.patterns.weights.published import WAIT as WAIT
+from raytorchrpc.patterns.weights.publishers import LOOK as LOOK
 from raytorchrpc.patterns.weights.publishers import SHARDS
 from raytorchrpc.topology.endpoint import Endpoint
 

@@ -379,9 +379,11 @@ class ModelPull:
         alone, is_planned = len(pulls) == 1, all(pull.planned is not None for pull in pulls.values())
         if not is_planned:
             _ = self._request  # raises if the model is invalid, though there may be nothing to pull
-        silent = self._usable.silent(list(pulls.values()))
-        if silent and self._can_plan({number for number, pull in pulls.items() if pull in silent}, pulls, near):
-            self._usable.leave_out(silent)
+        silent: list[SourcePull] = []
+        while (still := self._usable.silent(silent or list(pulls.values()))) and self._requests.left():
+            if still != silent and self._can_plan(still, pulls, near):
+                self._usable.leave_out(still)
+            silent = still  # the others may only be slow
         found = version or 0
         for pull in pulls.values():
             self._usable.asked = pull.source
@@ -460,14 +462,15 @@ class ModelPull:
         check_writable(self._store, {name: its for name, its in self._targets.tensors.items() if name in names})
         check_lasting(self._store, self._model, {name: its for name, its in self._values.items() if name in names})
 
-    def _can_plan(self, silent: Collection[int], pulls: Mapping[int, SourcePull], near: Sequence[int]) -> bool:
-        """Whether the other sources have all that the model wants. ``silent``: by number."""
+    def _can_plan(self, silent: Collection[SourcePull], pulls: Mapping[int, SourcePull], near: Sequence[int]) -> bool:
+        """Whether the other sources, as far as they are used, have all that the model wants."""
         if not self._options.strict:  # what those alone have would be left out unseen
             return False
         layouts: list[KnownLayout] = []
         for number, known in enumerate(self._layouts):
-            layout = pulls[number].layout if number in pulls else known
-            layouts.append(_NOTHING if layout is None or number in silent else layout)
+            pull = pulls.get(number)
+            layout = known if pull is None else pull.layout
+            layouts.append(_NOTHING if layout is None or pull in silent or near[number] == UNUSED else layout)
         with suppress(ConfigurationError):
             plan(self._request, layouts, near, self._local.me.rank)
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from tests.polling import allowed, wait_until
-from tests.unit.members import LEASE, Members, in_thread
+from tests.polling import wait_until
+from tests.unit.members import LEASE, LOOK, Members, in_thread
 
 LONG = 20.0
 BOTH = ("a", "b")
+PATIENCE = "raytorchrpc.patterns.weights.model_pull.PATIENCE_S"
 
 
 def publish(members: Members, value: float) -> None:
@@ -61,8 +63,13 @@ def leases(members: Members, name: str) -> int:
     return sum(len(its.pool.leases_of(reader)) for its in members.shards(name))
 
 
+@pytest.mark.parametrize("are_others_slow", [False, True])
 @pytest.mark.parametrize("is_planned", [False, True])
-def test_what_others_have_does_not_wait_for_a_publisher_that_is_silent(members: Members, is_planned: bool) -> None:
+def test_what_others_have_does_not_wait_for_a_publisher_that_is_silent(
+    members: Members, is_planned: bool, are_others_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if are_others_slow:
+        monkeypatch.setattr(PATIENCE, 0.0)
     publish(members, 1.0)
     reader = Reader(members)
     if is_planned:
@@ -105,13 +112,16 @@ def test_what_one_publisher_alone_has_waits_for_it(members: Members) -> None:
     assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "all leases end"
 
 
-def test_a_publisher_that_stays_silent_costs_the_timeout_and_no_more(members: Members) -> None:
+def test_a_publisher_that_stays_silent_costs_the_timeout_and_no_more(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 0.5)
     publish(members, 1.0)
     reader, began = Reader(members), time.monotonic()
     members.lanes["home"].holds = lambda method: method == LEASE
     with pytest.raises(rtr.RpcTimeout):
         reader.pull(timeout=0.6)
-    assert time.monotonic() - began < allowed(3)
+    assert time.monotonic() - began < LONG / 2
     members.lanes["home"].release()
     assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "all leases end"
     assert reader.pull()[0] == 1
@@ -149,6 +159,31 @@ def test_a_version_that_every_publisher_has_lost_is_not_pulled(
     with pytest.raises((rtr.NotFound, rtr.Empty)):
         reader.pull("copy", version=given, timeout=0.3)
     assert reader.model["copy"].tolist() == [-1.0] * 5
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_pull_of_a_version_that_slow_publishers_have_lost_ends(
+    members: Members, is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes longer to say so than a publisher may that is not silent."""
+    publish(members, 1.0)
+    reader, lane = Reader(members), members.lanes["home"]
+    if is_planned:
+        reader.pull("copy")
+    for name in BOTH:
+        members.forget_shards(name)
+    monkeypatch.setattr(PATIENCE, 0.02)
+
+    def answers_late(method: str) -> bool:
+        is_late = method in (LOOK, LEASE)
+        if is_late:
+            threading.Timer(0.1, lane.release, (0,)).start()
+        return is_late
+
+    lane.holds = answers_late
+    with pytest.raises((rtr.NotFound, rtr.RpcTimeout)):
+        reader.pull("copy", version=1, timeout=0.3)
+    assert wait_until(lambda: not lane.held, 10)
 
 
 def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> None:
