@@ -191,12 +191,24 @@ def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) 
 
 @pytest.mark.parametrize("members", [REJECT], indirect=True)
 def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def put(first: int) -> list[bool]:
+        """Ten puts, of which the first is on its way while the others come. Returns whether each is refused."""
+        lane.holds = lambda method: method == PUT
+        puts = [asyncio.create_task(queue.aput(number)) for number in range(first, first + 10)]
+        await until(lambda: sum(each.done() for each in puts) == 9)
+        lane.release()
+        outcomes = await asyncio.gather(*puts, return_exceptions=True)
+        return [isinstance(outcome, rtr.PeerBusy) for outcome in outcomes]
+
+    async def put_often() -> list[bool]:
+        return [is_refused for first in range(0, 50, 10) for is_refused in await put(first)]
+
     with members.acting("a"):
         queue = made()
-        outcomes = asyncio.run(put_all(queue, 50))
-        refused = [isinstance(outcome, rtr.PeerBusy) for outcome in outcomes]
-        assert any(refused) and not all(refused)
-        assert queue.get_many(50) == [number for number, busy in enumerate(refused) if not busy]
+        assert asyncio.run(put_often()) == [number % 10 > 0 for number in range(50)]
+        assert queue.get_many(50) == [0, 10, 20, 30, 40]
 
 
 # --- what is given back --------------------------------------------------------------------------------------
@@ -213,7 +225,7 @@ def test_a_cancelled_get_does_not_hold_its_loop_up_while_the_connection_takes_no
         began = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert time.monotonic() - began < LONG / 4
+        assert time.monotonic() - began < LONG, "the request to withdraw it may take a minute"
         lane.jammed.set()
         await until(lambda: at_home(members).stats()["waiting_to_get"] == 0)
 
@@ -282,8 +294,9 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
 
 
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
-def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> None:
+def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the consumer's time is over."""
+    monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 1.0)
     lane = members.lanes["a"]
 
     async def cancelled() -> None:
@@ -292,7 +305,7 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> No
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.sleep(0.6)  # longer than the call may take
+        await asyncio.sleep(1.1)  # longer than the call may take
 
     with members.acting("a"):
         queue = made()
@@ -303,6 +316,7 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str) -> No
         else:
             with pytest.raises(rtr.RpcTimeout, match=r"it may still run there \(it is the home of queue 'q'\)"):
                 queue.get(0.05) if how == "get" else asyncio.run(queue.aget(0.05))
+        assert wait_until(lambda: len(lane.answers) == 1, LONG)
         assert at_home(members).stats()["items"] == 0
         lane.deliver_answers()
         assert queue.get(LONG) == 1
@@ -514,20 +528,23 @@ def test_a_queue_is_found_by_its_name(members: Members) -> None:
 
 
 def test_what_waits_keeps_no_threads(members: Members) -> None:
-    count = 100
+    count, longer = 100, 10 * LONG
+
+    async def few_threads() -> None:
+        """Idle threads end after half a minute, if there have come many; those that wait would stay."""
+        assert await asyncio.to_thread(wait_until, lambda: threading.active_count() < before + count // 2, longer / 2)
 
     async def act() -> None:
-        gets = [asyncio.create_task(queue.aget()) for _ in range(count)]
+        gets = [asyncio.create_task(queue.aget(longer)) for _ in range(count)]
         await until(lambda: at_home(members).stats()["waiting_to_get"] == count)
-        await until(lambda: threading.active_count() < before + count // 2)
+        await few_threads()
         for number in range(count):
             await queue.aput(number)
         assert await asyncio.gather(*gets) == list(range(count))
         await queue.aput(0)
-        puts = [asyncio.create_task(queue.aput(number)) for number in range(1, count)]
+        puts = [asyncio.create_task(queue.aput(number, longer)) for number in range(1, count)]
         await until(lambda: at_home(members).stats()["waiting_to_put"] == count - 1)
-        # Idle threads end after some time; those that wait would stay.
-        await until(lambda: threading.active_count() < before + count // 2)
+        await few_threads()
         assert await queue.aget_many(1) == [0]
         taken = [await queue.aget() for _ in puts]
         assert taken == list(range(1, count))
@@ -539,7 +556,7 @@ def test_what_waits_keeps_no_threads(members: Members) -> None:
         asyncio.run(act())
 
 
-@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=0.5)], indirect=True)
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=1.0)], indirect=True)
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer(
     members: Members, consumer: str
@@ -549,9 +566,9 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         began = time.monotonic()
         with pytest.raises(rtr.Empty):
             queue.get()
-        assert 0.4 < time.monotonic() - began < LONG / 2
+        assert 0.9 < time.monotonic() - began < LONG / 2
         taking = in_thread(lambda: list(queue))
-        ended = time.monotonic() + 1.2
+        ended = time.monotonic() + 2.2
         while time.monotonic() < ended:  # more than two calls of the iteration
             assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
         queue.put("late")
@@ -693,7 +710,8 @@ def test_no_buffer_is_left_of_a_subscription_that_failed_or_was_cancelled(member
     async def act() -> None:
         lane.delays = lambda method: method == SUBSCRIBE
         subscribing = asyncio.create_task(topic.asubscribe())
-        await until(lambda: subscribers() == 1)
+        await until(lambda: len(lane.answers) == 1)
+        assert subscribers() == 1
         subscribing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await subscribing
