@@ -144,7 +144,10 @@ def call_all_pairs(actors: Sequence[Any], timeout_s: float = TIMEOUT_S) -> float
 
 
 def first_calls(actors: Sequence[Any], pairs: int) -> dict[str, float]:
-    """Seconds of calls between members that have not called each other yet, one pair after the other."""
+    """Seconds of calls between members that have not called each other yet, one pair after the other.
+
+    Of four members or more, they are no neighbours.
+    """
     far = len(actors) // 2
     took = [ray.get(actors[rank].call_twice.remote(rank + far), timeout=TIMEOUT_S) for rank in range(min(pairs, far))]
     first, again = zip(*took, strict=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,14 +40,17 @@ _FEW = 64
 def main(pick: Pick, members: str | None = None, out: str | None = None, tree: str | None = None) -> None:
     size = int(members) if members else pick(min(256, 8 * (os.cpu_count() or 1)), 8, 4)
     actors = life.start(size, TIMEOUT_S)
+    lines: list[Line] = []
+    found = scale.described(tree)
     with rtr.init_group(actors, timeout=TIMEOUT_S) as group:
-        lines = [*_queues(actors, pick), *_weights_to_all(actors, pick), _process_group(group, actors, pick)]
+        for measured in (_queues, _weights_to_all, partial(_process_group, group)):
+            lines += measured(actors, pick)
+            if out:  # what was measured is kept if the rest fails
+                found["crowd"] = {"members": size, "lines": [asdict(line) for line in lines]}
+                Path(out).mkdir(parents=True, exist_ok=True)
+                Path(out, "crowds.json").write_text(json.dumps(found, indent=1) + "\n")
     life.end(actors)
     show(f"Patterns in a group of {size} members (medians)", lines)
-    if out:
-        crowd = {"members": size, "lines": [asdict(line) for line in lines]}
-        Path(out).mkdir(parents=True, exist_ok=True)
-        Path(out, "crowds.json").write_text(json.dumps({**scale.described(tree), "crowd": crowd}, indent=1) + "\n")
 
 
 def _queues(actors: list[Any], pick: Pick) -> list[Line]:
@@ -98,7 +102,7 @@ def _weights_to_all(actors: list[Any], pick: Pick) -> list[Line]:
     return [Line(text, medians[name], medians["one"], "ms", "one reader") for name, text in what.items()]
 
 
-def _process_group(group: rtr.Group, actors: list[Any], pick: Pick) -> Line:
+def _process_group(group: rtr.Group, actors: list[Any], pick: Pick) -> list[Line]:
     """Form one of all members; beside gloo alone, over torch's own store."""
     size, ours, torchs = len(actors), list[float](), list[float]()
     for _ in range(pick(3, 1, 1) if size <= _FEW else 1):
@@ -110,7 +114,7 @@ def _process_group(group: rtr.Group, actors: list[Any], pick: Pick) -> Line:
         ray.get(made, timeout=TIMEOUT_S)
         torchs.append(time.monotonic() - began)
     medians = statistics.median(ours), statistics.median(torchs)
-    return Line(f"a process group of {size} over gloo", *medians, "s", "gloo over torch's TCPStore")
+    return [Line(f"a process group of {size} over gloo", *medians, "s", "gloo over torch's TCPStore")]
 
 
 # --- in members ------------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def main(
     from_json: str | None = None,
 ) -> None:
     """Measure, or read stored figures; print the tables and write the requested files."""
-    sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (3,))
+    sizes = [int(size) for size in members.split(",")] if members else pick(SIZES, SIZES[:2], (4,))
     if from_json:
         runs = [json.loads(Path(path).read_text()) for path in from_json.split(",")]
     else:
@@ -201,10 +201,11 @@ class Measurement:
             weigh("formed")
             supervisor = formed._own("scale")
             group["sent"] = sizes_of(supervisor.roster, supervisor._core.listening())
-            group["pair"] = life.first_calls(actors, 4 * self._repeats)
             life.of_all(actors, "call_neighbours")
             weigh("neighbours")
-            group["cpu_formed"] = life.cpu_at_rest(window_s)  # long after forming, whose last work is done later
+            # Long after forming, whose last work, the supervisor's connections, is done later.
+            group["cpu_formed"] = life.cpu_at_rest(window_s)
+            group["pair"] = life.first_calls(actors, 4 * self._repeats)
             step("first_calls", life.call_all_pairs(actors))
             step("calls", life.call_all_pairs(actors))
             weigh("talked")
