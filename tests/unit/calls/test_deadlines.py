@@ -55,7 +55,7 @@ def test_a_nested_call_ends_no_later_than_the_call_that_it_serves(nested: Callab
     members = Members(rtr.GroupConfig(rpc_timeout_s=LONG), methods)
     try:
         with members.acting("a"), pytest.raises(rtr.RpcTimeout):
-            rtr.rpc_sync("home", timeout=1).pass_on()
+            rtr.rpc_sync("home", timeout=2).pass_on()
         with members.acting("a"):
             assert wait_until(lambda: bool(ended), LONG) and ended[0] < LONG / 2
     finally:
