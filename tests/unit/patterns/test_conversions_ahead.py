@@ -36,6 +36,7 @@ class Converter:
 
 @pytest.fixture
 def converter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Converter]:
+    await_thread()  # of a test before
     made = Converter()
     monkeypatch.setattr(conversions, "_quantize", made)
     yield made

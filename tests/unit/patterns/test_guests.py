@@ -142,7 +142,7 @@ def test_a_guest_creates_a_store_and_pulls_from_it(members: Members) -> None:
 def test_a_guest_that_is_silent_holds_nobody_up(
     members: Members, groups: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guests, "LEASE_S", 1.0)
+    monkeypatch.setattr(guests, "LEASE_S", 3.0)
     topic = rtr.Topic("q", home="home")
     subscription = topic.subscribe("block", maxsize=1)
     topic.publish(1)
@@ -158,11 +158,11 @@ def test_a_guest_that_is_silent_holds_nobody_up(
 
 
 def test_a_guest_that_renews_its_lease_stays(members: Members, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guests, "LEASE_S", 2.0)
+    monkeypatch.setattr(guests, "LEASE_S", 3.0)
     topic = rtr.Topic("q", home="home")
     subscription = topic.subscribe()
     renewed = threading.Event()
-    for _ in range(6):
+    for _ in range(7):
         groups.local.outgoing.call("home", guests.RENEW)
         renewed.wait(0.5)
     with members.acting("a"):

@@ -87,7 +87,7 @@ def test_a_lost_home_is_named(members: Members) -> None:
         store.layout()
         members.part("a")
         with pytest.raises(rtr.PeerLost, match="it is the home of weight store 'w'"):
-            store.layout(timeout=1)
+            store.layout()
 
 
 def test_it_is_a_value(members: Members) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions
+from tests.polling import wait_until
 from tests.unit.members import Members, spied
 
 FP8 = torch.float8_e4m3fn
@@ -74,6 +75,10 @@ def pulled(members: Members, model: dict[str, Any], reader: str = "a", **options
     with members.acting(reader):
         rtr.WeightStore.find("w").pull(model, **{"convert": rtr.BlockFp8(), **options})
     return model
+
+
+def readers(members: Members) -> int:
+    return int(members.served("weight store", "w").pool.readers)
 
 
 def refused(members: Members, model: dict[str, Any], **options: Any) -> str:
@@ -155,6 +160,7 @@ def test_it_is_made_once_for_each_version_and_memory_is_used_again(
         for reader in ("home", "a", "b", "a"):
             assert is_quantized(pulled(members, target((130, 130)), reader), weight)
         assert len(made) == version
+        assert wait_until(lambda: readers(members) == 0, 20), "they end their leases without waiting for that"
     assert len({values.data_ptr() for _, values, *_ in made}) == 1, "what was made of a retired version is overwritten"
 
 

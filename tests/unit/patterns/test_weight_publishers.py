@@ -254,7 +254,7 @@ def test_stores_of_one_name_with_other_homes_leave_each_other_alone(members: Mem
                 rtr.WeightStore("w", publishers=publishers).publish(half(number, value))
     for publishers, value in ((BOTH, 1.0), (("b", "home"), 2.0)):
         matrix = torch.zeros(8, 4)
-        assert pulled(members, store(members, "home", publishers), {"matrix": matrix}, timeout=1.0) == 1
+        assert pulled(members, store(members, "home", publishers), {"matrix": matrix}) == 1
         assert matrix.unique().tolist() == [value]
 
 

@@ -35,15 +35,14 @@ def test_the_memory_of_a_store_ends_with_the_group(members: Members) -> None:
         rtr.WeightStore.find("w").pull(model(0.0))
     assert memory() is not None
     members.close()
-    gc.collect()
-    assert memory() is None
+    assert wait_until(lambda: gc.collect() >= 0 and memory() is None, 20), "once its threads are done"
 
 
 def test_clear_frees_all_memory_and_the_store_goes_on(members: Members) -> None:
     for value in (1.0, 2.0, 3.0):
         publish(members, value, keep=2)
     weights = members.served("weight store", "w")
-    assert weights.held >= 3 * 5 * SIZE
+    assert weights.held >= 2 * 5 * SIZE
     with members.acting("home"):
         rtr.WeightStore("w", keep=2).clear()
         assert rtr.WeightStore("w", keep=2).version() == 0
@@ -52,7 +51,7 @@ def test_clear_frees_all_memory_and_the_store_goes_on(members: Members) -> None:
     with members.acting("a"):
         store = rtr.WeightStore.find("w")
         with pytest.raises(NotFound, match="version 3"):
-            store.pull(model(0.0), 3, timeout=5)
+            store.pull(model(0.0), 3)
         assert publish(members, 4.0, keep=2) == 4
         mine = model(0.0)
         assert store.pull(mine) == 4 and values(mine) == [4.0] * 5
@@ -217,7 +216,7 @@ def test_waiting_for_versions(members: Members) -> None:
         following, waiting = in_thread(lambda: asyncio.run(follow())), in_thread(lambda: store.wait(2))
         with members.acting("home"):
             home.publish(model(1.0))
-            assert wait_until(lambda: values(mine) == [1.0] * 5, 20)
+            assert wait_until(lambda: all(tensor.eq(1).all() for tensor in mine.values()), 20)
             home.publish(model(2.0))
             assert waiting() == 2
             home.publish(model(3.0))
