@@ -23,6 +23,7 @@ from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.membership import join
+from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork
 from raytorchrpc.process.fan_out import Requests
 from raytorchrpc.process.this_process import has_ended as has_ended
@@ -55,6 +56,17 @@ def limit_nesting(most: int) -> int:
 def refuse_early(seconds: float) -> None:
     """Have this actor refuse calls that still wait for their turn so long before their deadline."""
     gates._LEAST_EARLY_S = gates._MOST_EARLY_S = seconds
+
+
+@contextmanager
+def late_answers() -> Iterator[None]:
+    """Operations of this process wait as long as it takes for a home to say that nothing came, instead of 0.5 s."""
+    before = handle.ANSWER_S, handle._ANSWER_NOW_S
+    handle.ANSWER_S = handle._ANSWER_NOW_S = 30.0
+    try:
+        yield
+    finally:
+        handle.ANSWER_S, handle._ANSWER_NOW_S = before
 
 
 def has_autograd_context() -> bool:
