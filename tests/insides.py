@@ -22,7 +22,7 @@ from raytorchrpc.group import detached, formation, group
 from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
-from raytorchrpc.membership import join
+from raytorchrpc.membership import join, vouching
 from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork
 from raytorchrpc.process.fan_out import Requests
@@ -51,6 +51,11 @@ def limit_nesting(most: int) -> int:
     """Let a chain of calls come back to this actor so many times at most; returns how many it could before."""
     before, gates.MOST_NESTED = gates.MOST_NESTED, most
     return before
+
+
+def await_vouchers(seconds: float) -> None:
+    """Have this member wait so long for others to say whether a connection to its torchrpc is theirs."""
+    vouching._ANSWER_S = seconds
 
 
 def refuse_early(seconds: float) -> None:
@@ -280,18 +285,24 @@ def stored_values(prefix: str) -> list[bytes]:
 
 
 def posted(monkeypatch: Any) -> list[bytes]:
-    """Grows with what this process puts into Ray's store from now on."""
-    values, store = list[bytes](), ray_internals.store
+    """Grows with what this process puts into Ray's store, and finds there, from now on."""
+    values, store, stored = list[bytes](), ray_internals.store, ray_internals.stored
 
     def recorded(key: str, value: bytes | None) -> None:
         values.extend(() if value is None else (value,))
         store(key, value)
 
+    def found(key: str) -> bytes | None:
+        value = stored(key)
+        values.extend(() if value is None else (value,))
+        return value
+
     monkeypatch.setattr(ray_internals, "store", recorded)
+    monkeypatch.setattr(ray_internals, "stored", found)
     return values
 
 
-def call_as_a_stranger(host: str, port: int, touched: str) -> str:
+def call_as_a_stranger(host: str, port: int, touched: str, timeout_s: float = 3.0) -> str:
     """Send a member a function to run, by an agent of one's own; the error."""
     agent, store, _ = torch_internals.start_agent(
         "stranger", 999, threads=4, timeout_s=5, transports=("uv",), channels=("basic",), device_maps={}, devices=()
@@ -300,7 +311,7 @@ def call_as_a_stranger(host: str, port: int, touched: str) -> str:
     torch_internals.add_peer(agent, store, "victim", 1, f"uv://{host}:{port}", devices=(), inverse_map={})
     worker = agent.get_worker_info("victim")
     try:
-        torch_internals.invoke_async(worker, os.mkdir, (touched,), 3.0).wait()
+        torch_internals.invoke_async(worker, os.mkdir, (touched,), timeout_s).wait()
     except RuntimeError as error:
         return str(error)
     return ""

@@ -104,6 +104,7 @@ def test_workers_gather_from_all_members(spawn: Spawn) -> None:
     with rtr.init_group({"left": handles["left"], "right": handles["right"]}, name="gathering") as group:
         for change in (lambda: None, lambda: group.add({"middle": handles["middle"]}), lambda: group.remove(["right"])):
             change()
+            group.wait_ready(60)  # one that is slow to learn of a removal would wait for the one that is gone
             names = {member.rpc_name for member in group.members}
             there = [handles[member.name] for member in group.members]
             assert ray.get([handle.run.remote(gather) for handle in there], timeout=60) == [names] * len(there)

@@ -13,6 +13,8 @@ import ray
 
 import raytorchrpc as rtr
 from raytorchrpc.group.status import ClusterWatch, GroupStatus
+from tests import insides
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
@@ -37,30 +39,30 @@ def test_a_group_without_a_setting_is_seen_with_its_busy_members_and_not_after_i
         with pytest.raises(rtr.Closed):
             rtr.Queue("empty", home="b").get()
 
-    with rtr.init_group({"a": a, "b": b, "c": c}, name="seen"):
+    with rtr.init_group({"a": a, "b": b, "c": c}, name="seen") as group:
         ray.get(a.call.remote("b", "double", 4))
         getting = c.run.remote(wait_for_items)
         waiting = a.call.remote("b", "hold", held)  # Ray's queue of a is busy, and so is b
         arrived = held.await_arrival()
-        (seen,) = settled(
-            watch,
-            lambda found: bool(
-                found
-                and not found[0].silent  # none was slow to answer
-                and [row for row in found[0].reading.queues if row.getting]
-            ),
-            "seen",
-        )
+
+        def is_complete(found: list[GroupStatus]) -> bool:
+            """None was slow to answer, or answered before its call was under way."""
+            if not found or found[0].silent:
+                return False
+            in_flight = {row.member: row.in_flight for row in found[0].reading.members}
+            return in_flight == {"a": {"b": 1}, "b": {}, "c": {"b": 1}} and bool(found[0].reading.queues[0].getting)
+
+        (seen,) = settled(watch, is_complete, "seen")
         held.release(arrived)
         assert ray.get(waiting) == "released"
         ray.get(b.run.remote(lambda: rtr.Queue("empty").close()))
         ray.get(getting)
         assert (seen.members, seen.away) == (("a", "b", "c"), {})
-        assert {row.member: row.in_flight for row in seen.reading.members} == {"a": {"b": 1}, "b": {}, "c": {"b": 1}}
         rows = {(row.caller, row.peer, row.lane, row.method, row.calls) for row in seen.reading.calls}
         assert {("a", "b", "socket", "double", 1), ("a", "b", "socket", "hold", 1)} <= rows
         assert [(row.name, row.getting) for row in seen.reading.queues] == [("empty", ("c",))]
         assert watch.groups("another") == []
+    assert wait_until(lambda: not insides.stored_keys(f"status/{group.generation}"), 20)
     assert watch.groups("seen") == []
 
 
