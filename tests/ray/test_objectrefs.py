@@ -399,5 +399,5 @@ def test_a_source_that_is_dead(spawn: Spawn) -> None:
             get(refs[1])
         with pytest.raises(rtr.TransferFailed, match=told):
             get(b.get.remote(total_of, [refs[2]]))
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 40, "not told at once"
         assert get(b.total.remote(c.ones.remote(100_000))) == 100_000

@@ -69,13 +69,18 @@ def test_a_restarted_actor_that_hangs_delays_no_other(
         news: queue.Queue[rtr.Change] = queue.Queue()
         group.on_change(news.put)
         both_are_there.set()
-        back = news.get(timeout=30)
+        while (back := news.get(timeout=60)).kind == "lost":  # a's or b's, that is told late
+            pass
         assert (back.kind, back.members) == ("back", ("b",))
         os.kill(state(c).pid, signal.SIGKILL)
-        lost = news.get(timeout=30)
+        lost = news.get(timeout=60)
         assert (lost.kind, lost.members) == ("lost", ("c",))
         os.kill(suspended.pop(), signal.SIGCONT)
-        assert {news.get(timeout=30).members for _ in range(2)} == {("a",), ("c",)}
+        returned: set[str] = set()
+        while returned != {"a", "c"}:  # one by one, or together
+            change = news.get(timeout=60)
+            assert change.kind == "back"
+            returned.update(change.members)
         group.wait_ready(30)
 
 
@@ -97,7 +102,7 @@ def test_a_member_that_was_silent_as_it_returned_is_watched_again(
         group.on_change(news.put)
         for incarnation in (1, 2):
             os.kill(state(a).pid, signal.SIGKILL)
-            assert [news.get(timeout=30).kind for _ in range(2)] == ["lost", "back"]
+            assert [news.get(timeout=60).kind for _ in range(2)] == ["lost", "back"]
             group.wait_ready(30)
             assert group.members[0].incarnation == incarnation
         assert not silent
@@ -117,9 +122,9 @@ def test_a_loss_is_told_while_a_change_waits_for_a_busy_actor(spawn: Spawn, tmp_
             lambda: group.add({"busy": busy}) if change == "add" else group.remove(["busy"], timeout=60)
         )
         if change == "remove":
-            assert news.get(timeout=30).kind == "removed"
+            assert news.get(timeout=60).kind == "removed"
         os.kill(state(b).pid, signal.SIGKILL)
-        lost = news.get(timeout=10)
+        lost = news.get(timeout=60)
         assert lost.kind in ("lost", "dead") and lost.members == ("b",)
         assert not waits.done()
         latch.release(arrived)

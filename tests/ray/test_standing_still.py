@@ -74,7 +74,7 @@ def pull_and_stop_in_the_middle(store: rtr.WeightStore) -> tuple[str, set[float]
 
     ShmLane.move = stop_before_the_second  # type: ignore[method-assign]
     try:
-        store.pull(model, timeout=2)
+        store.pull(model, timeout=4)
     except rtr.RpcTimeout as error:
         return str(error), {float(tensor[0]) for tensor in model.values()}
     finally:
@@ -96,7 +96,7 @@ def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr
 
     def nobody_reads(kind: str, name: str) -> bool:
         found = next(served for known, served in insides.served(kind).items() if known.startswith(name))
-        return wait_until(lambda: found.pool.readers == 0, 20)
+        return wait_until(lambda: found.pool.readers == 0, 60)
 
     here = group.members[0].node_id
     nodes = dict.fromkeys(("leader", "reader"), "two" if source == "leader" else here)

@@ -24,7 +24,7 @@ SIZE = 1 << 20
 BYTES = 4 * 4 * SIZE
 
 
-def take_turns(patience_s: float = 5.0) -> None:
+def take_turns(patience_s: float = 30.0) -> None:
     pull_plan.IN_TURN, pull_plan.WORTH_A_TURN = {"cpu"}, 1
     source_pull.ON_A_HOST = source_pull.Pace(1 << 20, 64, 6)
     source_pull.PATIENCE_S = patience_s
