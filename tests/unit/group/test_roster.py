@@ -100,10 +100,15 @@ def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
 def test_forming_a_group_costs_time_and_bytes_in_proportion_to_its_members(gpus: int) -> None:
     me = clusters.member(0, cuda=bool(gpus), gpus=clusters.a100s(gpus))
     sizes = (200, 800, 3200)
-    runs = {n: [scale.simulate(me, n, 16) for _ in range(2)] for n in sizes}
-    for figure in runs[sizes[0]][0].keys() - {"members", "hosts"}:
-        least = {n: min(run[figure] for run in its) for n, its in runs.items()}
-        assert scale.slope(least) <= 1.1, (figure, least)
+    runs: dict[int, list[dict[str, float]]] = {n: [] for n in sizes}
+    for _ in range(8):
+        for n, its in runs.items():
+            its.append(scale.simulate(me, n, 16))
+        figures = runs[sizes[0]][0].keys() - {"members", "hosts"}
+        slopes = {key: scale.slope({n: min(run[key] for run in its) for n, its in runs.items()}) for key in figures}
+        if max(slopes.values()) <= 1.1:  # a busy machine takes longer for some runs
+            return
+    pytest.fail(f"costs grow faster than the group: {slopes}")
 
 
 @pytest.mark.parametrize(
