@@ -18,7 +18,6 @@ from raytorchrpc.lanes.registry import LANES, TRAFFIC, Traffic
 from raytorchrpc.routing.pairs import PairRoute
 from raytorchrpc.routing.planner import plan
 from raytorchrpc.routing.routes import RoutePlan
-from tests.polling import allowed
 from tests.unit import clusters
 from tests.unit.clusters import (
     CPU_CHANNELS,
@@ -857,9 +856,9 @@ def test_a_group_of_one_has_a_plan_and_a_table() -> None:
 
 def test_a_plan_for_a_big_group_is_quick_and_small() -> None:
     cluster = clusters.hosts_of(8, 64)
-    start = time.perf_counter()
+    start = time.thread_time()
     routes = plan(cluster, GroupConfig())
-    assert time.perf_counter() - start < allowed(1)
+    assert time.thread_time() - start < 1
     pickled = pickle.dumps(routes)
     assert len(pickled) < 32 * 1024
     copy = pickle.loads(pickled)
