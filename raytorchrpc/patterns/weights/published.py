@@ -120,10 +120,13 @@ class Versions(Generic[V]):
         """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""
         with self._lock:
             self._check_open()
-            newest = self._newest()
-            if newest >= version or until <= time.monotonic():
-                return newest if newest >= version else 0
-            return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
+            if (newest := self._newest()) >= version:
+                return newest
+            if until > time.monotonic():
+                return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
+            if (error := self._not_in_time(version)) is not None:
+                raise error
+            return 0
 
     def _not_in_time(self, version: int) -> Empty | None:
         """What a wait that ended raises; None: it returns 0. The caller holds the lock."""

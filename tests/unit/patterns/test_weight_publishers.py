@@ -159,12 +159,13 @@ def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) ->
         assert mine.version() == 40
 
 
-def test_publishers_that_are_late_are_named(members: Members) -> None:
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_publishers_that_are_late_are_named(members: Members, timeout: float) -> None:
     for number, newest in enumerate(("b 0, a 1", "a 1, b 1")):
         with members.acting(BOTH[number]):
             rtr.WeightStore("w", publishers=BOTH).publish(half(number, 1.0))
         with members.acting("home"), pytest.raises(rtr.Empty, match=f"in time; .*the newest of each is: {newest}"):
-            rtr.WeightStore("w", publishers=BOTH).wait(number + 1, 0.05)
+            rtr.WeightStore("w", publishers=BOTH).wait(number + 1, timeout)
 
 
 def test_publishers_that_give_other_parts_make_no_version(members: Members) -> None:
