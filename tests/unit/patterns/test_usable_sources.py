@@ -116,6 +116,7 @@ def test_a_publisher_that_stays_silent_costs_the_timeout_and_no_more(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 0.5)
+    monkeypatch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.5)
     publish(members, 1.0)
     reader, began = Reader(members), time.monotonic()
     members.lanes["home"].holds = lambda method: method == LEASE
@@ -174,10 +175,14 @@ def test_a_pull_of_a_version_that_slow_publishers_have_lost_ends(
         members.forget_shards(name)
     monkeypatch.setattr(PATIENCE, 0.02)
 
+    def release() -> None:
+        assert wait_until(lambda: bool(lane.held), 10)
+        lane.release(0)
+
     def answers_late(method: str) -> bool:
         is_late = method in (LOOK, LEASE)
         if is_late:
-            threading.Timer(0.1, lane.release, (0,)).start()
+            threading.Timer(0.1, release).start()
         return is_late
 
     lane.holds = answers_late
