@@ -18,7 +18,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import exposed, gates
-from raytorchrpc.group import detached, formation, group
+from raytorchrpc.group import detached, formation, group, restarts
 from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
@@ -128,6 +128,23 @@ def interrupted_at(step: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, function)
+
+
+@contextmanager
+def kept_out(until: Callable[[], bool]) -> Iterator[None]:
+    """The groups of this process take no restarted actor back before this is true."""
+    is_listening, may_return = restarts.RestartedActors.is_listening, False
+
+    def listens(*args: Any) -> bool:
+        nonlocal may_return
+        may_return = may_return or until()
+        return may_return and is_listening(*args)
+
+    restarts.RestartedActors.is_listening = listens  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        restarts.RestartedActors.is_listening = is_listening  # type: ignore[method-assign]
 
 
 def of_a_group() -> tuple[Any, ...]:

@@ -147,6 +147,8 @@ class Board:
 
     def close(self) -> None:
         """Members that are connected stay so until they end."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # else a thread goes on to accept, by a number that is another's
         self._socket.close()
 
 

@@ -141,7 +141,7 @@ class Stop(Staged):
         on.struck.at = run.hand.signal(remote.host, remote.pid, signal.SIGSTOP)
         until = on.struck.at + self.seconds
         if self.absent:
-            run.await_change(self.absent, "back", on.struck.at, self.seconds)
+            run.await_change(self.absent, "back", lost or on.struck.at, self.seconds)
             until = time.monotonic()
         run.undo_later(until, lambda: run.hand.signal(remote.host, remote.pid, signal.SIGCONT), on.healing)
 
