@@ -21,12 +21,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.group import ray_calls
 from raytorchrpc.process.fan_out import Requests
 from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
-from tests.polling import allowed, wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
@@ -241,20 +242,21 @@ NOWHERE = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "said", "timeout"),
     [
-        (dead, "'b'.*died"),
-        (lambda spawn: spawn(FailsToStart), "'b'.*the checkpoint is missing"),
-        (lambda spawn: spawn(Peer, num_gpus=5), r"'b': no answer within \d+ s: pending resources .*GPU"),
-        (lambda spawn: spawn(Peer, scheduling_strategy=NOWHERE), "'b'.*not schedulable"),
-        (full, "'b'"),
+        (dead, "'b'.*died", 60),
+        (lambda spawn: spawn(FailsToStart), "'b'.*the checkpoint is missing", 60),
+        (lambda spawn: spawn(Peer, num_gpus=5), r"'b': no answer within \d+ s: pending resources .*GPU", 2),
+        (lambda spawn: spawn(Peer, scheduling_strategy=NOWHERE), "'b'.*not schedulable", 60),
+        (full, "'b'", 60),
     ],
 )
 def test_an_actor_that_cannot_join_is_named_with_the_cause(
-    spawn: Spawn, peers: list[Any], make: Callable[[Spawn], Any], said: str
+    spawn: Spawn, peers: list[Any], make: Callable[[Spawn], Any], said: str, timeout: float
 ) -> None:
+    """Where Ray reports the cause, long before the timeout."""
     with pytest.raises(rtr.BootstrapError, match=said) as raised:
-        rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=2)
+        rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=timeout)
     assert raised.value.members == ("b",)
     assert_work(peers[:2])
 
@@ -263,7 +265,7 @@ def test_resources_of_a_placement_group_are_named_as_they_were_asked_for(spawn: 
     space = placement_group([{"CPU": 1}])
     strategy = PlacementGroupSchedulingStrategy(space, placement_group_bundle_index=0)
     try:
-        spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
+        ray.get(spawn(Peer, num_cpus=1, scheduling_strategy=strategy).threads.remote(), timeout=60)  # it has all there is
         waiting = spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
         said = r"'b': no answer within \d+ s: pending resources \{CPU: 1\} of its placement group"
         with pytest.raises(rtr.BootstrapError, match=said):
@@ -393,13 +395,15 @@ def test_processes_that_load_torch_get_the_time_that_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 2.0)
+    monkeypatch.setattr(ray_calls, "_NOTICE_S", 0.5)  # the first may come before the process reports that it loads
     monkeypatch.setattr(ray_calls, "LONGEST", 40)  # torch itself takes long on a busy machine
-    actors = bare(tmp_path, SLOW_IMPORT % (8, True), 1)
+    actors = bare(tmp_path, SLOW_IMPORT % (10, True), 1)
     began = time.monotonic()
-    with rtr.init_group(actors, timeout=3) as group:
-        assert time.monotonic() - began > 4 and len(group) == 1
-    notice = next(record.getMessage() for record in caplog.records if record.name == ray_calls.__name__)
-    assert re.match(r"group 'default', after \d+ s, loading raytorchrpc and torch: 0 of 1 are there, waits for", notice)
+    with rtr.init_group(actors, timeout=4) as group:
+        assert time.monotonic() - began > 5 and len(group) == 1
+    notices = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
+    said = r"group 'default', after \d+ s, loading raytorchrpc and torch: 0 of 1 are there, waits for"
+    assert any(re.match(said, notice) for notice in notices), notices
     for actor in actors:
         ray.kill(actor)
 
@@ -409,7 +413,7 @@ def test_a_process_that_hangs_as_it_loads_torch_is_named(tmp_path: Path) -> None
     actors = bare(tmp_path, SLOW_IMPORT % (240, False), 2)
     began = time.monotonic()
     with pytest.raises(rtr.BootstrapError, match=r"2 of 2 could not be probed: .*: loading raytorchrpc and torch"):
-        rtr.init_group(actors, timeout=2)
+        rtr.init_group(actors, timeout=3)
     assert time.monotonic() - began < 100, "not until they have loaded it"
     for actor in actors:
         ray.kill(actor)
@@ -423,13 +427,15 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 2.0)  # Ray reports what runs once a second
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 1.5)
     gate, unplaced = latch(), spawn(Peer, num_gpus=5)
     working = peers[0].busy.remote(gate)
     held = gate.await_arrival()
+    actor_id = ray_internals.actor_id_of(peers[0])
+    assert wait_until(lambda: ray_internals.running_methods().get(actor_id) == "busy", 60), "Ray reports once a second"
     members = {"a": peers[0], "b": unplaced, "c": peers[1]}
     with pytest.raises(rtr.BootstrapError, match=r"'a': no answer"):
-        rtr.init_group(members, timeout=2 + allowed(0.5))
+        rtr.init_group(members, timeout=3)
     notice, *_ = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
     assert re.fullmatch(
         r"group 'default', after \d+ s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
@@ -437,7 +443,7 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 0.1)
     with pytest.raises(rtr.BootstrapError):
-        rtr.init_group(members, timeout=0.5)
+        rtr.init_group(members, timeout=1.5)
     line = capsys.readouterr().err
     assert line.startswith("\r\x1b[Kgroup 'default', after") and line.endswith("\r\x1b[K") and "\n" not in line
     gate.release(held)
@@ -517,17 +523,10 @@ def test_a_member_that_gets_busy_while_the_group_forms(spawn: Spawn, peers: list
 def test_a_member_that_dies_while_the_group_forms(spawn: Spawn, peers: list[Any]) -> None:
     doomed = spawn(Peer)
 
-    def die_when_the_agent_starts() -> None:
-        import torch.distributed.rpc as rpc
+    def die_when_all_listen() -> None:
+        insides.before_step("commit", lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-        def watch() -> None:
-            while not rpc.api._is_current_rpc_agent_set():
-                pass
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=watch, daemon=True).start()
-
-    ray.get(doomed.run.remote(die_when_the_agent_starts))
+    ray.get(doomed.run.remote(die_when_all_listen))
     with pytest.raises(rtr.BootstrapError, match="'doomed'"):
         rtr.init_group({"a": peers[0], "doomed": doomed, "b": peers[1]}, timeout=40)
     assert_work(peers[:2])
@@ -902,7 +901,6 @@ def wait_in_every_way(target: Any, gate: Latch) -> list[tuple[float, BaseExcepti
 
     watched, called = future(), threading.Event()
     watched.add_done_callback(lambda _: called.set())
-    assert not watched.done()
     waits = [
         elapsed_and_error(lambda: rtr.rpc_sync(target, timeout=0.2).hold(gate)),
         elapsed_and_error(lambda: future().wait()),
