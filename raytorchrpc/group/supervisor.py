@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 _CHANGE_S = 10.0
 #: To connect to a member for the first time (seconds).
 _CONNECT_S = 2.0
-#: How long a change waits for the first member to follow, and from then on for each further one (seconds). They may all
-#: be slow to begin with, on a busy machine; the change goes on without one that is suspended.
+#: How long a change waits for a member to follow, and where a restarted member returns for each after the first one
+#: (seconds). They may be slow, on a busy machine; the change goes on without one that is suspended.
 _FIRST_S, GAP_S = 2.0, 0.3
 #: How much longer an attempt to readmit members may take for each member of the group, and how long it waits to undo
 #: one that failed (seconds).
@@ -173,7 +173,7 @@ class Supervisor:
         roster = self._part_with(names)
         leaving = {name: roster.records[name].handle for name in names if name not in roster.by_themselves}
         try:
-            self._await_members(_FIRST_S, GAP_S)
+            self._await_members(min(_FIRST_S, timeout_s))
         finally:
             ray_calls.have_leave(roster.name, roster.generation, leaving, until)
 
@@ -216,7 +216,7 @@ class Supervisor:
             is_here = record is not None and record.member.incarnation == request.incarnation
             if is_here and request.name in self.roster.by_themselves and len(self.roster.records) > 1:
                 self._part_with((request.name,))
-                self._await_members(GAP_S, GAP_S)
+                self._await_members()
             return
         check_name("join(name=...)", request.name)
         newcomer, patience_s = {request.name: request.process}, min(request.timeout_s, _CHANGE_S)
@@ -492,7 +492,7 @@ class Supervisor:
 
         self._connections.ask(join.follow, (its.delta,), its.members, answered)
 
-    def _await_members(self, first_s: float, gap_s: float) -> None:
+    def _await_members(self, first_s: float = _FIRST_S, gap_s: float = _FIRST_S) -> None:
         """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after another
         one has, or ``first_s`` after none. Not on the supervisor's thread.
         """
@@ -598,7 +598,7 @@ class Supervisor:
         finally:
             self._assigned.pop(formation, None)
         if kind == "added":
-            self._await_members(_FIRST_S, GAP_S)
+            self._await_members()
 
     def _join(self, kind: Literal["added", "back"], formation: Formation) -> None:
         while True:
@@ -606,8 +606,10 @@ class Supervisor:
             version = self._request(partial(self._announce_coming, formation, coming))
             if version is not None:
                 break
-        # Half of the time that an attempt to readmit has at first, if nobody follows.
-        self._await_members(_FIRST_S if kind == "added" else _FIRST_S / 2, GAP_S)
+        if kind == "added":
+            self._await_members()
+        else:  # half of the time that an attempt to readmit has at first, if nobody follows
+            self._await_members(_FIRST_S / 2, GAP_S)
         prepared, away, silent = self._request(lambda: self._others_of(formation, coming))
         formation.commit(prepared, away, silent, version)
         self._request(lambda: self._take(kind, formation, version))
