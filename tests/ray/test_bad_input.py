@@ -265,7 +265,8 @@ def test_resources_of_a_placement_group_are_named_as_they_were_asked_for(spawn: 
     space = placement_group([{"CPU": 1}])
     strategy = PlacementGroupSchedulingStrategy(space, placement_group_bundle_index=0)
     try:
-        ray.get(spawn(Peer, num_cpus=1, scheduling_strategy=strategy).threads.remote(), timeout=60)  # it has all there is
+        first = spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
+        ray.get(first.threads.remote(), timeout=60)  # it has all there is
         waiting = spawn(Peer, num_cpus=1, scheduling_strategy=strategy)
         said = r"'b': no answer within \d+ s: pending resources \{CPU: 1\} of its placement group"
         with pytest.raises(rtr.BootstrapError, match=said):

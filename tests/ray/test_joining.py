@@ -23,7 +23,7 @@ import torch.distributed.rpc as rpc
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.polling import allowed, stands_still, suspend, wait_until
+from tests.polling import stands_still, suspend, wait_until
 from tests.ray import children
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -60,6 +60,11 @@ def leave() -> None:
     rtr.get_group("trained").leave()
 
 
+def come_and_go() -> None:
+    with rtr.join():
+        pass
+
+
 def member_names() -> list[str]:
     return [member.name for member in rtr.get_group("trained").members]
 
@@ -73,7 +78,7 @@ def test_a_child_is_a_member_like_others(
 ) -> None:
     me = in_child(children.join, "engine")
     assert (me.rank, me.name, me.actor_id) == (2, "engine", None) and me in group.members
-    assert changes.get(timeout=10) == rtr.Change("added", ("engine",))
+    assert changes.get(timeout=60) == rtr.Change("added", ("engine",))
     assert "engine" in str(group.routes()) and "unix socket" in group.explain("other", "engine")
     assert group.stats().missing == ()
 
@@ -94,11 +99,11 @@ def test_a_child_is_a_member_like_others(
 
     assert torch.equal(in_child(pull), data)
     ray.get(actors["other"].run.remote(lambda: jobs.put("job")))
-    assert in_child(lambda: jobs.get(10)) == "job"
+    assert in_child(lambda: jobs.get(60)) == "job"
     assert ray.get(actors["other"].run.remote(lambda: rtr.remote("engine").double(data).to_here()[0])) == data[0] * 2
 
     in_child(leave)
-    assert changes.get(timeout=10) == rtr.Change("removed", ("engine",))
+    assert changes.get(timeout=60) == rtr.Change("removed", ("engine",))
     with pytest.raises(rtr.NotAMember, match="'engine' is not in group 'trained'"):
         ray.get(actors["other"].run.remote(call, "engine", "pid"))
     with pytest.raises(rtr.NotAMember):
@@ -124,10 +129,11 @@ def test_a_child_that_is_killed_has_left(group: rtr.Group, actors: dict[str, Any
     trainer = actors["trainer"]
     ray.get(trainer.run.remote(children.start, "victim", "forkserver"))
     ray.get(trainer.run.remote(children.do, "victim", children.join, "victim"))
-    assert changes.get(timeout=10).kind == "added"
+    assert changes.get(timeout=60).kind == "added"
     ray.get(trainer.run.remote(children.end, "victim"))
-    assert changes.get(timeout=10) == rtr.Change("dead", ("victim",), "its process ended")
+    assert changes.get(timeout=60) == rtr.Change("dead", ("victim",), "its process ended")
     assert [member.name for member in group.members] == ["trainer", "other"]
+    group.wait_ready(60)  # callbacks hear of it before a member that is slow to follow
     with pytest.raises(rtr.PeerLost, match="lost member 'victim': its process ended"):
         ray.get(actors["other"].run.remote(call, "victim", "pid"))
     # Another process takes the name, at once.
@@ -265,15 +271,11 @@ def test_the_end_does_not_wait_for_one_that_is_busy_for_ever(
 
 def sockets() -> list[str]:
     """Those of this process, and its threads for a group."""
-    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd_exists(fd)]
-    threads = [each.name for each in threading.enumerate() if each.name.startswith("raytorchrpc")]
-    return sorted(
-        [name for name in names if name.startswith("socket:")] + [n for n in threads if n != "raytorchrpc-deadlines"]
-    )
-
-
-def fd_exists(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")
+    names = [each.name for each in threading.enumerate() if each.name != "raytorchrpc-deadlines"]
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # another thread has just closed it
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(name for name in names if name.startswith(("socket:", "raytorchrpc")))
 
 
 def test_coming_and_going_leaves_nothing_behind(group: rtr.Group, in_child: Callable[..., Any]) -> None:
@@ -295,7 +297,7 @@ def test_coming_and_going_leaves_nothing_behind(group: rtr.Group, in_child: Call
 
     outcomes = in_child(come_and_go)
     assert outcomes[4:] == ["joined"] * 16, outcomes
-    assert wait_until(lambda: len(group) == 2, 20)
+    assert wait_until(lambda: len(group) == 2, 60)
 
 
 @pytest.mark.parametrize("step", ["probe", "prepare", "commit"])
@@ -305,6 +307,7 @@ def test_a_process_that_fails_while_it_joins(
     """Killed, suspended or interrupted: the group goes on, and the name is free."""
     trainer = actors["trainer"]
     ray.get(trainer.run.remote(children.start, "victim", "forkserver"))
+    ray.get(trainer.run.remote(children.do, "victim", come_and_go))  # the first time takes longer
 
     def interrupted() -> str:
         insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -317,7 +320,7 @@ def test_a_process_that_fails_while_it_joins(
     def suspended() -> str:
         insides.before_step(step, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         try:
-            rtr.join(name="engine", timeout=1)
+            rtr.join(name="engine", timeout=2)
         except rtr.BootstrapError:
             return "refused"
         return "joined"
@@ -327,13 +330,13 @@ def test_a_process_that_fails_while_it_joins(
         rtr.join(name="engine")
 
     assert in_child(interrupted) == "interrupted"
-    assert wait_until(lambda: in_child(insides.group_name) is None, 10)
+    assert wait_until(lambda: in_child(insides.group_name) is None, 60)
 
     pid = ray.get(trainer.run.remote(children.do, "victim", os.getpid))
     ray.get(trainer.run.remote(children.begin, "victim", suspended))
     assert wait_until(lambda: stands_still(pid), 30)
     try:
-        assert in_child(children.join, "engine").name == "engine", "the group waits a second for the other one"
+        assert in_child(children.join, "engine").name == "engine", "the group waits two seconds for the other one"
         in_child(leave)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -419,7 +422,7 @@ def test_a_group_that_ends_while_a_process_joins(
         arrived = held.await_arrival()
     held.release(arrived)
     assert ray.get(actors["trainer"].run.remote(children.answer, "child")) == "refused"
-    assert wait_until(lambda: in_child(insides.group_name) is None, 10)
+    assert wait_until(lambda: in_child(insides.group_name) is None, 60)
     with rtr.init_group(actors, name="trained"):
         in_child(children.join, "engine")
 
@@ -429,7 +432,7 @@ def test_a_member_that_is_suspended_when_the_group_ends(actors: dict[str, Any], 
         pid = in_child(children.join, "engine").pid
         suspend(pid)
     os.kill(pid, signal.SIGCONT)
-    assert wait_until(lambda: in_child(insides.group_name) is None, 10)
+    assert wait_until(lambda: in_child(insides.group_name) is None, 60)
 
 
 def test_two_threads_join_at_once(group: rtr.Group, in_child: Callable[..., Any]) -> None:
@@ -451,10 +454,10 @@ def test_two_threads_join_at_once(group: rtr.Group, in_child: Callable[..., Any]
 def test_only_a_member_has_one_leave(group: rtr.Group, in_child: Callable[..., Any], changes: Any) -> None:
     """A process of the cluster could ask for it: the supervisor's door is in Ray's store."""
     in_child(children.join, "engine")
-    assert changes.get(timeout=10).kind == "added"
+    assert changes.get(timeout=60).kind == "added"
 
     in_child(lambda: insides.without_proof(leave))
-    assert changes.get(timeout=10).kind == "dead", "it has ended by itself; the group had it not leave"
+    assert changes.get(timeout=60).kind == "dead", "it has ended by itself; the group had it not leave"
 
 
 def test_an_earlier_group_of_the_same_process(actors: dict[str, Any], in_child: Callable[..., Any]) -> None:
@@ -478,7 +481,7 @@ def test_what_a_process_served_is_free_once_it_has_left(group: rtr.Group, in_chi
         with rtr.join(instance=engine):
             pass
         del engine
-        return wait_until(lambda: gc.collect() >= 0 and its() is None, 10)
+        return wait_until(lambda: gc.collect() >= 0 and its() is None, 60)
 
     assert in_child(forgotten)
 
@@ -565,7 +568,7 @@ def test_the_end_of_the_supervisor(actors: dict[str, Any], in_child: Callable[..
     in_child(leave)
     with pytest.raises(rtr.BootstrapError, match="the process that supervises group 'trained' has ended"):
         in_child(children.join, "engine")
-    assert time.monotonic() - began < allowed(10)
+    assert time.monotonic() - began < 50
     with rtr.init_group(actors, name="trained"):
         in_child(children.join, "engine")
         assert ray.get(actors["other"].run.remote(call, "engine", "double", 2)) == 4
