@@ -349,14 +349,17 @@ async def _awaited(future: Any) -> Any:
     return await future
 
 
-def test_awaiting_raises_what_the_method_raised(members: Members) -> None:
+def test_awaiting_raises_what_the_method_raised(members: Members, latch: Callable[[], Latch]) -> None:
+    gate = latch()
+
     async def check() -> None:
         with pytest.raises(ZeroDivisionError):
             await rtr.rpc_async("b").give(lambda: 1 / 0)
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(_awaited(rtr.rpc_async("b").give(lambda: threading.Event().wait(0.3))), 0.05)
+            await asyncio.wait_for(_awaited(rtr.rpc_async("b").hold(gate)), 0.05)
 
     members.in_async(check)
+    gate.open_for_all()
 
 
 # --- results that stay -----------------------------------------------------------------------------------------
@@ -400,7 +403,7 @@ def test_a_deadline_that_passes_wakes_who_awaits_and_calls_back(members: Members
 
 def test_a_task_that_outlives_its_call_outlives_its_deadline(members: Members) -> None:
     def check() -> None:
-        deadline_s = allowed(1)
+        deadline_s = allowed(2)
         rtr.rpc_sync("async", timeout=deadline_s).start_task("b")
         threading.Event().wait(deadline_s + 0.05)
         assert rtr.rpc_sync("async").finish_task() == 42

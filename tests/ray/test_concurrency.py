@@ -230,7 +230,8 @@ def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
 
     with rtr.init_group(actors, name="short", config=rtr.GroupConfig(**config)):
         assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
-        assert ray.get(actors["a"].run.remote(call), timeout=60) == pytest.approx((during, during))
+        # It is short for 0.1 s, which may pass before a thread of a busy machine looks.
+        assert wait_until(lambda: ray.get(actors["a"].run.remote(call)) == pytest.approx((during, during)), 60)
         assert wait_until(lambda: of("a") == of("b") == DEFAULT_INTERVAL_S, 30)
         ray.get(actors["a"].run.remote(call), timeout=60)
     assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
@@ -249,9 +250,10 @@ def run_python(_: Any) -> None:
 def test_a_call_to_a_member_that_runs_python_waits_for_the_lock_twice_at_most(spawn: Spawn) -> None:
     interval_s = 0.1  # so long that the time of a call tells how often its callee waited
 
-    def call_often(size: int) -> list[float]:
-        value, took = torch.ones(size, dtype=torch.uint8), []
-        for _ in range(7):
+    def call_until_quick(size: int) -> list[float]:
+        """Calls that wait for it more often take longer, however many there are; other processes delay only some."""
+        value, took = torch.ones(size, dtype=torch.uint8), list[float]()
+        while len(took) < 50 and sum(each < 2.5 * interval_s for each in took) < 2:
             began = time.monotonic()
             assert rtr.rpc_sync("b").give(partial(torch.numel, value)) == size
             took.append(time.monotonic() - began)
@@ -262,8 +264,8 @@ def test_a_call_to_a_member_that_runs_python_waits_for_the_lock_twice_at_most(sp
         ray.get(actors["b"].run.remote(sys.setswitchinterval, interval_s), timeout=60)
         ray.get(actors["b"].__ray_call__.remote(run_python), timeout=60)
         for size in (0, 10_000_000):
-            took = ray.get(actors["a"].run.remote(call_often, size), timeout=60)
-            assert sorted(took)[1] < 2.5 * interval_s, f"{size} bytes"
+            took = ray.get(actors["a"].run.remote(call_until_quick, size), timeout=60)
+            assert sorted(took)[1] < 2.5 * interval_s, f"{size} bytes: {took}"
 
 
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:

@@ -79,7 +79,7 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     lost, back = changes.get(timeout=30), changes.get(timeout=30)
     assert (lost.kind, lost.members, back) == ("lost", ("b",), rtr.Change("back", ("b",))) and lost.cause
     with pytest.raises(rtr.NotFound):
-        work.get(1)  # it ended with its home
+        work.get(30)  # it ended with its home
     rtr.Queue("work", home="b").put(1)
     assert count(a)[0] == group.members[1].pid != before.pid
 
@@ -102,7 +102,7 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     group.shutdown()
     assert wait_until(lambda: not [one for one in threading.enumerate() if "lasting" in one.name], 30)
     with pytest.raises(rtr.NotAMember):
-        rtr.Queue("work", home="b").get(1)
+        rtr.Queue("work", home="b").get(30)
     with rtr.init_group({"a": a, "b": b}, name="lasting"):
         assert count(a)[1] == 3
 
