@@ -206,6 +206,7 @@ class Collectives:
         end.callback(_environment(info.backend, meeting))
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
+            store.shortest_wait_s = meeting.timeout_s
             dist.init_process_group(
                 info.backend,
                 store=store,
@@ -221,6 +222,7 @@ class Collectives:
             raise BootstrapError(f"{info.backend} could not start in {self._name!r}: {_first_line(error)}") from error
         finally:
             sys.excepthook = hook  # torch wraps it each time
+            store.shortest_wait_s = 0.0
         group = dist.group.WORLD
         assert group is not None
         return _Made(info, group, store, end.close)

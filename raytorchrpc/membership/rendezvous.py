@@ -132,6 +132,8 @@ class MemberStore(Store):
         """
         super().__init__()
         self._send, self._look_at = send, look_at
+        self.shortest_wait_s = 0.0
+        """For keys. While a process group forms, gloo gives them no longer than a collective."""
         # Of n members, each waits for the n values that gloo publishes, then gets them, one by one. So each reply
         # brings all that were published by then: else the home would serve 2 n^2 requests.
         self._published: dict[str, bytes] = {}
@@ -140,7 +142,7 @@ class MemberStore(Store):
         """How many, by family."""
 
     def _awaited(self, keys: Sequence[str], timeout: timedelta | None, read: bool) -> Any:
-        seconds = self._timeout_s() if timeout is None else timeout.total_seconds()
+        seconds = max(self.shortest_wait_s, self._timeout_s() if timeout is None else timeout.total_seconds())
         if len(keys) > 1:
             return self._request("wait", list(keys), read, seconds=seconds)
         (key,) = keys

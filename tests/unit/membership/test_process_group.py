@@ -156,6 +156,15 @@ def test_torch_sees_errors_of_its_own(error: Exception, expected: type[Exception
             wrapped.check(["key"])
 
 
+def test_while_it_forms_members_are_waited_for_longer_than_in_a_collective() -> None:
+    """gloo waits for the others' addresses with the time limit of a collective."""
+    asked: list[float] = []
+    store = MemberStore(lambda seconds, *_: asked.append(seconds))
+    for store.shortest_wait_s in (60.0, 0.0):
+        store.wait(["one's", "another's"], timedelta(seconds=1))
+    assert asked == [60.0, 1.0]
+
+
 def test_a_store_whose_python_part_is_gone_raises() -> None:
     wrapped = PrefixStore("prefix", store_of(key_table()))
     operations: list[Callable[[], Any]] = [lambda: wrapped.check(["key"]), lambda: wrapped.set("key", "value")]
