@@ -127,7 +127,8 @@ def first(link: Any, other: Any) -> dict[str, Any]:
         coming = threading.Thread(target=come_and_go)
         coming.start()
         try:
-            return int(rpc.rpc_sync("b", ask, args=("a", 200)))  # one: a request may meet torch's maps half changed
+            # One: a request may meet torch's maps half changed. A busy machine takes seconds for it.
+            return int(rpc.rpc_sync("b", ask, args=("a", 200), timeout=60))
         finally:
             over.set()
             coming.join()
