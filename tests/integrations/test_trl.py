@@ -23,6 +23,7 @@ with warnings.catch_warnings():  # of trl and what it imports there are many
     from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer
     from tests.integrations.trl_actors import greedy, make_trainer, save_model
 from tests.integrations.vllm_actors import Server, Trainer
+from tests.polling import suspend
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cluster")]
 
@@ -127,7 +128,7 @@ def test_a_server_that_is_stopped_does_not_hold_up_the_trainer_for_ever(path: st
         transfer.send_weights(iter(other_weights(path).items()))
         transfer.resume()
         transfer.timeout = 3
-        os.kill(server.process.pid, signal.SIGSTOP)
+        suspend(server.process.pid)
         try:
             with pytest.raises(rtr.RayTorchRpcError, match=r"has not taken version 2.*timed out"):
                 transfer.send_weights(iter(other_weights(path).items()))

@@ -33,6 +33,7 @@ from tests.integrations.vllm_actors import (
     pid_of,
     save_config,
 )
+from tests.polling import suspend
 
 ROOT = Path(__file__).parents[2]
 #: No call lasts longer, unless it says so.
@@ -219,7 +220,7 @@ def test_two_engines_of_which_one_is_stopped(llama: Callable[..., str], pair: tu
         get(trainer.step.remote())
         get([each.connect.remote("two") for each in (engine, other)])
         pid = get(other.run.remote(pid_of))
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
         try:
             for _ in range(3):
                 get(engine.update.remote(get(trainer.step.remote())), timeout=60)

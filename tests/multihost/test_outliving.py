@@ -285,7 +285,7 @@ def test_torchrpc_listens_to_the_hosts_of_members_alone(three_hosts: Hosts, aske
 _KNOCK = """
 import socket, sys
 try:
-    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=0.5)
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=2)
     print("let in")
 except TimeoutError:
     print("no answer")
