@@ -87,6 +87,7 @@ def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlin
 
 def test_memory_that_is_used_in_turns_is_kept_and_freed_once_it_is_not(deadlines: Deadlines, monkeypatch: Any) -> None:
     weights, made = store(deadlines), list[object]()
+    monkeypatch.setattr("raytorchrpc.patterns.weights.snapshots._UNUSED_S", 10 * LONG)
     allocate = VersionMemory.__init__
     monkeypatch.setattr(VersionMemory, "__init__", lambda self, *args: (made.append(self), allocate(self, *args))[1])
     for _ in range(3):
@@ -97,6 +98,8 @@ def test_memory_that_is_used_in_turns_is_kept_and_freed_once_it_is_not(deadlines
     assert len(made) == 6, "each reader had a version, one more was the newest"
     size = weights.held // len(made)
     made.clear()
+    monkeypatch.setattr("raytorchrpc.patterns.weights.snapshots._UNUSED_S", 0.05)
+    publish(weights, model(1))
     assert wait_until(lambda: weights.held == 2 * size, LONG), "the newest version, and memory for the next"
     publish(weights, model(1))
     assert not made
@@ -136,21 +139,23 @@ def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadline
 
 def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Until it ends, if that can be seen here; until its time is over in any case."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 2.0)
     monkeypatch.setattr("raytorchrpc.patterns.weights.published._CHECK_S", 0.01)
     weights = store(deadlines)
     publish(weights, model(1))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         readers.update({1: reader(process.pid), 2: reader(process.pid, "elsewhere")})
-        near, far = weights.lease(1, None, None, 0, LONG), weights.lease(2, None, None, 0, 0.0)
+        near, far = weights.lease(1, None, None, 0, LONG), weights.lease(2, None, None, 0, LONG)
         assert near is not None and far is not None
+        monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.1)
+        assert weights.lease(2, None, None, 0, 0.0) is not None  # its time is over soon
         for rank in (1, 2):
             weights.lose(rank)
         held = [read(weights, lease)[0] for lease in (near.lease, far.lease)]
         for value in range(2, 5):
             publish(weights, model(value))
         assert all(bool((tensor == 1).all()) for tensor in held)
-    assert wait_until(lambda: weights.pool.readers == 0, LONG)
+    assert wait_until(lambda: weights.pool.leases_of(1) == set() and weights.pool.leases_of(2) == {far.lease}, LONG)
+    assert bool((read(weights, far.lease)[0] == 1).all())
 
 
 def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: Any) -> None:
