@@ -35,5 +35,18 @@ def suspend(pid: int) -> None:
 
 
 def allowed(seconds: float) -> float:
-    """What is promised of a machine that has cores to spare, in seconds; so much more as others use them."""
-    return seconds * max(1.0, 2.0 * os.getloadavg()[0] / (os.cpu_count() or 1))
+    """What is promised of a machine that has cores to spare, in seconds; so much more as others use them.
+
+    The load is an average over the last minute, so it tells late of a burst. For how much of the last ten seconds some
+    thread has waited for a core tells sooner.
+    """
+    load = 2.0 * os.getloadavg()[0] / (os.cpu_count() or 1)
+    return seconds * max(1.0, load, min(5.0, 1 / (1.001 - _starved())))
+
+
+def _starved() -> float:
+    try:
+        pressure = Path("/proc/pressure/cpu").read_text()
+    except OSError:  # this kernel does not tell
+        return 0.0
+    return float(pressure.partition("avg10=")[2].split()[0]) / 100

@@ -45,8 +45,9 @@ _CONNECTION_FDS = 32
 _INTERFACE = "TP_SOCKET_IFNAME"
 #: The request that finds the connections closed fails at once; this is for one that does not (seconds).
 _FAILS_S = 10.0
-#: Longest time until the agent's threads poll its listeners (seconds).
-_REGISTERS_S = 1.0
+#: How often to look whether the agent's threads poll its listeners, a millisecond apart. Not a time: the process may be
+#: suspended, or get no core, while those threads are about to.
+_LOOKS = 1000
 
 #: Worker ids that no member of a group has; each process assigns them locally (torch's worker ids have 16 bits).
 OWN_NUMBERS = range(3 << 13, 1 << 15)
@@ -586,8 +587,10 @@ def _first_message(head: bytes) -> int:
 
 def _registered(listeners: Collection[int]) -> dict[int, guard.Registered]:
     """See guard.registered. The agent's threads may be about to register its listeners; another's may not be polled."""
-    until = time.monotonic() + _REGISTERS_S
-    while (found := guard.registered()) and not found.keys() >= set(listeners) and time.monotonic() < until:
+    for _ in range(_LOOKS):
+        found = guard.registered()
+        if not found or found.keys() >= set(listeners):
+            break
         threads.pause(0.001)
     return found
 
