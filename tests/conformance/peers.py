@@ -303,7 +303,7 @@ class Process:
         self._mine.send_bytes(cloudpickle.dumps((function, args)))
 
     def result(self) -> Any:
-        assert self._mine.poll(60), "the process does not answer"
+        assert self._mine.poll(120), "the process does not answer"
         value, error = self._mine.recv()
         if error is not None:
             raise AssertionError(f"in the other process:\n{error}")

@@ -47,6 +47,9 @@ class Remote:
         self.host: str = hello["host"]
         self.born = time.monotonic()
         self.died: float | None = None
+        """When it was seen to have ended."""
+        self.killed: float | None = None
+        """When it was killed, if the test did that."""
         self._sock, self._lock = sock, threading.Lock()
         self._asked: dict[int, Future[Any]] = {}
         self._count = 0

@@ -118,8 +118,9 @@ class Kill(Staged):
     kills = True
 
     def hit(self, on: Strike) -> None:
-        on.struck.at = on.run.hand.signal(on.remote.host, on.remote.pid, signal.SIGKILL)
-        on.run.await_end(on.remote)
+        remote = on.remote
+        on.struck.at = remote.killed = on.run.hand.signal(remote.host, remote.pid, signal.SIGKILL)
+        on.run.await_end(remote)
 
 
 @dataclass(frozen=True)

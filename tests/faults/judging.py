@@ -46,6 +46,8 @@ class Life(NamedTuple):
 
     died: float | None
     """When it was certainly over; None: it was not."""
+    killed: float | None = None
+    """From when it may have been over, if that is known to be earlier."""
 
 
 #: By member and number.
@@ -126,7 +128,8 @@ def _of_each(records: Iterable[Record], lives: Lives, starved: bool, parted: boo
         ended = record.verdict == "end" or (record.verdict == "Closed" and record.op != "close")
         if ended and closed.get((record.object, record.held), record.ended) >= record.ended:
             yield "SILENT END", record, f"{text}, and nobody had closed it"
-        if record.verdict == "NotFound" and not parted and (died is None or died > record.ended):
+        over = lives.get((record.home, record.held), Life(None)).killed or died
+        if record.verdict == "NotFound" and not parted and (over is None or over > record.ended):
             yield "TOO EARLY", record, text
         for name, life, producer, number, good in record.data.get("items", ()):
             if (name, life) != (record.object, record.held):

@@ -351,7 +351,7 @@ class Running:
 
     def _life_spans(self) -> dict[tuple[str, int], Life]:
         """A life that is not known by its process was over when the next one began."""
-        spans = {key: Life(remote.died) for key, remote in self._lives.items()}
+        spans = {key: Life(remote.died, remote.killed) for key, remote in self._lives.items()}
         for name, life in list(spans):
             for earlier in range(1, life):
                 if (name, earlier) not in spans:

@@ -15,7 +15,7 @@ QUEUE, TOPIC = Object("queue", "q", "home"), Object("topic", "t", "home")
 PLAIN, TRACKED = Object("weights", "w", "home", "same"), Object("weights", "k", "home", "same", True)
 STORES = {of.name: of for of in (PLAIN, TRACKED)}
 #: The first life of the home ended at 100, and the second one goes on.
-LIVES = {("home", 1): Life(100.0), ("home", 2): Life(None), ("user", 1): Life(None), ("dead", 1): Life(50.0)}
+LIVES = {("home", 1): Life(100.0, 99.5), ("home", 2): Life(None), ("user", 1): Life(None), ("dead", 1): Life(50.0)}
 
 
 def record(
@@ -87,6 +87,7 @@ GOOD: dict[str, list[Record]] = {
         record("get", at=99, verdict="PeerLost", held=1),
     ],
     "a handle says that its life is over": [record("get", at=110, verdict="NotFound", held=1)],
+    "the judge hears of an end later than a member": [record("get", at=99.6, verdict="NotFound", held=1)],
     "cancelled before the home said so": [record("get", at=110, held=1, items=[], cancelled=True)],
     "given back to the front": [
         put([1, 2]),
@@ -162,6 +163,7 @@ BAD: dict[str, tuple[str, list[Record]]] = {
         [record("read_shards", verdict="ProtocolError", held=0)],
     ),
     "not found too early": ("TOO EARLY", [record("get", verdict="NotFound")]),
+    "not found before it was killed": ("TOO EARLY", [record("get", at=99.3, verdict="NotFound", held=1)]),
     "an end that nobody made": ("SILENT END", [record("next", TOPIC, verdict="end", allowed=None)]),
     "an end before it was made": ("SILENT END", [record("next", verdict="end", at=29), CLOSE]),
     "closed by nobody": ("SILENT END", [record("get", verdict="Closed")]),
