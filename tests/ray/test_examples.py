@@ -58,9 +58,9 @@ def pipeline_autograd(*options: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_parameter_server_learns_from_stale_gradients() -> None:
-    result = parameter_server.main(["--workers", "2", "--steps", "100"])
+    result = parameter_server.main(["--workers", "3", "--steps", "70"])
     assert result.accuracy >= 0.9 and result.last_loss < result.first_loss / 2
-    assert result.staleness.total() == 200
+    assert result.staleness.total() == 210
     assert max(result.staleness) >= 1, "the workers took turns"
 
 

@@ -129,7 +129,7 @@ def test_an_actor_that_is_restarting_is_waited_for(kinds: Kinds, peers: list[Any
     with rtr.init_group({"r": restarting, "peer": peers[0]}) as first:
         pid = first.members[0].pid
     ray.kill(restarting, no_restart=False)
-    wait_until(lambda: has_ended(pid), 30)  # Ray kills it a moment later
+    assert wait_until(lambda: has_ended(pid), 60)  # Ray kills it a moment later
     with rtr.init_group({"r": restarting, "peer": peers[0]}) as second:
         assert second.members[0].pid != pid
         assert ray.get(peers[0].call.remote("r", "who")) == ("r", second.members[0].pid)
@@ -280,8 +280,8 @@ def test_a_group_does_not_keep_its_actors_alive_from_inside(spawn: Spawn, peers:
     ray.get(peers[0].run.remote(rtr.get_group))
     group.shutdown()
     del short_lived, group
-    gc.collect()
-    assert wait_until(lambda: has_ended(pid), 20)
+    # Threads of the group may hold it for a moment longer, in what only the collector frees.
+    assert wait_until(lambda: gc.collect() >= 0 and has_ended(pid), 60)
 
 
 def test_get_group_in_the_driver_is_the_group_itself(peers: list[Any]) -> None:
@@ -347,7 +347,7 @@ def test_shutdown_does_not_wait_for_a_busy_member_which_leaves_later(
     group = rtr.init_group({"a": peers[0], "b": peers[1]}, name="busy one")
     gate = latch()
     working = peers[1].busy.remote(gate)
-    group.shutdown(timeout=2)
+    group.shutdown(timeout=3)
     assert "group 'busy one': leaving when their methods return: b" in caplog.text
     gate.open()
     ray.get(working)
@@ -363,10 +363,12 @@ def test_nothing_of_ended_groups_is_left_in_their_members(peers: list[Any]) -> N
         ]  # of a call that waited for a group: it stays
 
     def threads_at_rest() -> list[str]:
-        wait_until(lambda: not threads(), 20)  # they end a moment after they were told to
+        wait_until(lambda: not threads(), 60)  # they end a moment after they were told to
         return threads()
 
-    def files() -> int:
+    def files(most: int = 0) -> int:
+        """The fewest that are open: Ray opens some for a moment."""
+        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= most, 20 if most else 0)
         return len(os.listdir("/proc/self/fd"))
 
     def cycle() -> None:
@@ -380,7 +382,7 @@ def test_nothing_of_ended_groups_is_left_in_their_members(peers: list[Any]) -> N
     for _ in range(10):
         cycle()
     assert ray.get(peers[0].run.remote(threads_at_rest)) == []
-    assert ray.get(peers[0].run.remote(files)) <= before + 3
+    assert ray.get(peers[0].run.remote(files, before + 3)) <= before + 3
 
 
 def test_later_groups_of_the_same_actors_and_of_other_partners_work_with_rrefs(spawn: Spawn, peers: list[Any]) -> None:

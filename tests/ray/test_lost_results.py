@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
+from tests.polling import wait_until
 
 Spawn = Callable[..., Any]
 
@@ -52,12 +52,13 @@ class Maker:
         pid, tensor = self.futures.pop().result()
         return pid, int(tensor.sum())
 
-    def await_loss(self, target: str) -> None:
-        """Until this member has been told."""
-        until = time.monotonic() + 30
-        while target not in insides.away():
-            assert time.monotonic() < until
-            time.sleep(0.01)
+    def await_loss(self, target: str, pid: int) -> None:
+        """Until this member knows that this process has ended; perhaps the next one is a member already."""
+
+        def is_lost() -> bool:
+            return target in insides.away() or pid not in [member.pid for member in rtr.get_group().members]
+
+        assert wait_until(is_lost, 60)
 
     def take_by_await(self) -> tuple[int, int]:
         async def take() -> tuple[int, int]:
@@ -78,7 +79,7 @@ def caller(spawn: Spawn) -> Iterator[Any]:
 def kill(caller: Any, name: str) -> int:
     pid: int = ray.get(caller.peers[name].pid.remote())
     os.kill(pid, signal.SIGKILL)
-    ray.get(caller.await_loss.remote(name))
+    ray.get(caller.await_loss.remote(name, pid))
     return pid
 
 
