@@ -16,7 +16,7 @@ import torch
 import raytorchrpc as rtr
 from tests.ray.actors import Latch, Peer
 
-_PATIENCE_S = 20.0
+_PATIENCE_S = 50.0
 
 
 def in_child(function: Callable[[], Any]) -> Any:

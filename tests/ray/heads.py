@@ -29,7 +29,7 @@ class Head(NamedTuple):
     environment: dict[str, str]
     """What a program needs to be let in."""
 
-    def run(self, *command: str, timeout: float = 110, **variables: str | None) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout: float = 200, **variables: str | None) -> subprocess.CompletedProcess[str]:
         """A Python program in the job's folder; ``variables`` on top of the environment, None takes one away."""
         merged: dict[str, str | None] = {**self.environment, **variables}
         environment = {name: value for name, value in merged.items() if value is not None}
