@@ -55,12 +55,17 @@ def test_it_trains_in_a_ray_that_runs_already(
     """In this process and its Ray, whose workers start warm: with a runtime environment they would not."""
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def train_here(out: Path, *options: str) -> str:
         assert main(["--out", str(out), *SHORT, *options]) == 0
         return capsys.readouterr().out
 
-    check_training(train_here, tmp_path, "auto", 1)
+    try:
+        check_training(train_here, tmp_path, "auto", 1)
+    finally:  # the program has its own, which would take the next Ctrl-C of a later test
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.slow
