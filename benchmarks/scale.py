@@ -502,7 +502,10 @@ def _laws(groups: Sequence[Group]) -> str:
     points = {group["members"]: {**times(group), **traffic(group), **gains(group)} for group in groups}
     labels = dict.fromkeys(label for figures in points.values() for label in figures)
     for label, unit in labels:
-        found = law({members: figures[label, unit] for members, figures in points.items() if (label, unit) in figures})
+        measured = {members: figures[label, unit] for members, figures in points.items() if (label, unit) in figures}
+        if len(measured) < 2:  # nothing says how it grows
+            continue
+        found = law(measured)
         terms = ((found.a, ""), (found.b, " n"), (found.c, " n^2"))
         text = " + ".join(f"{value:.2g}{power}" for value, power in terms if value) or "0"
         far = f"{show(found.at(FAR))} {unit}".strip()
