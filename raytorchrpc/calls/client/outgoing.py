@@ -369,9 +369,19 @@ class OutgoingCall:
         """The stream that the call has opened."""
         calls, route, options, number = self._calls, self._route, self._options, header.number
         unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep, method=self._method)
+
+        def request(item: int) -> OutgoingCall:
+            call = OutgoingCall(calls, route, NEXT, unlimited)
+            call._may_have_run = item > 0  # the generator, whatever became of this request
+            try:
+                call.send((number, item), {})
+            except PeerLost as lost:
+                raise PeerLost(lost.peer, lost.cause, item > 0 or lost.may_have_run) from None
+            return call
+
         stream: Stream[Any] = Stream(
             self.label,
-            lambda item: calls.send(route, NEXT, (number, item), unlimited),
+            request,
             partial(calls.budget, route.member.name, self._method, options.timeout),
             partial(calls.notify, route, route.calls, protocol.CLOSE, number),
             header.ahead if options.into is None else 0,
@@ -490,12 +500,6 @@ class OutgoingCalls:
         route = self.peers.route_for_call(target)
         call = OutgoingCall(self, route, method, options)
         call.send(args, kwargs, options.retries(route.retries, method), target)
-        return call
-
-    def send(self, route: PeerRoute, method: str, args: tuple[Any, ...], options: CallOptions) -> OutgoingCall:
-        """As ``call``, once, by this route."""
-        call = OutgoingCall(self, route, method, options)
-        call.send(args, {})
         return call
 
     def submit_repeat(self, function: Callable[..., None], *args: Any) -> None:

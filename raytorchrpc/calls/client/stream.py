@@ -26,8 +26,8 @@ class Stream(Generic[T]):
 
     Use ``for`` or, in a coroutine, ``async for``. The generator runs at most ``ahead`` items ahead (see ``method``).
     Each item has the call's timeout: after that the iteration raises RpcTimeout, and it can be continued. An error that
-    the generator raises comes after the items before it. If the target is lost, PeerLost comes after those that have
-    arrived.
+    the generator raises comes after the items before it, and ends the stream. If the target is lost, PeerLost comes
+    after those that have arrived.
 
     ``close`` ends the generator; so do dropping the stream and the end of this process. Not for several threads or
     tasks at a time.

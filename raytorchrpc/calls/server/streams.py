@@ -185,7 +185,7 @@ class ItemRequest(ServedCall):
         if stream is None or not stream.request(position, self):
             raise RpcTimeout(
                 f"{self.callee.name} has ended this stream: its caller did not begin to read it by the deadline of the "
-                f"call, or was cut off"
+                f"call, or was cut off; call again, and read sooner or with a longer timeout="
             )
 
     def _explained(self, result: Any, error: Exception) -> str:
@@ -206,6 +206,8 @@ async def _next(generator: Generator[Any, None, None] | AsyncGenerator[Any, None
         return next(generator)
     except StopIteration:
         raise StopAsyncIteration from None  # a coroutine may not raise the other
+    except StopAsyncIteration as error:  # it is no end here
+        raise RuntimeError("generator raised StopAsyncIteration") from error
 
 
 async def _close(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> None:

@@ -188,6 +188,14 @@ def test_an_error_comes_after_the_items_before_it(members: Members, actor: Actor
     is_closed(members, actor, gate)
 
 
+@BOTH
+def test_a_generator_that_raises_stop_async_iteration_has_failed(members: Members, method: str) -> None:
+    stream = opened(method, 1, StopAsyncIteration)
+    assert next(stream)["number"] == 0
+    with pytest.raises(RuntimeError, match="generator raised StopAsyncIteration"):
+        next(stream)
+
+
 def test_an_item_that_cannot_be_pickled_ends_the_stream(members: Members, actor: Actor, gate: Gate) -> None:
     stream = opened("bad")
     assert next(stream) == 1
@@ -315,8 +323,9 @@ def test_losing_the_callee_raises_after_the_items_that_have_arrived(
     assert actor.made == 1 + AHEAD
     members.lanes["a"].break_connection()
     assert [next(stream)["number"] for _ in range(AHEAD)] == [1, 2, 3]
-    with pytest.raises(rtr.PeerLost):
+    with pytest.raises(rtr.PeerLost) as lost:
         next(stream)
+    assert lost.value.may_have_run, "the generator has run, though this request did not"
     assert list(stream) == []
 
 
