@@ -131,11 +131,11 @@ class DirectLane(MessageLane):
         while self.answers:
             self.answers.pop(0)()
 
-    def lose(self, number: int) -> None:
-        """The request held as number ``number`` never arrives, and its sender is told."""
+    def lose(self, number: int, error: Exception | None = None) -> None:
+        """The request held as number ``number`` never arrives, and its sender is told (None: by PeerLost)."""
         pending = self.held.pop(number)[1]
         self._under_way.discard(pending)
-        pending.settle(None, PeerLost("peer", "the test lost the message"))
+        pending.settle(None, error or PeerLost("peer", "the test lost the message"))
 
     def break_connection(self) -> None:
         self.broken, under_way = True, list(self._under_way)

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -21,6 +21,8 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
     Full,
+    NotAMember,
+    NotFound,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
@@ -41,10 +43,13 @@ from raytorchrpc.patterns.queues.items import (
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, SequenceMark
 from raytorchrpc.patterns.waits import give_up_at
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
+#: Between two attempts to return items to a home that has no memory for them (seconds).
+_AGAIN_S = 0.5
 #: How long a handle takes what its abandoned requests may bring for waiting items (seconds).
 _LATE_S = 5.0
 #: Most sequences of one event loop that are kept while idle.
@@ -192,8 +197,11 @@ class Channel(Handle):
     def _return_all(self, local: LocalMember, key: str, batches: Sequence[Batch]) -> None:
         """Return items to the home without waiting, as far as it can be reached."""
         for batch in batches:
-            with suppress(RayTorchRpcError):
-                self._return(local, key, batch)
+            if self._is_home(local):
+                with suppress(RayTorchRpcError):
+                    self._object(local).put_back(key, batch)
+            else:
+                self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)))
 
     def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
         store: HomeStore = self._object(local)
@@ -286,13 +294,32 @@ class Channel(Handle):
         def put_back() -> None:
             taken, error = call.outcome()
             if error is None and taken:
-                with suppress(RayTorchRpcError):
-                    sent = self._send_urgently(local, PUT_BACK, (*self._address, key, *taken), RETURNS)
-                    sent.add_done_callback(lambda _: settle())
-                    return
-            settle()
+                self._put_back(local, (*self._address, key, *taken), settle)
+            else:
+                settle()
 
         call.add_done_callback(lambda: local.workers.submit(put_back))
+
+    def _put_back(
+        self, local: LocalMember, args: tuple[Any, ...], settle: Callable[[], object] = nothing, tries: int = RETURNS
+    ) -> None:
+        """Return the items of an abandoned request, of whose loss nobody would hear, and call ``settle``. Sends them
+        again if the home, or this process, is short of memory: the home puts them back once.
+        """
+
+        def answered(error: BaseException | None) -> None:
+            if error is None or tries <= 0 or isinstance(error, (PeerLost, RpcTimeout, NotFound, NotAMember)):
+                settle()
+            else:
+                again = partial(local.workers.submit, self._put_back, local, args, settle, tries - 1)
+                local.deadlines.at(time.monotonic() + _AGAIN_S, again)
+
+        try:
+            sent = self._send_urgently(local, PUT_BACK, args, RETURNS)
+        except Exception as error:
+            answered(error)
+        else:
+            sent.add_done_callback(lambda done: answered(done.exception()))
 
     def _wait_until_returned(self, local: LocalMember, returned: DeferredReply, until: float) -> DeferredReply:
         waiting = DeferredReply()

@@ -293,6 +293,29 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         assert failed and queue.get_many(9) == [1, 2]
 
 
+@pytest.mark.parametrize("error", [MemoryError("no memory"), rtr.RayTorchRpcError("torchrpc failed: MemoryError")])
+def test_an_item_goes_back_to_a_home_that_had_no_memory_for_it_at_first(members: Members, error: Exception) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        waiting = asyncio.create_task(queue.aget())
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+        lane.holds = lambda method: method in (WITHDRAW, PUT_BACK)
+        waiting.cancel()
+        await until(lambda: len(lane.held) == 1)
+        put_at_home(members, 1, 2)
+        for _ in range(2):
+            await until(lambda: len(lane.held) == 2)
+            lane.lose(1, error)
+        lane.release()
+        await until(lambda: at_home(members).stats()["items"] == 2)
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(act())
+        assert queue.get_many(9) == [1, 2]
+
+
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
 def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the consumer's time is over."""
