@@ -35,6 +35,8 @@ _ANSWERS = ("ok", "Empty", "Full", "Closed", "end")
 _SHORTAGE = ("MemoryError", "can't start new thread", "Cannot allocate memory", "can't allocate memory")
 #: An iteration that waits ends so soon after its home, at most (seconds).
 _TOLD_S = 10.0
+#: What comes for a cancelled request is back at its home so soon after the request's end, at most (seconds).
+_BACK_S = 2.0
 #: What faults explain, of operations with shards.
 _OF_SHARDS = ("ok", "NotFound", "PeerLost", "RpcTimeout", "Empty", "NotAMember")
 #: A publisher has at most so many: two that are kept, two ahead of the others, one on its way, and one in vain.
@@ -244,10 +246,12 @@ def _of_queue(records: Sequence[Record], lives: Lives, parted: bool) -> Found:
     for took in consumers.values():
         yield from (one for one in _of_one_consumer(took, put) if one[0] != "ORDER" or not given_back)
         limit = max(record.data.get("limit", 1) for record in took)
-        # Told that something may be lost; or died with what was on its way, or noted nowhere yet.
+        # Told that something may be lost; or died with what was on its way, there or back, or noted nowhere yet.
         allowed += sum(record.verdict not in _ANSWERS for record in took) * limit
         died = lives.get((took[0].member, took[0].life), Life(None)).died
-        allowed += 2 * limit if died is not None else 0
+        if died is not None:
+            back = sum(bool(record.data.get("cancelled")) and record.ended > died - _BACK_S for record in took)
+            allowed += (2 + back) * limit
         # Likewise if a request was cancelled just when its answer could not arrive any more.
         allowed += limit if parted and given_back else 0
     came = [item for took in consumers.values() for item in _items(took)]

@@ -74,6 +74,15 @@ GOOD: dict[str, list[Record]] = {
     "a queue": [put([1, 2, 3]), got([1, 2]), got([3], 21), CLOSE, ENDED],
     "two consumers": [put([1, 2, 3]), got([1, 3]), got([2], 21, handle="other"), CLOSE, ENDED],
     "a consumer died with two": [put([1, 2, 3]), got([1], member="dead"), CLOSE, ENDED],
+    "a consumer died before what it had cancelled was back": [
+        put(range(1, 6)),
+        *(
+            record("get", at=at, member="dead", handle="d", items=[], cancelled=True, limit=1)
+            for at in (48.5, 49, 49.5)
+        ),
+        CLOSE,
+        ENDED,
+    ],
     "a consumer was told": [
         put([1, 2, 3]),
         record("get", at=15, verdict="RpcTimeout", limit=2),
@@ -172,6 +181,15 @@ BAD: dict[str, tuple[str, list[Record]]] = {
     "twice by two": ("DOUBLED", [put([1]), got([1]), got([1], 21, handle="other")]),
     "a lost item": ("LOST", [put([1, 2, 3]), got([1]), got([3], 21), CLOSE, ENDED]),
     "more than the dead one may have had": ("LOST", [put(range(9)), got([1], member="dead"), CLOSE, ENDED]),
+    "what was cancelled long before a consumer died": (
+        "LOST",
+        [
+            put(range(1, 4)),
+            record("get", at=40, member="dead", handle="d", items=[], cancelled=True, limit=1),
+            CLOSE,
+            ENDED,
+        ],
+    ),
     "a gap": (
         "LOST",
         [SUBSCRIBED, put([1, 2, 3], of=TOPIC), got([1], of=TOPIC, handle="s"), got([3], 21, of=TOPIC, handle="s")],
