@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Change, ChangeLog, Listeners
 from raytorchrpc.group.supervisor import Supervisor, form
@@ -160,7 +160,7 @@ class _HostActor:
     @property
     def _hosted(self) -> Supervisor:
         if self._supervisor is None:
-            raise BootstrapError("the group is still forming")
+            raise BootstrapError("it is still forming; try again")
         return self._supervisor
 
 
@@ -257,13 +257,28 @@ def form_detached(
 
 
 def find_detached(name: str) -> DetachedHost | None:
-    """The host of the detached group of that name in this cluster, or None."""
+    """The host of the detached group of that name in this cluster, or None.
+
+    Raises NotAMember, with the reason, if there is one that cannot be used: it is still forming, or does not answer.
+    """
     if not ray.is_initialized():
         return None
     try:
         return DetachedHost(name, ray.get_actor(name, namespace=NAMESPACE))
-    except (ValueError, BootstrapError):
+    except ValueError:
         return None
+    except BootstrapError as error:
+        if isinstance(error.__cause__, RayActorError):  # it has just ended
+            return None
+        raise NotAMember(f"the detached group {name!r} cannot be used now: {error}") from error
+
+
+def detached_names() -> list[str]:
+    """The names of all detached groups of this cluster."""
+    if not ray.is_initialized():
+        return []
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
 
 
 def _answer(name: str, reference: Any, patience_s: float) -> Any:

@@ -24,7 +24,7 @@ from raytorchrpc.calls.rejoin import formed_here
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.changes import Change
-from raytorchrpc.group.detached import DetachedHost, find_detached, form_detached
+from raytorchrpc.group.detached import DetachedHost, detached_names, find_detached, form_detached
 from raytorchrpc.group.formation import participants_of, with_named_maps
 from raytorchrpc.group.guest import Guest
 from raytorchrpc.group.supervisor import Supervisor, form
@@ -332,7 +332,8 @@ _groups: dict[str, Group] = {}  # formed by this process and not shut down
 
 def get_group(name: str = "default") -> Group:
     """The group that this process is a member of, or has formed, or a detached group of the cluster. Raises NotAMember,
-    naming the groups that exist.
+    naming the groups that exist, or saying why a detached group cannot be used: it is still forming, or its host does
+    not answer within 30 s.
 
     Examples:
         >>> rtr.get_group().members[0].name
@@ -351,7 +352,8 @@ def get_group(name: str = "default") -> Group:
     if (host := find_detached(name)) is not None:
         return Group(host.info, host)
     known = sorted({*_groups, *([info.name] if info else [])})
-    raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'})")
+    others = f"; detached groups of this cluster: {', '.join(detached)}" if (detached := detached_names()) else ""
+    raise NotAMember(f"this process is in no group {name!r} (known here: {', '.join(known) or 'none'}){others}")
 
 
 @takes_timeout

@@ -6,7 +6,8 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import ray
 
 import raytorchrpc as rtr
 from tests.polling import wait_until
-from tests.ray.actors import Peer
+from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning
 from tests.ray.scripts import Script
@@ -65,6 +66,8 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     with pytest.raises(rtr.BootstrapError, match=r"get_group\('lasting'\)"):
         rtr.init_group([spawn(Peer)], name="lasting", detached=True)
 
+    with pytest.raises(rtr.NotAMember, match=r"in no group 'short' \(.*; detached groups of this cluster: lasting$"):
+        rtr.get_group("short")
     group = rtr.get_group("lasting")
     assert rtr.Queue("work", home="a").get(30) == "from the first driver"
     changes: queue.SimpleQueue[rtr.Change] = queue.SimpleQueue()
@@ -110,6 +113,26 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
 def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None:
     with pytest.raises(rtr.ConfigurationError, match="so the driver cannot be a member"):
         rtr.init_group([spawn(Peer)], detached=True, include_driver=True)
+
+
+def test_a_detached_group_that_is_still_forming_is_not_taken_for_none(spawn: Spawn, latch: Callable[[], Latch]) -> None:
+    held, busy = latch(), spawn(Peer)
+    holding = busy.hold.remote(held)
+    arrived = held.await_arrival()
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(rtr.init_group, {"busy": busy}, name="forming", detached=True, timeout=60)
+        try:
+            assert wait_until(lambda: "'forming' cannot be used now: it is still forming" in _why_not("forming"), 60)
+        finally:
+            held.release(arrived)
+        forming.result(90).shutdown()
+    assert ray.get(holding) == "released"
+
+
+def _why_not(name: str) -> str:
+    with pytest.raises(rtr.NotAMember) as known:
+        rtr.get_group(name)
+    return str(known.value)
 
 
 @pytest.mark.slow
