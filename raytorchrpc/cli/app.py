@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -20,14 +21,16 @@ def _option(metavar: str, text: str, *names: str, **limits: Any) -> Any:
 
 @contextmanager
 def _reported(command: str) -> Iterator[None]:
-    """Report an error in one line. The exit code is 2 for bad input and where no cluster answers, else 1."""
+    """Report an error in one line. The exit code is 2 for ConfigurationError, else 1."""
     from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
     try:
         yield
+    except BrokenPipeError:
+        raise  # typer ends the command, without a word
     except (RayTorchRpcError, OSError) as error:
         typer.echo(f"raytorchrpc {command}: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, (ConfigurationError, ConnectionError)) else 1) from error
+        raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error
 
 
 class _WithoutTypes:
@@ -265,7 +268,7 @@ def copy(
     copied, command = folder / example.file, example.command
     if copied.is_dir():  # run there, it writes its files there
         folder, command = copied, command.replace(f"{example.file}/", "")
-    typer.echo(f"copied to {copied}; next:\n\n    cd {folder}\n    {command}")
+    typer.echo(f"copied to {copied}; next:\n\n    cd {quote(str(folder))}\n    {command}")
 
 
 def _write(kind: str, values: dict[str, Any]) -> None:

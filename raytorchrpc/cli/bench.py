@@ -54,8 +54,7 @@ def run(
     """Measure what is ``asked`` (arguments of ``make_options``), or read ``results``; print tables and write files.
 
     Raises:
-        ConfigurationError: an option is invalid, before anything starts, or names a host that Ray does not have.
-        ConnectionError: no Ray cluster at ``address``.
+        ConfigurationError: an option is invalid, before anything starts, or names a cluster or host that is not there.
         RayTorchRpcError: the run failed, or no row produced a figure.
     """
     if against not in (None, "published"):
@@ -101,8 +100,12 @@ def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[P
 def _check_files(files: Sequence[Path], plot: Path | None) -> None:
     """Fail before minutes of measuring, not after them."""
     for path in files:
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise ConfigurationError(f"cannot write {path}: {'a directory' if path.is_dir() else 'no such directory'}")
+        if path.is_dir():
+            raise ConfigurationError(f"cannot write {path}: a directory")
+        if not path.parent.is_dir():
+            raise ConfigurationError(f"cannot write {path}: no such directory")
+        if not os.access(path.parent, os.W_OK):
+            raise ConfigurationError(f"cannot write {path}: its directory is read-only")
     if len({path.resolve() for path in files}) < len(files):
         raise ConfigurationError("two outputs name the same file")
     if plot is not None:

@@ -22,7 +22,7 @@ def run(*, address: str | None, workers: int, target: float, **options: Any) -> 
     try:
         with ray_session(address, cpus=workers + 1):
             final = _program().run(workers=workers, target=target, **options)
-    except (RayTorchRpcError, RayError, ConnectionError) as error:
+    except (RayTorchRpcError, RayError) as error:
         raise _failure(str(error)) from error
     if final.accuracy < target:
         reached = f"test accuracy {final.accuracy:.1%} after {final.steps} steps"

@@ -49,6 +49,8 @@ def copy(name: str, into: Path) -> Example:
     file = known[name].file
     if (into / file).exists():
         raise ConfigurationError(f"{into / file} exists; name another folder: raytorchrpc examples copy {name} FOLDER")
+    if into.exists() and not into.is_dir():
+        raise ConfigurationError(f"{into} is not a folder; name another one: raytorchrpc examples copy {name} FOLDER")
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into, prefix=f".{name}-") as scratch:  # the example is there whole, or not
         source, part = folder() / file, Path(scratch, file)

@@ -48,6 +48,7 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
 
 
 def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
@@ -58,7 +59,9 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
     if name is not None and not first:
         raise ConfigurationError(f"no group {name!r} is visible in this cluster")
     known = {status.generation: update(None, status) for status in first}
-    live = None if once or as_json else Live(Text(tables(list(known.values()))), auto_refresh=False)
+    console, live = Console(), None
+    if console.is_terminal and not console.is_dumb_terminal and not (once or as_json):  # Live shows nothing elsewhere
+        live = Live(Text(tables(list(known.values()))), console=console, auto_refresh=False)
     with live or nullcontext():
         while True:
             found = _watch(watch, name, max(interval_s, 2 * PERIOD_S) if once else interval_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,14 @@ def main() -> int:
     parser.add_argument(
         "--timeout", type=float, dest="timeout_s", default=DEFAULT_TIMEOUT_S, help="seconds for nodes and actors"
     )
-    return run(**vars(parser.parse_args()))
+    options = vars(parser.parse_args())
+    try:
+        code = run(**options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        return 1
+    return code
 
 
 if __name__ == "__main__":

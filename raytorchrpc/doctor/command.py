@@ -37,7 +37,7 @@ def run(
     """
     try:
         evidence = _collect(cluster, address, actors, sysfs_root, timeout_s)
-    except (RayTorchRpcError, ConnectionError) as error:
+    except RayTorchRpcError as error:
         print(f"raytorchrpc doctor: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     report = make_report(evidence, __version__)

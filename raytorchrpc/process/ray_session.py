@@ -21,7 +21,7 @@ from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 def ray_session(address: str | None, cpus: int) -> Iterator[None]:
     """Start a quiet local Ray, or connect to the cluster at ``address``; always shuts down at the end of the block.
 
-    Raises ConnectionError if no cluster answers at ``address``.
+    Raises ConfigurationError, with one line, if this process cannot connect to a cluster at ``address``.
     """
     if address is not None:
         _check_answers(address)  # before the try block: this process may already use Ray
@@ -32,7 +32,8 @@ def ray_session(address: str | None, cpus: int) -> Iterator[None]:
             with _delayed_ctrl_c():
                 ray.init("local", num_cpus=cpus, include_dashboard=False, **quiet)
         else:
-            ray.init(address, **quiet)
+            with _reported(address):
+                ray.init(address, **quiet)
         yield
     finally:
         with _delayed_ctrl_c():
@@ -43,22 +44,29 @@ def ray_session(address: str | None, cpus: int) -> Iterator[None]:
 def running_cluster(address: str | None) -> Iterator[None]:
     """Connect to the cluster at ``address``, at RAY_ADDRESS, or on this machine, in this order.
 
-    Raises ConfigurationError with one line if there is none; Ray's errors inside the block become one too.
+    Raises ConfigurationError with one line if there is none; Ray's errors inside the block become one too. An error of
+    a pipe that its reader has closed is raised as it is.
     """
     environment = os.environ.get("RAY_ADDRESS")
     where = address or (environment if environment != "local" else None) or "auto"
     if where == "local":
         raise ConfigurationError("--address local would start a new cluster; name one that runs")
+    with _reported(where), ray_session(where, cpus=0):
+        yield
+
+
+@contextmanager
+def _reported(address: str) -> Iterator[None]:
+    """Raise an error of Ray as a ConfigurationError with one line that names the address."""
     try:
-        with ray_session(where, cpus=0):
-            yield
+        yield
     except (RayError, RuntimeError, ValueError, OSError) as error:
-        if isinstance(error, RayTorchRpcError):
+        if isinstance(error, (RayTorchRpcError, BrokenPipeError)):
             raise
         why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if isinstance(error, ConnectionError):  # its message names the address
             raise ConfigurationError(why + _hint(why)) from error
-        raise ConfigurationError(f"no Ray cluster at {where}: {why}") from error
+        raise ConfigurationError(f"no Ray cluster at {address}: {why}") from error
 
 
 def _hint(why: str) -> str:
@@ -71,13 +79,13 @@ def _hint(why: str) -> str:
 
 
 def _check_answers(address: str) -> None:
-    """Fail at once; Ray would retry for minutes. Raises ConnectionError."""
+    """Fail at once; Ray would retry for minutes. Raises ConfigurationError."""
     host, _, port = address.rpartition(":")
     if host and "//" not in host:
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
         except (OSError, ValueError) as error:
-            raise ConnectionError(f"no Ray cluster answers at {address}: {error}") from error
+            raise ConfigurationError(f"no Ray cluster answers at {address}: {error}") from error
 
 
 @contextmanager

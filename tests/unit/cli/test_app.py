@@ -31,11 +31,15 @@ def test_help_shows_no_types_of_python_and_fits_80_columns(words: str, monkeypat
     assert tuple(re.findall(r"^\S (\w+)", listed, re.MULTILINE)) == COMMANDS.get(words, ())
 
 
-def test_the_demo_at_an_address_where_nothing_answers() -> None:
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"), ("nonsense", "no Ray cluster at nonsense: ")],
+)
+def test_the_demo_at_an_address_where_nothing_answers(address: str, says: str) -> None:
     pytest.importorskip("sklearn")
-    ran = command_line.run("demo", "--address", "127.0.0.1:1")
+    ran = command_line.run("demo", "--address", address)
     assert ran.exit_code == 1
-    assert ran.stderr.startswith("raytorchrpc demo: no Ray cluster answers at 127.0.0.1:1"), ran.stderr
+    assert ran.stderr.startswith(f"raytorchrpc demo: {says}") and ran.stderr.count("\n") == 1, ran.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -32,12 +32,12 @@ def test_every_example_is_listed() -> None:
     [("kv_cache.py", ".", "python kv_cache.py"), ("tutorial", "tutorial", "python train.py")],
 )
 def test_a_copy_is_whole_and_names_what_runs_it(file: str, there: str, command: str, tmp_path: Path) -> None:
-    ran = command_line.run("examples", "copy", Path(file).stem, str(tmp_path / "mine"))
+    ran = command_line.run("examples", "copy", Path(file).stem, str(tmp_path / "my own"))
     assert ran.exit_code == 0
-    assert ran.stdout.endswith(f"next:\n\n    cd {tmp_path / 'mine' / there}\n    {command}\n")
-    source, made = FOLDER / file, tmp_path / "mine" / file
+    assert ran.stdout.endswith(f"next:\n\n    cd '{tmp_path / 'my own' / there}'\n    {command}\n")
+    source, made = FOLDER / file, tmp_path / "my own" / file
     assert (files(made) == files(source)) if source.is_dir() else (made.read_bytes() == source.read_bytes())
-    assert list((tmp_path / "mine").iterdir()) == [made]
+    assert list((tmp_path / "my own").iterdir()) == [made]
 
 
 def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_an_unknown_name_and_a_folder_that_cannot_be_made(tmp_path: Path) -> Non
     assert ran.exit_code == 2 and "there is no example 'kv_cash'; there are tutorial, " in ran.stderr
     (tmp_path / "file").touch()
     ran = command_line.run("examples", "copy", "kv_cache", str(tmp_path / "file"))
-    assert ran.exit_code == 1 and ran.stderr.startswith("raytorchrpc examples copy: ")
+    assert ran.exit_code == 2 and "file is not a folder; name another one" in ran.stderr
 
 
 def test_a_wheel_has_all_examples(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,23 @@ for name in ("rich", "typer", "click", "pynvml"):
 sys.argv = ["doctor", "--json", "--sysfs-root", sys.argv[1]]
 runpy.run_module("raytorchrpc.doctor", run_name="__main__")
 """
+
+
+@pytest.mark.parametrize("module", ["raytorchrpc.doctor", "raytorchrpc.cli doctor"])
+def test_a_reader_that_closes_the_pipe_ends_it_without_a_word(module: str, tmp_path: Path) -> None:
+    laptop(tmp_path)
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "w") as closed:
+        ran = subprocess.run(
+            [sys.executable, "-m", *module.split(), "--sysfs-root", str(tmp_path)],
+            cwd=ROOT,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_the_module_runs_without_typer_and_rich(tmp_path: Path) -> None:
