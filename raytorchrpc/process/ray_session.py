@@ -86,6 +86,8 @@ def _check_answers(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=10).close()
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"no Ray cluster answers at {address}: {error}") from error
+    elif not host and address not in ("auto", "local"):
+        raise ConfigurationError(f"no Ray cluster at {address}: it is not HOST:PORT")
 
 
 @contextmanager
