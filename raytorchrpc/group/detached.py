@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.config import GroupConfig
@@ -99,7 +99,8 @@ class ChangeFeed:
             answer = self._await(self._fetch(self._last, _POLL_S))
         except Exception as error:
             if not self._stopped.done():
-                logger.warning("group %r: no more changes are reported, as its host has ended: %s", self._group, error)
+                why = _silent(self._group, error) if isinstance(error, RayActorError) else error
+                logger.warning("group %r: no more changes are reported: %s", self._group, why)
             self._runs = False
             return False
         if answer is None:
@@ -261,14 +262,14 @@ def find_detached(name: str) -> DetachedHost | None:
 
     Raises NotAMember, with the reason, if there is one that cannot be used: it is still forming, or does not answer.
     """
-    if not ray.is_initialized():
+    if not ray.is_initialized() or not isinstance(name, str):
         return None
     try:
         return DetachedHost(name, ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:
         return None
     except BootstrapError as error:
-        if isinstance(error.__cause__, RayActorError):  # it has just ended
+        if isinstance(error.__cause__, ActorDiedError):  # it has just ended
             return None
         raise NotAMember(f"the detached group {name!r} cannot be used now: {error}") from error
 
@@ -291,6 +292,11 @@ def _answer(name: str, reference: Any, patience_s: float) -> Any:
 
 
 def _silent(name: str, error: Exception) -> BootstrapError:
+    if isinstance(error, ActorDiedError):
+        return BootstrapError(
+            f"group {name!r} has ended: it was shut down, or the actor that hosts it has died; init_group can form "
+            f"another group of its members"
+        )
     return BootstrapError(
         f"the host actor of group {name!r} does not answer ({error}); its members keep running, and init_group can "
         f"form another group of them once that actor is dead"

@@ -102,12 +102,29 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     assert ray.get([one.in_no_group.remote() for one in (a, b)]) == [True, True]
     with pytest.raises(rtr.NotAMember):
         rtr.get_group("lasting")
+    with pytest.raises(rtr.BootstrapError, match="group 'lasting' has ended: it was shut down, or"):
+        group.wait_ready(5)
     group.shutdown()
     assert wait_until(lambda: not [one for one in threading.enumerate() if "lasting" in one.name], 30)
     with pytest.raises(rtr.NotAMember):
         rtr.Queue("work", home="b").get(30)
     with rtr.init_group({"a": a, "b": b}, name="lasting"):
         assert count(a)[1] == 3
+
+
+def test_members_outlive_the_host_and_can_form_another_group(members: tuple[Any, Any]) -> None:
+    a, b = members
+    group, before = rtr.get_group("lasting"), count(a)
+    (host,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] == "lasting"]
+    ray.kill(ray.get_actor(**host))
+    assert count(a) == (before[0], before[1] + 1)
+    with pytest.raises(rtr.BootstrapError, match=r"group 'lasting' has ended: .*; init_group can form another group"):
+        group.stats()
+    with pytest.raises(rtr.NotAMember, match="in no group 'lasting'"):
+        rtr.get_group("lasting")
+    with rtr.init_group({"a": a, "b": b}, name="lasting", detached=True) as formed:
+        group.shutdown()  # of the former one
+        assert count(a)[1] == before[1] + 2 and len(rtr.get_group("lasting")) == len(formed) == 2
 
 
 def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None:
