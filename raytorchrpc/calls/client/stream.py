@@ -90,7 +90,8 @@ class Stream(Generic[T]):
     def close(self) -> None:
         """End the stream: close the generator at its next ``yield``, or cancel it at an ``await``. Idempotent.
 
-        Items that have not been taken are dropped. Does not wait for the generator.
+        Items that have not been taken are dropped. Does not wait for the generator; an iteration that waits in another
+        thread or task ends with it.
         """
         if not self._ended and not fork.forked():
             self._end()
@@ -132,9 +133,10 @@ class Stream(Generic[T]):
 
     def _oldest(self, end: type[Exception]) -> Future[tuple[T] | None]:
         """The request for the next item. Raises ``end`` after the last."""
+        requests = self._requests  # before the look at whether it has ended: see _end
         if self._ended:
             raise end
-        request = self._requests[0]
+        request = requests[0]
         if isinstance(request, Future):
             return request
         self.close()
@@ -147,18 +149,20 @@ class Stream(Generic[T]):
         try:
             taken = request.result(0)
         except BaseException:
+            if self._ended:  # it was closed meanwhile, which may cancel the generator
+                raise end from None
             self.close()
             raise
         finally:
             del request
-        if taken is None:
+        requests = self._requests
+        if taken is None or self._ended:
             self._end()
             raise end
-        self._requests.popleft()
-        if not self._ended:  # it may have been closed meanwhile
-            self._request()
+        requests.popleft()
+        self._request()
         return taken[0]
 
     def _end(self) -> None:
         self._ended = True
-        self._requests.clear()
+        self._requests = deque()  # another thread may be about to use the one before

@@ -313,6 +313,20 @@ def test_closing_the_stream_cancels_a_generator_that_awaits(members: Members, ac
     assert rtr.rpc_sync("home").note(1) == 1
 
 
+@pytest.mark.parametrize(("method", "arguments", "before"), [("count", [3], []), ("stall", [], [0])])
+def test_an_iteration_that_waits_ends_when_its_stream_is_closed(
+    members: Members, actor: Actor, method: str, arguments: list[int], before: list[int]
+) -> None:
+    actor.go.clear()
+    stream = opened(method, *arguments)
+    assert [next(stream) for _ in before] == before
+    reading = in_thread(lambda: list(stream))
+    assert wait_until(stream._reading.locked, LONG)
+    stream.close()
+    actor.go.set()
+    assert reading() == []
+
+
 @BOTH
 def test_losing_the_callee_raises_after_the_items_that_have_arrived(
     members: Members, actor: Actor, method: str
