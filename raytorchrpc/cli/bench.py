@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def _measure(options: Options, address: str | None, command: str) -> Run:
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(max(_STARTING_AT_ONCE, cores)))
     with _errors_only(), _progress() as report:
         report("starting Ray" if address is None else f"connecting to {address}", 0.0)
-        with ray_session(address, cpus=min(_CPUS, cores)):
+        with redirect_stdout(sys.stderr), ray_session(address, cpus=min(_CPUS, cores)):  # notices of Ray
             return measure(options, command, report)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
@@ -37,8 +37,9 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
             raise ConfigurationError("--interval must be a number of seconds, 0.1 or more")
         from raytorchrpc.process.ray_session import running_cluster  # here: bad options are reported without it
 
+        out = sys.stdout
         with running_cluster(address):
-            _show(group, interval_s, once, as_json)
+            _show(out, group, interval_s, once, as_json)
     except RayTorchRpcError as error:
         print(f"raytorchrpc top: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -47,7 +48,7 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
     return 0
 
 
-def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+def _show(out: TextIO, name: str | None, interval_s: float, once: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -59,7 +60,7 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
     if name is not None and not first:
         raise ConfigurationError(f"no group {name!r} is visible in this cluster")
     known = {status.generation: update(None, status) for status in first}
-    console, live = Console(), None
+    console, live = Console(file=out), None
     if console.is_terminal and not console.is_dumb_terminal and not (once or as_json):  # Live shows nothing elsewhere
         live = Live(Text(tables(list(known.values()))), console=console, auto_refresh=False)
     with live or nullcontext():
@@ -67,9 +68,9 @@ def _show(name: str | None, interval_s: float, once: bool, as_json: bool) -> Non
             found = _watch(watch, name, max(interval_s, 2 * PERIOD_S) if once else interval_s)
             known = {status.generation: update(known.get(status.generation), status) for status in found}
             if as_json:
-                print(json.dumps([as_data(each) for each in known.values()]), flush=True)
+                print(json.dumps([as_data(each) for each in known.values()]), file=out, flush=True)
             elif live is None:
-                print(tables(list(known.values())), flush=True)
+                print(tables(list(known.values())), file=out, flush=True)
             else:
                 live.update(Text(tables(list(known.values()))), refresh=True)
             if once:

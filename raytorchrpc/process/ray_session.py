@@ -6,8 +6,9 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import ray
@@ -45,13 +46,14 @@ def running_cluster(address: str | None) -> Iterator[None]:
     """Connect to the cluster at ``address``, at RAY_ADDRESS, or on this machine, in this order.
 
     Raises ConfigurationError with one line if there is none; Ray's errors inside the block become one too. An error of
-    a pipe that its reader has closed is raised as it is.
+    a pipe that its reader has closed is raised as it is. Inside the block sys.stdout is stderr, because Ray prints
+    notices of the whole cluster there, whatever ``log_to_driver`` says.
     """
     environment = os.environ.get("RAY_ADDRESS")
     where = address or (environment if environment != "local" else None) or "auto"
     if where == "local":
         raise ConfigurationError("--address local would start a new cluster; name one that runs")
-    with _reported(where), ray_session(where, cpus=0):
+    with redirect_stdout(sys.stderr), _reported(where), ray_session(where, cpus=0):
         yield
 
 
