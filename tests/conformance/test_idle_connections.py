@@ -17,6 +17,8 @@ import pytest
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending
 from raytorchrpc.lanes.common import connections
+from raytorchrpc.lanes.nng import lane as nng_lane
+from raytorchrpc.lanes.socket import lane as socket_lane
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Node, answer, node
 from tests.polling import wait_until
@@ -221,10 +223,8 @@ def spied_connects(caller: Node) -> list[str]:
 
 def close_now_and_then(monkeypatch: pytest.MonkeyPatch, caller: Node) -> None:
     """Close a connection at the worst time, as another thread may: after a call has chosen it, before it is used."""
-    ask_all(caller, NAMES[:1])
-    lane: Any = caller.lane
-    kind, chosen = type(lane._made[NAMES[0]]), itertools.count()
-    call = kind.call
+    kind: Any = (socket_lane if caller.kind.startswith("socket") else nng_lane).Connection
+    call, chosen = kind.call, itertools.count()
 
     def closed(connection: Any, *args: Any) -> Any:
         if next(chosen) % 3 == 0:
