@@ -197,4 +197,4 @@ def _print_tables(shown: Sequence[Table]) -> None:
     for table in shown:
         print(f"\n{plain(table, width)}")
     notes = dict.fromkeys(note for table in shown for note in table.notes)
-    print("".join(f"\n{note if width is None else paragraph('', note, width)}" for note in notes))
+    print("".join(f"\n{note if width is None else paragraph('', note, width)}" for note in notes), flush=True)

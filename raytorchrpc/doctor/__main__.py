@@ -23,12 +23,10 @@ def main() -> int:
     )
     options = vars(parser.parse_args())
     try:
-        code = run(**options)
-        sys.stdout.flush()
+        return run(**options)
     except BrokenPipeError:  # the reader has enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
         return 1
-    return code
 
 
 if __name__ == "__main__":

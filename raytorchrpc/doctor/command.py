@@ -45,6 +45,7 @@ def run(
         print(report.model_dump_json(indent=1))
     else:
         _show(report)
+    sys.stdout.flush()  # where nobody reads it any more, that is known now, and not when Python ends
     return 0 if report.healthy(strict=strict) else 1
 
 
