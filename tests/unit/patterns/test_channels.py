@@ -265,6 +265,16 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
         assert queue.get_many(9) == [1, 2]
 
 
+async def cancel_a_get(members: Members, queue: Any, holds: Callable[[str], bool]) -> None:
+    """Cancel one that waits at the home. ``holds``: for the lane of ``a`` from then on; it holds the withdrawal too."""
+    lane = members.lanes["a"]
+    waiting = asyncio.create_task(queue.aget())
+    await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+    lane.holds = holds
+    waiting.cancel()
+    await until(lambda: len(lane.held) == 1)
+
+
 def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,11 +288,7 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         return method == WITHDRAW
 
     async def act() -> None:
-        waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        lane.holds = fails_twice
-        waiting.cancel()
-        await until(lambda: len(lane.held) == 1)
+        await cancel_a_get(members, queue, fails_twice)
         put_at_home(members, 1, 2)
         await until(lambda: at_home(members).stats()["items"] == 2)
 
@@ -298,11 +304,7 @@ def test_an_item_goes_back_to_a_home_that_had_no_memory_for_it_at_first(members:
     lane = members.lanes["a"]
 
     async def act() -> None:
-        waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        lane.holds = lambda method: method in (WITHDRAW, PUT_BACK)
-        waiting.cancel()
-        await until(lambda: len(lane.held) == 1)
+        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
         put_at_home(members, 1, 2)
         for _ in range(2):
             await until(lambda: len(lane.held) == 2)
@@ -350,11 +352,7 @@ def test_an_item_goes_back_to_its_own_queue_alone(members: Members) -> None:
     lane = members.lanes["a"]
 
     async def act() -> None:
-        waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        lane.holds = lambda method: method in (WITHDRAW, PUT_BACK)
-        waiting.cancel()
-        await until(lambda: len(lane.held) == 1)
+        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
         put_at_home(members, "old")
         await until(lambda: len(lane.held) == 2)
 
