@@ -199,7 +199,7 @@ class Channel(Handle):
         for batch in batches:
             if self._is_home(local):
                 with suppress(RayTorchRpcError):
-                    self._object(local).put_back(key, batch)
+                    self._return(local, key, batch)
             else:
                 self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)))
 
