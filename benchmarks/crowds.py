@@ -33,8 +33,6 @@ T = TypeVar("T")
 ITEM = b"x" * 1000
 #: Of the weights: four tensors of so many elements.
 ELEMENTS = 1 << 20
-#: Of more members than this, process groups are formed once: torch's takes minutes.
-_FEW = 64
 
 
 def main(pick: Pick, members: str | None = None, out: str | None = None, tree: str | None = None) -> None:
@@ -103,18 +101,23 @@ def _weights_to_all(actors: list[Any], pick: Pick) -> list[Line]:
 
 
 def _process_group(group: rtr.Group, actors: list[Any], pick: Pick) -> list[Line]:
-    """Form one of all members; beside gloo alone, over torch's own store."""
+    """Form one of all members, and sum over them; beside gloo alone over torch's own store. Both connect if needed."""
     size, ours, torchs = len(actors), list[float](), list[float]()
-    for _ in range(pick(3, 1, 1) if size <= _FEW else 1):
-        ours.append(timed(lambda: group.process_group("gloo", timeout=TIMEOUT_S)))
-        if each(actors, reduced) != [size] * size:
-            raise RuntimeError("a sum over all members is wrong")
+    for _ in range(pick(3, 1, 1)):
+        began = time.monotonic()
+        group.process_group("gloo", timeout=TIMEOUT_S)
+        sums = each(actors, reduced)
+        ours.append(time.monotonic() - began)
         port, began = on(actors[0], open_store), time.monotonic()
         made = [actor.run.remote(make_gloo, rank, size, port) for rank, actor in enumerate(actors)]
         ray.get(made, timeout=TIMEOUT_S)
+        sums += each(actors, reduced_by_gloo)
         torchs.append(time.monotonic() - began)
+        if sums != [size] * size * 2:
+            raise RuntimeError("a sum over all members is wrong")
     medians = statistics.median(ours), statistics.median(torchs)
-    return [Line(f"a process group of {size} over gloo", *medians, "s", "gloo over torch's TCPStore")]
+    what = f"a process group of {size} over gloo, and its first sum"
+    return [Line(what, *medians, "s", "gloo over torch's TCPStore")]
 
 
 # --- in members ------------------------------------------------------------------------------------------------------
@@ -181,9 +184,16 @@ def total(end: Any) -> dict[str, float]:
 
 
 def reduced(end: Any) -> int:
-    """The sum of a one of each member; ends what ``make_gloo`` made."""
-    end.gloo, one = None, torch.ones(1)
+    """The sum of a one of each member."""
+    one = torch.ones(1)
     dist.all_reduce(one, group=rtr.process_group())
+    return int(one)
+
+
+def reduced_by_gloo(end: Any) -> int:
+    """The same over what ``make_gloo`` made."""
+    one = torch.ones(1)
+    end.gloo[1].allreduce([one]).wait()
     return int(one)
 
 

@@ -33,6 +33,10 @@ FEATURES: Mapping[str, Feature] = {
         *("Ray", "2.59", "let the members call each other directly"),
     ),
     "token": Feature("Ray's token authentication", "Ray", "2.52", "keep Ray's ports in a private network"),
+    "lazy gloo": Feature(
+        "process groups over gloo that connect two members when they first exchange something, instead of all pairs",
+        *("torch", "2.8", "keep process groups small"),
+    ),
     "uneven strided shards": Feature(
         "weights that FSDP and tensor parallelism divide along one dimension into shards of different sizes",
         *("torch", "2.8", "choose sizes that the number of shards divides"),

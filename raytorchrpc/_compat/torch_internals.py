@@ -328,6 +328,11 @@ def abort_process_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
+def number_process_groups_anew() -> None:
+    """The keys of a process group begin with its number in this process, which an attempt that failed here used up."""
+    distributed_c10d._world.group_count = 0
+
+
 _autograd_id: int | None = None
 
 

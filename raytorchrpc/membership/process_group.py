@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -207,6 +207,7 @@ class Collectives:
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             store.shortest_wait_s = meeting.timeout_s
+            torch_internals.number_process_groups_anew()
             dist.init_process_group(
                 info.backend,
                 store=store,
@@ -290,9 +291,12 @@ class Collectives:
 
 def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
     """Set what gloo and NCCL read when they start, and again for every subgroup, unless the user set it. Without it
-    gloo takes the address of the host's own name, which is often 127.0.1.1. Returns a function that undoes it.
+    gloo takes the address of the host's own name, which is often 127.0.1.1, and connects all pairs of members before
+    the first collective, which needs a few of them. Returns a function that undoes it.
     """
-    wanted = {} if meeting.interface is None else {"GLOO_SOCKET_IFNAME": meeting.interface}
+    wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
+    if meeting.interface is not None:
+        wanted["GLOO_SOCKET_IFNAME"] = meeting.interface
     if backend == "nccl":
         nccl_env.apply(meeting.endpoint, interface=meeting.interface)  # stays: NCCL reads it once
         # By default torch ends the whole process when a collective fails; with this it raises.
@@ -336,7 +340,9 @@ class GuardedListeners:
     gloo publishes the address of a listener in the store before any member can connect there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, members: Sequence[str]) -> None:
+        """``members``: of the process group, by rank."""
+        self._members = members
         self._doors: dict[fork.Address, guard.Takeover] = {}
         self._is_over = False
 
@@ -367,13 +373,18 @@ class GuardedListeners:
                 f"gloo's listener, which authenticates nobody, cannot be guarded on this kernel: {error}"
             ) from error
         self._doors[name] = door
-        guard.process_guard().watch(door.public, door.deliver, lambda head: 8)  # a sequence number
+        guard.process_guard().watch(door.public, door.deliver, lambda head: 8, self._maker)
         strangers = [f"{each.there[0]}:{each.there[1]}" for each in guard.own_connections() if each.here == name]
         if strangers:
             raise BootstrapError(
                 f"gloo accepted a connection from {', '.join(strangers)} before any member could connect: another "
                 f"process connects to members' ports; try again, or keep it out (firewall, GroupConfig(interface=...))"
             )
+
+    def _maker(self, head: bytes) -> str | None:
+        """gloo begins with the rank of who connects: in a subgroup its rank there, and before torch 2.8 a number."""
+        rank = int.from_bytes(head, sys.byteorder)
+        return self._members[rank] if rank < len(self._members) else None
 
     def close(self) -> None:
         """Idempotent."""
@@ -447,7 +458,7 @@ def call_collectives(local: LocalMember, method: Callable[..., Any], *args: Any)
 
 def make_process_group(local: LocalMember, meeting: Meeting) -> None:
     """See Collectives.make."""
-    listeners = GuardedListeners()
+    listeners = GuardedListeners(list(meeting.info.ranks))
     store = MemberStore(partial(_send_to_home, local, meeting.info), listeners.look_at)
     collectives_of(local).make(meeting, store, listeners)
 

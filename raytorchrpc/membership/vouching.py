@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from raytorchrpc.calls import protocol
@@ -24,10 +23,8 @@ from raytorchrpc.process import tcp
 from raytorchrpc.process.fan_out import Outcome, Requests
 from raytorchrpc.process.guard import Connection, made_here
 
-#: How long members may take to answer (seconds).
-_ANSWER_S = 5.0
-#: And one that has probably made a connection, until others are asked too (seconds).
-_GUESS_S = 0.2
+#: How long members may take to answer (seconds). First the one that has probably made a connection, then the others.
+_ANSWER_S = 20.0
 #: A member that has not answered is not asked again before it has, at most for this long (seconds). Otherwise
 #: strangers' connections, about which it is asked, would hold up members' connections.
 _LEFT_OUT_S = 30.0
@@ -36,13 +33,14 @@ _FORMS_S = 60.0
 
 
 def vouched(
-    local: LocalMember, slow: dict[str, float], connections: Mapping[Connection, bytes]
+    local: LocalMember, slow: dict[str, float], connections: Mapping[Connection, str | None]
 ) -> Iterator[Connection]:
     """Yield those that this process or another member made, each as soon as that is known.
 
     ``slow``: by name, until when a member is left out that has not answered (``time.monotonic``). Is changed.
-    ``connections``: with the first eight bytes of each. Connections from ``GroupConfig.torchrpc_from`` count as
-    members': addresses are translated there, so no member knows its own by what is seen here.
+    ``connections``: with the name of the member that has probably made each. Connections from
+    ``GroupConfig.torchrpc_from`` count as members': addresses are translated there, so no member knows its own by what
+    is seen here.
     """
     left = set(connections)
     translated = tcp.networks(local.config.torchrpc_from)
@@ -52,8 +50,9 @@ def vouched(
     left -= here
     if left:
         local.peers.wait_for_route(local.me.rank, _FORMS_S)  # it comes after the others
-        yield from _confirmed(local, {}, left, _guesses(local, left, connections), _GUESS_S)
-    yield from _confirmed(local, slow, left, _whom_to_ask(local, left), _ANSWER_S)
+        # Otherwise each of n members would ask all others about n connections.
+        yield from _confirmed(local, slow, left, _guesses(local, left, connections))
+    yield from _confirmed(local, slow, left, _whom_to_ask(local, left))
 
 
 def _confirmed(
@@ -61,7 +60,6 @@ def _confirmed(
     slow: dict[str, float],
     left: set[Connection],
     questions: Iterable[tuple[PeerRoute, list[Connection]]],
-    patience_s: float,
 ) -> Iterator[Connection]:
     """Ask these members; yield the connections that they made, and take them out of ``left``."""
     about = {route.member.name: (route, its) for route, its in questions}
@@ -72,7 +70,7 @@ def _confirmed(
         asked[name].add_done_callback(partial(answered, asked[name].take))
 
     requests = Requests((name for name in about if time.monotonic() >= slow.get(name, 0.0)), begin)
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + _ANSWER_S
     while left and requests.unanswered:
         if (answer := requests.next(until)) is None:
             for name in requests.unanswered:
@@ -90,19 +88,15 @@ def _confirmed(
 
 
 def _guesses(
-    local: LocalMember, left: set[Connection], connections: Mapping[Connection, bytes]
+    local: LocalMember, left: Collection[Connection], connections: Mapping[Connection, str | None]
 ) -> Iterator[tuple[PeerRoute, list[Connection]]]:
-    """Who may have made these. gloo begins with the rank of who connects, in recent releases of torch: otherwise each
-    of n members would ask all others about n connections.
-    """
-    members = local.peers.members
-    about: dict[int, list[Connection]] = {}
+    about: dict[str, list[Connection]] = {}
     for connection in left:
-        about.setdefault(int.from_bytes(connections[connection], sys.byteorder), []).append(connection)
-    for rank, some in about.items():
-        if rank < len(members) and members[rank].rank != local.me.rank:
-            with contextlib.suppress(RayTorchRpcError):  # it was removed just now
-                yield local.peers.route(members[rank]), some
+        if (name := connections[connection]) not in (None, local.me.name):
+            about.setdefault(name, []).append(connection)
+    for name, some in about.items():
+        with contextlib.suppress(RayTorchRpcError):  # it was removed just now
+            yield local.peers.route(name), some
 
 
 def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[tuple[PeerRoute, list[Connection]]]:

@@ -20,6 +20,7 @@ import re
 import resource
 import select
 import socket
+import stat
 import sys
 import termios
 import threading
@@ -60,14 +61,23 @@ class Connection(NamedTuple):
 
 
 #: Yields those connections that members made, each as soon as that is known. May block, for a bounded time. Gets the
-#: first eight bytes of each, or what there is of them.
-Vouch = Callable[[Mapping[Connection, bytes]], Iterable[Connection]]
+#: name of the member that has probably made each, or None.
+Vouch = Callable[[Mapping[Connection, str | None]], Iterable[Connection]]
 #: An epoll set, the events that it waits for, and the data that comes with them.
 Registered = tuple[int, int, int]
 #: Hands a connection over; raises OSError if it cannot.
 Deliver = Callable[[socket.socket], None]
 #: How many bytes the first message of a connection has, by its first eight bytes or what there is of them.
 Size = Callable[[bytes], int]
+#: Which member has probably made a connection, by the same bytes.
+Guess = Callable[[bytes], str | None]
+
+
+class _Door(NamedTuple):
+    listener: socket.socket
+    deliver: Deliver
+    size: Size
+    guess: Guess
 
 
 def _most_pending() -> int:
@@ -76,7 +86,7 @@ def _most_pending() -> int:
     return MOST_PENDING if limit == resource.RLIM_INFINITY else min(MOST_PENDING, limit // 16)
 
 
-def _nobody(connections: Mapping[Connection, bytes]) -> Iterable[Connection]:
+def _nobody(connections: Mapping[Connection, str | None]) -> Iterable[Connection]:
     return ()
 
 
@@ -88,11 +98,11 @@ class Guard:
         """Says which connections members made; at first it trusts nobody."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._doors: dict[int, tuple[socket.socket, Deliver, Size]] = {}
+        self._doors: dict[int, _Door] = {}
         """By descriptor."""
-        self._silent: dict[int, tuple[socket.socket, Deliver, Size, float]] = {}
+        self._silent: dict[int, tuple[socket.socket, _Door, float]] = {}
         """By descriptor, oldest first: no whole message has arrived on them since that time (``time.monotonic``)."""
-        self._talking: list[tuple[socket.socket, Deliver, bytes]] = []
+        self._talking: list[tuple[socket.socket, Deliver, str | None]] = []
         self._poll, self._wake_poll = select.epoll(), select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         for poll in (self._poll, self._wake_poll):
@@ -101,8 +111,10 @@ class Guard:
         self._asking, self._asked_at = 0, 0.0
         """Threads that ask, and when one last began to (``time.monotonic``)."""
         self._looking = threading.Lock()
-        self._looked_at, self._own = 0.0, set[Connection]()
+        self._looked_at, self._own = 0.0, dict[Connection, int]()
         """This process's connections, and when the look at them began."""
+        self._sockets = dict[tuple[int, int], Connection | None]()
+        """What that look found, by descriptor and inode."""
         fork.register(self)
 
     def listen(self, host: str, deliver: Deliver, size: Size) -> socket.socket:
@@ -112,14 +124,14 @@ class Guard:
         self.watch(made, deliver, size)
         return made
 
-    def watch(self, listener: socket.socket, deliver: Deliver, size: Size) -> None:
+    def watch(self, listener: socket.socket, deliver: Deliver, size: Size, guess: Guess = lambda head: None) -> None:
         """Accept from a listener; each connection of a member goes to ``deliver``, on a thread of the guard's.
 
         Once its first message has arrived: TensorPipe does not listen any more when a connection ends before that.
         """
         listener.setblocking(False)
         with self._lock:
-            self._doors[listener.fileno()] = listener, deliver, size
+            self._doors[listener.fileno()] = _Door(listener, deliver, size, guess)
         self._poll.register(listener.fileno(), select.EPOLLIN)
 
     def start(self) -> None:
@@ -147,7 +159,7 @@ class Guard:
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware."""
         self._lock, self._thread = threading.Lock(), None
-        doors = [listener for listener, *_ in self._doors.values()]
+        doors = [door.listener for door in self._doors.values()]
         self._doors, self._silent, self._talking = {}, {}, []
         found = []
         for listener in doors:
@@ -157,7 +169,7 @@ class Guard:
 
     def _step(self) -> bool:
         oldest = next(iter(self._silent.values()), None)
-        wait_s = None if oldest is None else max(0.0, oldest[3] + _SILENT_S - time.monotonic())
+        wait_s = None if oldest is None else max(0.0, oldest[2] + _SILENT_S - time.monotonic())
         if self._talking:  # there was no thread to ask
             wait_s = threads.PAUSE_S
         is_full = len(self._talking) >= _most_pending()  # once: those that ask empty it meanwhile
@@ -168,29 +180,29 @@ class Guard:
                 return False
             if door is None:
                 self._read(fd, has_left=bool(events & _LEFT))
-            elif not self._accept(*door):
+            elif not self._accept(door):
                 self._drop_oldest()
         most = _most_pending()
         while (
             not is_full  # then they may have said something
             and (oldest := next(iter(self._silent.values()), None))
-            and (len(self._silent) > most or oldest[3] + _SILENT_S <= time.monotonic())
+            and (len(self._silent) > most or oldest[2] + _SILENT_S <= time.monotonic())
         ):
             self._drop_oldest()
         self._ask()
         return True
 
-    def _accept(self, listener: socket.socket, deliver: Deliver, size: Size) -> bool:
+    def _accept(self, door: _Door) -> bool:
         """Take in who waits there; False if this process lacks descriptors or memory for that."""
         for _ in range(_most_pending()):
             try:
-                sock, _ = listener.accept()
+                sock, _ = door.listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return True
             except OSError:  # it was closed just now, or there is no descriptor left
-                return listener.fileno() < 0
+                return door.listener.fileno() < 0
             tcp.admit_all(sock)  # a filter of the listener is for those who connect
-            self._silent[sock.fileno()] = sock, deliver, size, time.monotonic()
+            self._silent[sock.fileno()] = sock, door, time.monotonic()
             self._poll.register(sock.fileno(), _TALKS)
         return True
 
@@ -198,12 +210,12 @@ class Guard:
         """Look, without reading it, whether the first message is there. ``has_left``: no more will come."""
         if (found := self._silent.get(fd)) is None:
             return
-        sock, deliver, size, _ = found
+        sock, door, _ = found
         needed, head = LONGEST_BYTES + 1, b""
         with contextlib.suppress(OSError):  # the other end has reset it
             try:
                 head = sock.recv(8, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                needed = size(head)
+                needed = door.size(head)
             except BlockingIOError:  # the event was for another socket of this number
                 return
             here = int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
@@ -220,7 +232,7 @@ class Guard:
             sock.close()
             return
         with self._lock:
-            self._talking.append((sock, deliver, head))
+            self._talking.append((sock, door.deliver, door.guess(head)))
 
     def _drop_oldest(self) -> None:
         oldest = next(iter(self._silent), None)
@@ -254,16 +266,18 @@ class Guard:
                     return
             self._decide(batch)
 
-    def _decide(self, batch: list[tuple[socket.socket, Deliver, bytes]]) -> None:
-        pending: dict[Connection, tuple[socket.socket, Deliver, bytes]] = {}
-        for sock, deliver, head in batch:
+    def _decide(self, batch: list[tuple[socket.socket, Deliver, str | None]]) -> None:
+        pending: dict[Connection, tuple[socket.socket, Deliver]] = {}
+        guesses: dict[Connection, str | None] = {}
+        for sock, deliver, guess in batch:
             try:
-                pending[Connection(address(sock.getpeername()), address(sock.getsockname()))] = sock, deliver, head
+                connection = Connection(address(sock.getpeername()), address(sock.getsockname()))
+                pending[connection], guesses[connection] = (sock, deliver), guess
             except OSError:  # the other end is gone
                 sock.close()
         try:
-            for connection in self.vouch({connection: head for connection, (_, _, head) in pending.items()}):
-                sock, deliver, _ = pending.pop(connection)
+            for connection in self.vouch(guesses):
+                sock, deliver = pending.pop(connection)
                 try:
                     deliver(sock)
                 except Exception as error:
@@ -275,15 +289,17 @@ class Guard:
         if pending:
             hosts = sorted({connection.here[0] for connection in pending})
             logger.warning("closed %d connections from %s that no member made", len(pending), ", ".join(hosts))
-        for sock, *_ in pending.values():
+        for sock, _ in pending.values():
             sock.close()
 
-    def look(self) -> set[Connection]:
+    def look(self) -> Mapping[Connection, int]:
         """See ``own_connections``."""
         came = time.monotonic()
         with self._looking:
             if self._looked_at <= came:
-                self._looked_at, self._own = time.monotonic(), set(_connections())
+                self._looked_at = time.monotonic()
+                self._sockets = dict(_sockets(self._sockets))
+                self._own = {each: fd for (fd, _), each in self._sockets.items() if each is not None}
             return self._own
 
 
@@ -371,25 +387,41 @@ class Takeover:
             self._private.close()
 
 
-def own_connections() -> set[Connection]:
-    """The TCP connections of this process, those that are being made included.
+def own_connections() -> Mapping[Connection, int]:
+    """The TCP connections of this process, those that are being made included, with their descriptors.
 
     Callers share a look that began after they came: many members may ask at once.
     """
     return process_guard().look()
 
 
-def _connections() -> Iterator[Connection]:
-    for _, sock in fork.own_sockets():
-        with contextlib.suppress(OSError):
-            if tcp.is_tcp(sock):
-                yield Connection(address(sock.getsockname()), address(sock.getpeername()))
+def _sockets(known: Mapping[tuple[int, int], Connection | None]) -> Iterator[tuple[tuple[int, int], Connection | None]]:
+    """By descriptor and inode: this process's sockets, and what each is an end of. ``known``: found before."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was closed just now, or is connected to nobody
+            found = os.fstat(int(entry))
+            if stat.S_ISSOCK(found.st_mode):
+                which = int(entry), found.st_ino
+                yield which, known[which] if which in known else _connection(which[0])
+
+
+def _connection(fd: int) -> Connection | None:
+    """What this socket is an end of; None: it is no TCP socket. Raises OSError if it is not connected."""
+    with fork.borrowed(fd) as sock:
+        return Connection(address(sock.getsockname()), address(sock.getpeername())) if tcp.is_tcp(sock) else None
 
 
 def made_here(connections: Collection[Connection]) -> list[Connection]:
     """Those of the connections that this process made."""
-    own = own_connections()
-    return [connection for connection in connections if connection in own]
+    return [*_still(own_connections(), connections)]
+
+
+def _still(own: Mapping[Connection, int], connections: Iterable[Connection]) -> Iterator[Connection]:
+    """Those that exist now: the port of one that was reset may be another process's, while we have its descriptor."""
+    for connection in connections:
+        with contextlib.suppress(OSError, KeyError):
+            if _connection(own[connection]) == connection:
+                yield connection
 
 
 def address(name: tuple[str, int]) -> fork.Address:

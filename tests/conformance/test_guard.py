@@ -6,6 +6,7 @@ import os
 import resource
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -95,7 +96,7 @@ class Members:
         self.asked: list[Connection] = []
         self.questions = 0
 
-    def __call__(self, connections: Mapping[Connection, bytes]) -> Iterator[Connection]:
+    def __call__(self, connections: Mapping[Connection, str | None]) -> Iterator[Connection]:
         self.asked.extend(connections)
         self.questions += 1
         assert self.may_answer.wait(30)
@@ -297,17 +298,17 @@ def test_connections_that_come_together_are_asked_about_together(
 def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, may_look, came = 0, threading.Event(), threading.Semaphore(0)
 
-    def connections() -> Iterator[Connection]:
+    def sockets(known: Any) -> Iterator[tuple[tuple[int, int], Connection]]:
         nonlocal looks
         looks += 1
         assert may_look.wait(30)
-        yield Connection(("192.0.2.1", looks), ("192.0.2.2", 1))
+        yield (1, looks), Connection(("192.0.2.1", looks), ("192.0.2.2", 1))
 
     def ask() -> list[Connection]:
         came.release()
         return [*guard.own_connections()]
 
-    monkeypatch.setattr(guard, "_connections", connections)
+    monkeypatch.setattr(guard, "_sockets", sockets)
     with ThreadPoolExecutor(20) as threads:
         answers = [threads.submit(ask) for _ in range(20)]
         for _ in answers:
@@ -316,7 +317,7 @@ def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pyte
         seen = [answer.result(30) for answer in answers]
     assert looks < len(seen), "not one look for each"
     assert {len(each) for each in seen} == {1}
-    assert guard.own_connections() == {Connection(("192.0.2.1", looks), ("192.0.2.2", 1))}, (
+    assert set(guard.own_connections()) == {Connection(("192.0.2.1", looks), ("192.0.2.2", 1))}, (
         "who comes later, looks anew"
     )
 
@@ -492,6 +493,21 @@ def test_a_process_knows_its_own_connections_alone() -> None:
             assert guard.made_here([mine]) == [], "it is closed: another process may have the port"
     finally:
         other.kill()
+
+
+def test_a_reset_connection_is_nobodys_while_its_descriptor_is_open() -> None:
+    """The kernel may give its port to another process."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        accepted, name = listener.accept()
+        mine = Connection(name, listener.getsockname())
+        assert guard.made_here([mine]) == [mine]
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        assert is_hung_up_on(sock)
+        assert guard.made_here([mine]) == []
 
 
 _kept: list[socket.socket] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ class Asked:
     def __init__(self) -> None:
         self.peers = PeerTable("g", Services())
         self.lanes = [SimpleNamespace(name="torchrpc", hosts={"quick": HOST, "frozen": HOST})]
-        self.me = SimpleNamespace(rank=0)
+        self.me = SimpleNamespace(rank=0, name="me")
         self.config = SimpleNamespace(torchrpc_from=())
         self.codec = SimpleNamespace(decode=lambda answer: answer)
         self.asked: list[str] = []
@@ -61,37 +60,39 @@ def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 def test_a_member_that_connects_before_this_one_knows_it_is_waited_for(local: Any) -> None:
     timer = threading.Timer(0.1, local.form)
     timer.start()
-    assert list(vouched(local, {}, {THEIRS: b""})) == [THEIRS]
+    assert list(vouched(local, {}, {THEIRS: None})) == [THEIRS]
     timer.join()
 
 
 def test_the_end_of_the_group_ends_that_wait(local: Any) -> None:
     local.peers.close()
-    assert list(vouched(local, {}, {THEIRS: b""})) == []
+    assert list(vouched(local, {}, {THEIRS: None})) == []
 
 
 def test_a_member_that_does_not_answer_is_waited_for_once(local: Any) -> None:
     local.form()
     slow: dict[str, float] = {}
-    assert list(vouched(local, slow, {STRANGERS: b""})) == []
+    assert list(vouched(local, slow, {STRANGERS: None})) == []
     local.asked.clear()
     for _ in range(10):
-        assert list(vouched(local, slow, {STRANGERS: b""})) == []
+        assert list(vouched(local, slow, {STRANGERS: None})) == []
     assert set(local.asked) == {"quick"}
     local.unanswered[0].settle(Message((protocol.OK,), ([],)))  # type: ignore[arg-type]
     local.asked.clear()
-    assert list(vouched(local, slow, {STRANGERS: b""})) == []
+    assert list(vouched(local, slow, {STRANGERS: None})) == []
     assert local.asked == ["quick", "frozen"], "it has answered"
 
 
-def test_the_member_whose_rank_a_connection_begins_with_is_asked_first(local: Any) -> None:
-    """As gloo's do: each of n members would ask n others about n connections."""
+def test_the_member_that_has_probably_made_a_connection_is_asked_first(local: Any) -> None:
+    """As gloo's connections tell: each of n members would ask n others about n connections."""
     local.form()
-    first, second = ((rank).to_bytes(8, sys.byteorder) for rank in (1, 2))
-    assert list(vouched(local, {}, {THEIRS: first})) == [THEIRS]
+    assert list(vouched(local, {}, {THEIRS: "quick"})) == [THEIRS]
     assert local.asked == ["quick"]
-    assert list(vouched(local, {}, {THEIRS: second})) == [THEIRS], "of a group of some members, whose ranks are others"
-    assert local.asked[1] == "frozen"
+    slow: dict[str, float] = {}
+    assert list(vouched(local, slow, {THEIRS: "frozen"})) == [THEIRS], "it was another"
+    assert local.asked[1:] == ["frozen", "quick"]
+    assert list(vouched(local, slow, {THEIRS: "frozen"})) == [THEIRS]
+    assert local.asked[3:] == ["quick"], "strangers cannot have everybody wait for it again and again"
 
 
 def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
@@ -101,5 +102,5 @@ def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
     local.peers = SimpleNamespace(
         members=members, route=local.peers.route, wait_for_route=local.peers.wait_for_route, close=local.peers.close
     )
-    assert list(vouched(local, {}, {THEIRS: b""})) == [THEIRS]
+    assert list(vouched(local, {}, {THEIRS: None})) == [THEIRS]
     assert local.asked == ["quick"]

@@ -26,11 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import MemberStore
-from raytorchrpc.process import fork, tcp
+from raytorchrpc.process import fork, guard, tcp
 from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
+from tests.releases import needs
 
 STEPS, BATCH, WIDTH = 6, 12, 5
 
@@ -168,6 +169,19 @@ def listeners() -> set[tuple[str, int]]:
         found.add(sock.getsockname()[:2])
         sock.detach()
     return found
+
+
+def connections(addresses: set[tuple[str, int]]) -> int:
+    """How many of this process's connections have these at one end."""
+    return sum(not addresses.isdisjoint(each) for each in guard.own_connections())
+
+
+def send_from_one_to_zero() -> None:
+    group = rtr.process_group()
+    if group.rank():
+        dist.send(torch.ones(1), 0, group=group)
+    else:
+        dist.recv(torch.zeros(1), 1, group=group)
 
 
 def answers_strangers(address: tuple[str, int]) -> bool:
@@ -327,6 +341,18 @@ def test_nobody_outside_the_group_finds_a_store(group: rtr.Group, peers: list[An
     assert not [address for addresses in opened for address in addresses if answers_strangers(address)]
     # gloo's own, and the one by which it gets the connections that are members'.
     assert [len(addresses) for addresses in opened] == [2, 2, 2], "more listens than gloo in each member"
+    assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
+
+
+@needs("lazy gloo")
+def test_gloo_connects_no_members_before_they_exchange_something(group: rtr.Group, peers: list[Any]) -> None:
+    """Or 256 members would open 32,640 connections, of which a sum needs 2,048."""
+    before = set[tuple[str, int]]().union(*at_all(peers, listeners))
+    group.process_group("gloo")
+    gloos = set[tuple[str, int]]().union(*at_all(peers, listeners)) - before
+    assert at_all(peers, connections, gloos) == [0, 0, 0]
+    at_all(peers[:2], send_from_one_to_zero)
+    assert at_all(peers, connections, gloos) == [1, 1, 0]
     assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
 
 

@@ -90,10 +90,10 @@ def test_ray_without_jobs_and_a_missing_token_are_told() -> None:
         ("2.60.0", "2.13.0+cpu", (), None),
         ("3.0.0.dev0", "unknown", (), None),
         ("2.59.0", "2.8.0", (), None),
-        ("2.58.1", "2.7.1+cu126", ("ObjectRefs", "FSDP"), None),
-        ("2.48.0", "2.7.0", ("ObjectRefs", "token", "FSDP"), None),
-        ("2.47.1", "2.7.0", ("ObjectRefs", "token", "FSDP"), "install Ray 2.48 or later"),
-        ("2.60.0", "2.6.0", ("FSDP",), "install torch 2.7 or later"),
+        ("2.58.1", "2.7.1+cu126", ("ObjectRefs", "gloo", "FSDP"), None),
+        ("2.48.0", "2.7.0", ("ObjectRefs", "token", "gloo", "FSDP"), None),
+        ("2.47.1", "2.7.0", ("ObjectRefs", "token", "gloo", "FSDP"), "install Ray 2.48 or later"),
+        ("2.60.0", "2.6.0", ("gloo", "FSDP"), "install torch 2.7 or later"),
     ],
 )
 def test_what_a_release_is_too_old_for_is_told(

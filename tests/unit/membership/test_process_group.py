@@ -278,9 +278,9 @@ def test_a_listener_of_gloos_that_cannot_be_guarded_ends_the_attempt() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # no epoll set holds it
         host, port = listener.getsockname()
         published = port.to_bytes(2, "big") + socket.inet_aton(host)
-        GuardedListeners().look_at(published.ljust(128, b"\0"))  # as NCCL's id, whose listener is none of gloo's
+        GuardedListeners([]).look_at(published.ljust(128, b"\0"))  # as NCCL's id, whose listener is none of gloo's
         with pytest.raises(BootstrapError, match=r"gloo's listener, .* cannot be guarded"):
-            GuardedListeners().look_at(published.ljust(154, b"\0"))
+            GuardedListeners([]).look_at(published.ljust(154, b"\0"))
 
 
 def test_a_process_group_over_gloo_has_room_for_its_connections() -> None:
