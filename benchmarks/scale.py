@@ -420,26 +420,29 @@ def gains(group: Group) -> Figures:
 
 def tables(runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Markdown, by the name of its place in ``docs/scale.md``. ``runs``: one per machine."""
-    planned = [run["planned"] for run in runs if "planned" in run][-1]
-    on_paper = {
-        "planning": f"{show(planned['plan_s'])} s",
-        "making and packing all messages of forming, and of a return": f"{show(planned['tables_s'])} s",
-        "sent when the group forms": f"{show(planned['form_bytes'] / 1e6)} MB",
-        "planning again when one member comes back": f"{show(planned['replan_s'])} s",
-        "sent when one member comes back": f"{show(planned['rejoin_bytes'] / 1e6)} MB",
-    }
     shown = {
-        "machine": _described(runs),
+        "machine": _described(runs) if any(run["groups"] for run in runs) else "",
         "memory": _of_each(runs, _memory),
         "traffic": _of_each(runs[:1], lambda run: _table(run, traffic)),
         "laws": _of_each(runs[:1], lambda run: _laws(run["groups"])),
-        "on paper": grid([f"{planned['members']:,} members on {planned['hosts']} hosts", ""], on_paper.items()),
+        "on paper": "".join(_on_paper(run["planned"]) for run in runs[-1:] if "planned" in run),
         "pairs": _of_each(runs, lambda run: _table(run, pairs)),
         "forming": _of_each(runs, lambda run: _table(run, forming)),
         "time": _of_each(runs, lambda run: _table(run, times)),
         "crowds": "\n\n".join(_crowd(run) for run in runs if "crowd" in run),
     }
     return {name: text for name, text in shown.items() if text}
+
+
+def _on_paper(planned: Mapping[str, Any]) -> str:
+    rows = {
+        "planning": f"{show(planned['plan_s'])} s",
+        "making and packing all messages of forming, and of a return": f"{show(planned['tables_s'])} s",
+        "sent when the group forms": f"{show(planned['form_bytes'] / 1e6)} MB",
+        "planning again when one member comes back": f"{show(planned['replan_s'])} s",
+        "sent when one member comes back": f"{show(planned['rejoin_bytes'] / 1e6)} MB",
+    }
+    return grid([f"{planned['members']:,} members on {planned['hosts']} hosts", ""], rows.items())
 
 
 def _described(runs: Sequence[Mapping[str, Any]]) -> str:
