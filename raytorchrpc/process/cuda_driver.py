@@ -9,10 +9,10 @@ import ctypes
 import functools
 import importlib.util
 import logging
+import os
 import struct
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -320,12 +320,13 @@ def _nvrtc() -> ctypes.CDLL:
     name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
     found = importlib.util.find_spec("nvidia")  # where pip puts it
     places = [] if found is None else list(found.submodule_search_locations or ())
-    for candidate in [Path(name), *(path for place in places for path in Path(place).glob(f"*/lib/{name}"))]:
+    folders = [os.path.join(place, each, "lib") for place in places for each in os.listdir(place)]
+    for folder in ["", *(folder for folder in folders if os.path.exists(os.path.join(folder, name)))]:
         with contextlib.suppress(OSError):
-            if candidate.is_absolute():  # it opens these by their name, which leads nowhere unless they are loaded
-                for builtins in candidate.parent.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(builtins))
-            return ctypes.CDLL(str(candidate))
+            for each in os.listdir(folder) if folder else ():
+                if each.startswith("libnvrtc-builtins.so."):  # it opens these by name, which only finds loaded ones
+                    ctypes.CDLL(os.path.join(folder, each))
+            return ctypes.CDLL(os.path.join(folder, name))
     raise LaneUnavailable("cuda_ipc", f"there is no {name}")
 
 

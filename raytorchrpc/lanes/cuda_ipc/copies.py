@@ -179,13 +179,13 @@ class Copies:
         ``flat``: address of the flat tensor. ``kernel``: COPY_ROWS for the GPU whose context is current, if that is
         compiled.
         """
-        if self._kernels is None:
-            self._kernels = self._joined()
-        batches, left = self._kernels
-        copy = kernel() if batches else None
+        copy = kernel() if len(self.rows) >= _MANY else None
         if copy is None:
             driver.copy_all(self.rows, flat, stream)
             return
+        if self._kernels is None:
+            self._kernels = self._joined()
+        batches, left = self._kernels
         for number, batch in batches:
             copy.launch((number, _BLOCKS), _THREADS, batch + _FLAT.pack(flat), stream)
         driver.copy_all(left, flat, stream)
