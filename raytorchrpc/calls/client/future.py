@@ -118,9 +118,8 @@ class Future(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """As ``wait``, but block at most ``timeout`` seconds; then raise RpcTimeout. The call goes on: ask again."""
-        remaining = self._call.remaining()
         try:
-            return self._get(remaining if timeout is None else min(timeout, remaining))
+            return self._get(self._longest_wait(timeout))
         finally:
             del self  # see _get
 
@@ -128,8 +127,7 @@ class Future(Generic[T]):
         """The error of the call, or None if it returned. Blocks like ``result``, and raises RpcTimeout and
         CancelledError like it.
         """
-        remaining = self._call.remaining()
-        self._settle(remaining if timeout is None else min(timeout, remaining))
+        self._settle(self._longest_wait(timeout))
         assert self._outcome is not None
         error = self._outcome[1]
         if self._cancelled and error is not None:
@@ -173,6 +171,10 @@ class Future(Generic[T]):
             return self._get(0)
         finally:
             del self  # see _get
+
+    def _longest_wait(self, timeout: float | None) -> float:
+        remaining = self._call.remaining()
+        return remaining if timeout is None else min(checked_timeout(timeout), remaining)
 
     def _get(self, timeout_s: float) -> T:
         self._settle(timeout_s)

@@ -61,3 +61,17 @@ def test_a_nested_call_ends_no_later_than_the_call_that_it_serves(nested: Callab
     finally:
         release.set()
         members.close()
+
+
+@pytest.mark.parametrize("wrong", ["x", float("nan"), float("inf"), [1]])
+@pytest.mark.parametrize("ask", ["result", "exception"])
+def test_what_is_no_time_to_wait_for_a_result_is_refused_by_name(ask: str, wrong: Any) -> None:
+    members = Members(rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)})
+    try:
+        with members.acting("a"):
+            future = rtr.rpc_async("home").answer()
+            with pytest.raises(rtr.ConfigurationError, match="timeout is a number of seconds"):
+                getattr(future, ask)(timeout=wrong)
+            assert future.result(timeout=LONG) == 42
+    finally:
+        members.close()
