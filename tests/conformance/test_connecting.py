@@ -141,6 +141,26 @@ def test_a_peer_that_hangs_up_on_every_attempt_is_not_reported_as_lost(
     assert time.monotonic() - begun < PATIENCE_S / 2
 
 
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+@pytest.mark.parametrize("attempt_s", [10.0, 0.1])
+def test_a_peer_that_takes_no_connection_until_the_deadline_is_not_reported_as_lost(
+    kind: str, attempt_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host may be silent for a while, or it may have no time to accept."""
+    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", attempt_s)
+    tcp = kind.endswith("tcp")
+    with Node(kind, "b", 1) as callee, Node(kind, "a", 0) as caller, ExitStack() as stack:
+        family, where = (socket.AF_INET, ("127.0.0.1", 0)) if tcp else (socket.AF_UNIX, "")
+        listener, waiting = (stack.enter_context(socket.socket(family)) for _ in range(2))
+        listener.bind(where)
+        listener.listen(0)
+        name: Any = listener.getsockname()
+        waiting.connect(name)  # there is no room for another one
+        caller.meet("b", callee.address._replace(**({"tcp": name} if tcp else {"unix": name[1:].decode()})))
+        with pytest.raises(RpcTimeout, match="no connection to 'b' by the deadline"):
+            caller.call("echo", timeout_s=1)
+
+
 @pytest.mark.parametrize("end", ["its process ends", "it is removed from the group", "the caller leaves the group"])
 def test_a_peer_that_is_gone_meanwhile_is_lost_at_once(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, end: str

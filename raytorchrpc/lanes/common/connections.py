@@ -503,7 +503,7 @@ class ConnectedLane(MessageLane, Generic[C]):
                 return self._connect(peer, address, request)
             except (PeerLost, RpcTimeout):  # they are OSErrors too
                 raise
-            except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError) as error:
+            except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError) as error:
                 if time.monotonic() + pause_s >= request.deadline:
                     raise RpcTimeout(f"no connection to {peer!r} by the deadline: {error}") from error
             except (OSError, Refused) as error:
