@@ -436,8 +436,10 @@ class ServedCall:
         if self.exposed.is_coroutine:
             return self._await(result)
         if isinstance(result, DeferredReply):
-            # The thread that settles it may have other things to do than to send, which can take long.
-            result.add_done_callback(partial(self.callee.workers.submit, self._answer_later))
+            if result.done():
+                self._answer_later(result)
+            else:  # the thread that settles it may have other things to do than to send, which can take long
+                result.add_done_callback(partial(self.callee.workers.submit, self._answer_later))
             return None
         body = self._encoded(result)
         if self.kind != REMOTE:

@@ -9,7 +9,6 @@ import operator
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from raytorchrpc.calls.member import LocalMember
@@ -19,6 +18,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
 from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, SequenceMark, Store
+from raytorchrpc.process import threads
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
 SHARED_PART = 4
@@ -72,16 +72,18 @@ class HomeStore(Store):
 
     def serve_take(self, caller: int, key: str, limit: int, wait_s: float, request_id: int) -> Any:
         taken = self.take(key, limit, time.monotonic() + wait_s, caller, request_id)
-        convert = partial(self._pack_taken, caller, key)
-        if isinstance(taken, DeferredReply):
-            taken.convert = convert
-            return taken
-        return convert(taken)
+        reply = taken
+        if not isinstance(taken, DeferredReply):
+            reply = DeferredReply()
+            reply.settle(taken)
+        delivery = _Delivery(self, caller, key)
+        reply.convert, reply.context = delivery.pack, lambda: delivery
+        return reply
 
-    def _pack_taken(self, caller: int, key: str, taken: Any) -> tuple[BatchId, PackedItems] | bool | None:
-        """Pack items for a consumer. If no lane can bring the first one, it is lost and raises; others go back."""
-        if not taken:
-            return taken  # type: ignore[no-any-return]
+    def carriable(self, caller: int, key: str, taken: Batch) -> Batch:
+        """Return the first items, which a lane can bring to a consumer; the others go back. If no lane can bring the
+        very first one, it is lost and raises LaneUnavailable.
+        """
         for place, item in enumerate(taken):
             try:
                 if item.tensors:
@@ -91,9 +93,8 @@ class HomeStore(Store):
                     self.put_back(key, rest)
                 if not place:
                     raise
-                taken = taken.part(0, place)
-                break
-        return taken.batch_id, pack(taken)
+                return taken.part(0, place)
+        return taken
 
     def serve_put_back(self, caller: int, key: str, batch_id: BatchId, packed: PackedItems) -> None:
         self.put_back(key, Batch(unpack(packed, caller, self.budget), batch_id))
@@ -102,6 +103,30 @@ class HomeStore(Store):
         self, caller: int, key: str, policy: Policy, maxsize: int, max_bytes: int | None, process: str
     ) -> None:
         self.add_buffer(key, Buffer(maxsize, max_bytes or self._local.max_bytes, policy, caller, process))
+
+
+class _Delivery:
+    """Items on their way to a consumer. They go back if this process has no memory to send them."""
+
+    _taken: Batch | None = None
+
+    def __init__(self, store: HomeStore, caller: int, key: str) -> None:
+        self._store, self._caller, self._key = store, caller, key
+
+    def pack(self, taken: Any) -> tuple[BatchId, PackedItems] | bool | None:
+        """Convert what was taken into the reply."""
+        if not taken:
+            return taken  # type: ignore[no-any-return]
+        self._taken = taken = self._store.carriable(self._caller, self._key, taken)
+        return taken.batch_id, pack(taken)
+
+    def __enter__(self) -> None:
+        """It is packed and sent in here."""
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        # The consumer gets an error instead: a lane that raises has not sent the reply.
+        if self._taken and error is not None and threads.is_shortage(error):
+            self._store.put_back(self._key, self._taken)
 
 
 SERVICES = object_services(

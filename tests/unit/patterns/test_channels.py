@@ -20,6 +20,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
+from tests.shortage import NO_MEMORY
 from tests.unit.members import OPEN, PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread
 
 LONG = 20.0
@@ -316,6 +317,42 @@ def test_an_item_goes_back_to_a_home_that_had_no_memory_for_it_at_first(members:
         queue = made()
         asyncio.run(act())
         assert queue.get_many(9) == [1, 2]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError(NO_MEMORY)])
+@pytest.mark.parametrize("how", ["waits", "cancelled", "at once"])
+def test_an_item_that_its_home_has_no_memory_to_send_goes_back(members: Members, how: str, error: Exception) -> None:
+    lane, failures = members.lanes["a"], []
+
+    def fails_once(method: str) -> bool:
+        if method == TAKE and not failures:
+            failures.append(error)
+            raise error
+        return False
+
+    async def get() -> None:
+        waiting = asyncio.create_task(queue.aget())
+        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+        put_at_home(members, 1, 2)
+        with pytest.raises((MemoryError, RuntimeError)):
+            await waiting
+
+    async def cancel() -> None:
+        await cancel_a_get(members, queue, lambda method: method == WITHDRAW)
+        put_at_home(members, 1, 2)
+        await until(lambda: at_home(members).stats()["items"] == 2)
+
+    with members.acting("a"):
+        queue = made()
+        lane.delays = fails_once
+        if how == "at once":
+            put_at_home(members, 1, 2)
+            with pytest.raises((MemoryError, RuntimeError)):
+                queue.get()
+        else:
+            asyncio.run(get() if how == "waits" else cancel())
+        assert failures and queue.get_many(9) == [1, 2]
+        assert queue.qsize() == 0
 
 
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
