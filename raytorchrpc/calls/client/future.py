@@ -173,7 +173,7 @@ class Future(Generic[T]):
             del self  # see _get
 
     def _longest_wait(self, timeout: float | None) -> float:
-        remaining = self._call.remaining()
+        remaining: float = self._call.remaining()
         return remaining if timeout is None else min(checked_timeout(timeout), remaining)
 
     def _get(self, timeout_s: float) -> T:
