@@ -147,6 +147,13 @@ def actor_is_dead(actor_id: str) -> bool:
     return bool(actors(actor_id).get("State") == "DEAD")
 
 
+def was_killed(error: BaseException | None) -> bool:
+    """Whether an error of a call says that the actor was ended by ``ray.kill``, which only its text tells."""
+    from ray.exceptions import ActorDiedError
+
+    return isinstance(error, ActorDiedError) and "killed by `ray.kill`" in str(error)
+
+
 class ActorState(NamedTuple):
     """What Ray knows of an actor."""
 

@@ -100,7 +100,7 @@ class ChangeFeed:
         except Exception as error:
             if not self._stopped.done():
                 why = _silent(self._group, error) if isinstance(error, RayActorError) else error
-                logger.warning("group %r: no more changes are reported: %s", self._group, why)
+                logger.log(_level(error), "group %r: no more changes are reported: %s", self._group, why)
             self._runs = False
             return False
         if answer is None:
@@ -215,7 +215,8 @@ class DetachedHost:
             try:
                 _answer(self._name, actor.do.remote("end", timeout_s), timeout_s)
             except (BootstrapError, RayError) as error:
-                logger.warning("group %r: its end could not be announced to all members: %s", self._name, error)
+                text = "group %r: its end could not be announced to all members: %s"
+                logger.log(_level(error.__cause__), text, self._name, error)
             _end(actor)
         self._actor = None  # last: an end that is interrupted (Ctrl-C) can be begun again
 
@@ -289,6 +290,11 @@ def _answer(name: str, reference: Any, patience_s: float) -> Any:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, GetTimeoutError) as error:
         raise _silent(name, error) from error
+
+
+def _level(error: BaseException | None) -> int:
+    """How to log that the host has ended: another process may have shut the group down, as it should."""
+    return logging.INFO if ray_internals.was_killed(error) else logging.WARNING
 
 
 def _silent(name: str, error: Exception) -> BootstrapError:

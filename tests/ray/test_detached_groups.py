@@ -58,7 +58,7 @@ def count(a: Any) -> tuple[int, int]:
 
 
 def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
-    members: tuple[Any, Any], spawn: Spawn
+    members: tuple[Any, Any], spawn: Spawn, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = members
     with pytest.raises(rtr.BootstrapError, match="already in group 'lasting'"):
@@ -106,6 +106,7 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
         group.wait_ready(5)
     group.shutdown()
     assert wait_until(lambda: not [one for one in threading.enumerate() if "lasting" in one.name], 30)
+    assert not [record for record in caplog.records if "has ended" in record.getMessage()]  # nothing has failed
     with pytest.raises(rtr.NotAMember):
         rtr.Queue("work", home="b").get(30)
     with rtr.init_group({"a": a, "b": b}, name="lasting"):
