@@ -519,28 +519,29 @@ class Supervisor:
         roster, prepared = self.roster, self._core.listening()
         work = dict[str, Callable[[], None]]()
         for name in its.names:
-            member = roster.records[name].member
+            record = roster.records[name]
+            member = record.member
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
-            work[name] = partial(self._connect, name, member.incarnation, its.patience_s)
+            work[name] = partial(self._connect, record.handle, name, member.incarnation, its.patience_s)
         try:
             self._connections.dial(work)
         except threads.ThreadShortage as error:
             for name in its.names:
                 self._report(self._core.dialled, name, roster.records[name].member.incarnation, str(error))
 
-    def _connect(self, name: str, incarnation: int, patience_s: float) -> None:
+    def _connect(self, handle: Any, name: str, incarnation: int, patience_s: float) -> None:
         why, refused, ended, watch = None, False, False, None
         try:
-            if self.roster.records[name].handle is None:  # this process
+            if handle is None:  # this process
                 self._connections.ping(name, patience_s)
             else:
                 watch = self._connections.watch(name, patience_s)
         except Exception as error:
             # Where a connection existed, one that is refused tells that nothing listens there any more.
             why, refused = str(error), isinstance(error.__cause__, OSError)
-            alone = isinstance(self.roster.records[name].handle, JoinedProcess)
+            alone = isinstance(handle, JoinedProcess)
             ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
         dialled = partial(self._core.dialled, name, incarnation, why, refused=refused, ended=ended)
         threads.persist(lambda: self._report(dialled), _REPORT_S)

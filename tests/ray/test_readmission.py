@@ -19,6 +19,7 @@ import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.group import restarts
 from raytorchrpc.group.restarts import RestartedActors
+from raytorchrpc.membership import control_connections
 from raytorchrpc.membership.control_connections import ControlConnections
 from tests.polling import suspend
 from tests.ray.actors import Latch
@@ -106,6 +107,30 @@ def test_a_member_that_was_silent_as_it_returned_is_watched_again(
             group.wait_ready(30)
             assert group.members[0].incarnation == incarnation
         assert not silent
+
+
+def test_members_are_watched_if_others_are_removed_while_the_group_connects_to_them(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, connecting, goes_on = ControlConnections.watch, threading.Event(), threading.Event()
+
+    def held(self: ControlConnections, name: str, patience_s: float) -> Any:
+        if name == "removed":
+            connecting.set()
+            assert goes_on.wait(60)
+        return watch(self, name, patience_s)
+
+    monkeypatch.setattr(ControlConnections, "watch", held)
+    monkeypatch.setattr(control_connections, "_AT_A_TIME", 1)  # "stays" is next on the same thread
+    removed, stays = spawn(Returning), spawn(Returning)
+    with rtr.init_group({"removed": removed, "stays": stays}) as group:
+        news: queue.Queue[rtr.Change] = queue.Queue()
+        group.on_change(news.put)
+        assert connecting.wait(60)
+        group.remove(["removed"])
+        goes_on.set()
+        os.kill(state(stays).pid, signal.SIGKILL)
+        assert [news.get(timeout=60).kind for _ in range(2)] == ["removed", "lost"]
 
 
 @pytest.mark.parametrize("change", ["add", "remove"])
