@@ -184,6 +184,8 @@ def _model() -> type[BaseModel]:
 
 
 def _known_lanes(lanes: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    if lanes == ():
+        raise ValueError("must name a lane, or be None, which lets routing choose")
     for lane in lanes or ():
         if not registry.is_known(lane.removeprefix("-")):
             known = registry.names()

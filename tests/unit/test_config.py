@@ -37,6 +37,7 @@ def test_is_immutable_and_survives_a_pickle() -> None:
         ({"tls": "maybe"}, "tls='maybe' must be True or False"),
         ({"when_full": "drop"}, "when_full='drop' must be 'block' or 'reject'"),
         ({"device_maps": "1_0_0"}, "device_maps='1_0_0' must be a dict"),
+        ({"lanes": ()}, r"lanes=\(\) must name a lane, or be None"),
         ({"lanes": "-shm"}, r"lanes='-shm' must be a list: write lanes=\[\"-shm\"\]"),
         ({"lanes": "socket, shm"}, r"write lanes=\[\"socket\", \"shm\"\]"),
         ({"lanes": [1]}, r"lanes\[0\]=1 must be text"),
