@@ -114,6 +114,8 @@ class Collectives:
         """Held while torch creates one, which nothing can interrupt."""
         self._wanted: ProcessGroupInfo | None = None
         """The one that exists or is being created; None after its end."""
+        self._oldest = 0
+        """Attempts with lower numbers are over. Their requests may be carried out late, beside those of the next."""
         self._made: _Made | None = None
         self._former: Store | None = None
         """The previous one's store, which its user may be about to call: it says that its process group has ended."""
@@ -144,7 +146,10 @@ class Collectives:
 
         Raises ConfigurationError, BootstrapError.
         """
-        self._end(f"process group {info.number} replaces it")
+        with self._changed:
+            self._refuse_late(info)
+            self._oldest = info.number
+            self._end(f"process group {info.number} replaces it")
         if (ending := self._ending) is not None:
             ending.join(min(timeout_s, _END_S))
             if ending.is_alive():
@@ -168,9 +173,15 @@ class Collectives:
         with self._changed:
             if self._closed:
                 raise BootstrapError(f"{self._name!r} has left the group")
+            self._refuse_late(info)
             self._wanted = info
             self._keys = {info.number: KeyTable(self._deadlines)} if _home_of(info) == self._name else {}
             self._cause = f"process group {info.number} is being created"
+
+    def _refuse_late(self, info: ProcessGroupInfo) -> None:
+        """Under the lock: raise BootstrapError if it was given up, or another one was begun after it."""
+        if info.number < self._oldest:
+            raise BootstrapError(f"process group {info.number} was given up: {self._cause}")
 
     def keys(self, number: int) -> KeyTable:
         """The keys of that process group. Raises ProcessGroupLost if this member does not, or no longer, hold them."""
@@ -238,9 +249,9 @@ class Collectives:
     def give_up(self, number: int, cause: str) -> None:
         """End an attempt that failed elsewhere. Idempotent, does not block."""
         with self._changed:
-            if self._wanted is None or self._wanted.number != number:
-                return
-        self._end(cause)
+            self._oldest = max(self._oldest, number + 1)
+            if self._wanted is not None and self._wanted.number == number:
+                self._end(cause)
 
     # --- for membership changes --------------------------------------------------------------------------------------
 

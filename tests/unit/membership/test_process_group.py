@@ -283,6 +283,19 @@ def test_a_listener_of_gloos_that_cannot_be_guarded_ends_the_attempt() -> None:
             GuardedListeners([]).look_at(published.ljust(154, b"\0"))
 
 
+def test_an_attempt_that_was_given_up_does_not_end_the_next_one() -> None:
+    collectives = Collectives("a", process_deadlines())
+    first, second, third = (ProcessGroupInfo("gloo", number, {"a": 0}, 30.0) for number in (1, 2, 3))
+    collectives.prepare(second, 30.0)
+    with pytest.raises(BootstrapError, match="process group 1 was given up: process group 2 is being created"):
+        collectives.prepare(first, 30.0)  # its request was carried out late
+    collectives.keys(second.number)  # it is still being created
+    collectives.give_up(third.number, "Ctrl-C")
+    with pytest.raises(BootstrapError, match="process group 3 was given up"):
+        collectives.prepare(third, 30.0)
+    collectives.keys(second.number)
+
+
 def test_a_process_group_over_gloo_has_room_for_its_connections() -> None:
     """In a process of its own: gloo ends the process when it cannot accept one."""
     program = """
