@@ -27,16 +27,11 @@ def encode_exception(codec: Codec, error: BaseException) -> Encoded:
     An exception that cannot be pickled and loaded again is sent as text, and arrives as a RemoteError. So does one that
     is not an Exception: a SystemExit or a cancellation concerns this process, not the caller's.
     """
-    cls = type(error)
-    name, text = f"{cls.__module__}.{cls.__qualname__}", traceback_text(error)
+    name, text = _type_name(error), traceback_text(error)
     with contextlib.suppress(BaseException):  # whatever a user's class raises, the fallback is the same
-        for described in _descriptions(error):
-            with contextlib.suppress(BaseException):
-                encoded = codec.encode(described)
-                if encoded.rrefs or any(tensor.is_cuda for tensor in encoded.tensors):
-                    continue  # an error must be able to use any lane
-                if type(_reraisable(codec.decode(*encoded))) is cls:
-                    return encoded._replace(payload=pickle.dumps((encoded.payload, name, text), 5))
+        if (found := _loadable(codec, error)) is not None:
+            encoded = found[1]
+            return encoded._replace(payload=pickle.dumps((encoded.payload, name, text), 5))
     return Encoded(pickle.dumps((b"", name, text), 5), (), (), 0)
 
 
@@ -74,10 +69,26 @@ def traceback_text(error: BaseException) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
+def _type_name(error: BaseException) -> str:
+    return f"{type(error).__module__}.{type(error).__qualname__}"
+
+
 # --- how an exception is described -----------------------------------------------------------------------
 
 
-def _descriptions(error: BaseException) -> Iterator[Any]:
+def _loadable(codec: Codec, error: BaseException) -> tuple[Any, Encoded] | None:
+    """Return the best description of an exception that can be pickled and loaded again, and the same encoded."""
+    for described in _descriptions(codec, error):
+        with contextlib.suppress(BaseException):
+            encoded = codec.encode(described)
+            if encoded.rrefs or any(tensor.is_cuda for tensor in encoded.tensors):
+                continue  # an error must be able to use any lane
+            if type(_reraisable(codec.decode(*encoded))) is type(error):
+                return described, encoded
+    return None
+
+
+def _descriptions(codec: Codec, error: BaseException) -> Iterator[Any]:
     """Yield objects that describe the exception to pickle, best first."""
     if not isinstance(error, Exception):
         return
@@ -91,6 +102,25 @@ def _descriptions(error: BaseException) -> Iterator[Any]:
     if not _pickles_itself(cls, native):
         yield error
     yield cls, made_from, error.args, {}
+    if native.__name__ == "ExceptionGroup":  # Python 3.11 has it
+        group: Any = error
+        parts = group.message, [_Inner(codec, inner) for inner in group.exceptions]
+        yield cls, parts, parts, state
+        yield cls, parts, parts, {}
+
+
+class _Inner:
+    """An exception of a group. It is loaded as itself; as a RemoteError if it cannot be."""
+
+    def __init__(self, codec: Codec, error: Exception) -> None:
+        if (found := _loadable(codec, error)) is not None:
+            self._described = found[0]
+        else:
+            text = traceback_text(error)
+            self._described = RemoteError(text, type_name=_type_name(error), traceback_text=text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reraisable, (self._described,)
 
 
 def _native(cls: type[BaseException]) -> Any:

@@ -274,6 +274,21 @@ def test_a_group_arrives_as_one() -> None:
     assert "KeyError: 'two'" in arrived.__cause__.traceback_text
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups of exceptions")
+def test_a_group_keeps_exceptions_that_pickle_cannot_make() -> None:
+    made: Any = vars(builtins)["ExceptionGroup"]
+    lost = made("inner", [ValueError(threading.Lock()), HoldsALock(), OwnPickling(4)])
+    arrived: Any = arrival(made("outer", [Odd(1, 2, tag="t"), lost]))
+    assert type(arrived) is made and arrived.message == "outer"
+    odd, inner = arrived.exceptions
+    assert (type(odd), str(odd), odd.tag) == (Odd, "1 and 2", "t")
+    assert type(inner) is made and inner.message == "inner"
+    replaced, held, own = inner.exceptions
+    assert type(replaced) is RemoteError and replaced.type_name == "builtins.ValueError"
+    assert (type(held), str(held), type(own), own.secret) == (HoldsALock, "held", OwnPickling, 4)
+    assert "Odd: 1 and 2" in arrived.__cause__.traceback_text
+
+
 def test_the_cause_of_a_remote_exception_is_in_its_text() -> None:
     try:
         try:
