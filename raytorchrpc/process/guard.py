@@ -279,6 +279,7 @@ class Guard:
             for connection in self.vouch(guesses):
                 sock, deliver = pending.pop(connection)
                 try:
+                    sock.getpeername()  # else it was reset: the answer is about a member's connection of the same port
                     deliver(sock)
                 except Exception as error:
                     logger.warning("a connection from %s:%d was closed: %s", *connection.here, error)
@@ -297,8 +298,9 @@ class Guard:
         came = time.monotonic()
         with self._looking:
             if self._looked_at <= came:
-                self._looked_at = time.monotonic()
-                self._sockets = dict(_sockets(self._sockets))
+                began = time.monotonic()
+                self._sockets = dict(_sockets(self._sockets))  # raises OSError without descriptors
+                self._looked_at = began
                 self._own = {each: fd for (fd, _), each in self._sockets.items() if each is not None}
             return self._own
 

@@ -295,6 +295,38 @@ def test_connections_that_come_together_are_asked_about_together(
         sock.close()
 
 
+def test_a_connection_that_was_reset_is_not_handed_over(guarded: Guard, library: Library, members: Members) -> None:
+    """A member may have its port by the time of the answer, which is about the member's connection then."""
+    members.may_answer.clear()
+    stranger = members.connect(library.where)
+    stranger.sendall(b"from a stranger")
+    wait_until(lambda: members.asked, 30)
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+    members.may_answer.set()
+    with members.connect(library.where) as sock:
+        assert echoed(sock) == b"hello"
+    assert library.read == b"hello"
+
+
+def test_a_look_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without descriptors: what was found before it must not pass for what is there now."""
+
+    def fail(known: Any) -> Iterator[Any]:
+        raise OSError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(guard, "_sockets", fail)
+        patched.setattr(time, "monotonic", lambda: 1e9)
+        with pytest.raises(OSError):
+            guard.own_connections()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+    ):
+        assert Connection(sock.getsockname(), listener.getsockname()) in guard.own_connections()
+
+
 def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     looks, may_look, came = 0, threading.Event(), threading.Semaphore(0)
 
