@@ -47,6 +47,9 @@ _END_S = 5.0
 _ANSWER_S = 5.0
 #: NCCL publishes an id of this length, with the address of a listener of its own. What gloo publishes is longer.
 _NCCL_ID_BYTES = 128
+#: Up to so many members, gloo connects all pairs when it starts. Of more, that would take too long: it connects two when
+#: they first exchange something, where even ``isend`` blocks until both take part, up to five times its deadline.
+_ALL_PAIRS = 8
 _STORE = "raytorchrpc.process_group_store"
 #: What a member without a process group may do.
 _AGAIN = "call Group.process_group() again in the process that formed the group"
@@ -214,7 +217,7 @@ class Collectives:
         info = meeting.info
         end, hook = contextlib.ExitStack(), sys.excepthook
         end.callback(listeners.close)
-        end.callback(_environment(info.backend, meeting))
+        end.callback(_environment(info, meeting))
         try:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             store.shortest_wait_s = meeting.timeout_s
@@ -300,15 +303,15 @@ class Collectives:
             keys.close(cause)  # fails the waits for a key
 
 
-def _environment(backend: str, meeting: Meeting) -> Callable[[], None]:
+def _environment(info: ProcessGroupInfo, meeting: Meeting) -> Callable[[], None]:
     """Set what gloo and NCCL read when they start, and again for every subgroup, unless the user set it. Without it
     gloo takes the address of the host's own name, which is often 127.0.1.1, and connects all pairs of members before
     the first collective, which needs a few of them. Returns a function that undoes it.
     """
-    wanted = {"TORCH_GLOO_LAZY_INIT": "1"}
+    wanted = {"TORCH_GLOO_LAZY_INIT": "1"} if info.world_size > _ALL_PAIRS else {}
     if meeting.interface is not None:
         wanted["GLOO_SOCKET_IFNAME"] = meeting.interface
-    if backend == "nccl":
+    if info.backend == "nccl":
         nccl_env.apply(meeting.endpoint, interface=meeting.interface)  # stays: NCCL reads it once
         # By default torch ends the whole process when a collective fails; with this it raises.
         wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"

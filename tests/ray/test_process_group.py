@@ -184,6 +184,21 @@ def send_from_one_to_zero() -> None:
         dist.recv(torch.zeros(1), 1, group=group)
 
 
+def connect_late(late: bool) -> None:
+    """Have gloo do as the group has it do with more members."""
+    if late:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    else:
+        del os.environ["TORCH_GLOO_LAZY_INIT"]
+
+
+def receive_from_next() -> bool:
+    """Whether a receive can be posted before the other member takes part."""
+    group = rtr.process_group()
+    dist.irecv(torch.zeros(1), (group.rank() + 1) % group.size(), group=group)
+    return True
+
+
 def answers_strangers(address: tuple[str, int]) -> bool:
     """Whether one of torch's stores listens there: it answers the first message of its protocol with its number."""
     number = struct.pack("<I", 0x12345678)
@@ -294,6 +309,14 @@ def group(peers: list[Any]) -> Iterator[rtr.Group]:
     assert at_all(peers, what_is_left) == [(False, [], [])] * 3
 
 
+@pytest.fixture
+def late(peers: list[Any]) -> Iterator[None]:
+    """In the peers, gloo connects two members when they first exchange something."""
+    at_all(peers, connect_late, True)
+    yield
+    at_all(peers, connect_late, False)
+
+
 def test_collectives_among_all_members(group: rtr.Group, peers: list[Any]) -> None:
     assert "call Group.process_group()" in at_all(peers, why_none)[0]
     info = group.process_group("gloo")
@@ -345,7 +368,9 @@ def test_nobody_outside_the_group_finds_a_store(group: rtr.Group, peers: list[An
 
 
 @needs("lazy gloo")
-def test_gloo_connects_no_members_before_they_exchange_something(group: rtr.Group, peers: list[Any]) -> None:
+def test_gloo_connects_no_members_before_they_exchange_something(
+    group: rtr.Group, peers: list[Any], late: None
+) -> None:
     """Or 256 members would open 32,640 connections, of which a sum needs 2,048."""
     before = set[tuple[str, int]]().union(*at_all(peers, listeners))
     group.process_group("gloo")
@@ -354,6 +379,12 @@ def test_gloo_connects_no_members_before_they_exchange_something(group: rtr.Grou
     at_all(peers[:2], send_from_one_to_zero)
     assert at_all(peers, connections, gloos) == [1, 1, 0]
     assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
+
+
+def test_a_receive_is_posted_before_the_other_member_takes_part(group: rtr.Group, peers: list[Any]) -> None:
+    """As torch's users expect: they post one, and tell the other member to send. Either may be the one to connect."""
+    group.process_group("gloo")
+    assert at_all(peers, receive_from_next) == [True] * 3
 
 
 def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(group: rtr.Group, peers: list[Any]) -> None:
