@@ -90,6 +90,10 @@ class DeviceMap:
 
         Raises ConfigurationError naming the peer and the entry.
         """
+        if not isinstance(value, Mapping):
+            raise ConfigurationError(
+                f"a device map is a DeviceMap, its text form or {{peer: {{local gpu: peer gpu}}}}, not {value!r}"
+            )
         entries: dict[Peer, dict[Device, Device]] = {}
         for peer, pairs in value.items():
             if not isinstance(pairs, Mapping):
@@ -111,11 +115,7 @@ class DeviceMap:
             return value
         if isinstance(value, str):
             return cls.parse(value)
-        if isinstance(value, Mapping):
-            return cls.from_dict(value)
-        raise ConfigurationError(
-            f"a device map is a DeviceMap, its text form or {{peer: {{local gpu: peer gpu}}}}, not {value!r}"
-        )
+        return cls.from_dict(value)
 
     @classmethod
     def auto(

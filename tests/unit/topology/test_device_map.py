@@ -101,9 +101,10 @@ def test_dict_form_takes_every_way_to_name_a_device(pairs: dict[Any, Any], read:
         ({"b": {True: 0}}, "True is not a CUDA device"),
         ({"b": {0: 1, "cuda:0": 0}}, "peer 'b': GPU 0 is mapped twice"),
         ({"b": [0, 1]}, "peer 'b': expected {local gpu: peer gpu}"),
+        (["1_0_1"], r"a device map is .* or {peer: {local gpu: peer gpu}}, not \['1_0_1'\]"),
     ],
 )
-def test_malformed_dict_names_the_peer(value: dict[Any, Any], said: str) -> None:
+def test_malformed_dict_names_the_peer(value: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         DeviceMap.from_dict(value)
 
