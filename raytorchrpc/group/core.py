@@ -365,7 +365,7 @@ class Core:
                 continue
             loss.next_poll += 2 * took_s  # Ray's control store is busy while it restarts many actors
             if fate is Fate.DEAD:
-                loss.cause = f"its actor died: {cause}" if cause else "its actor died"
+                loss.cause = f"its actor died: {cause.removesuffix('.')}" if cause else "its actor died"
                 dead[name] = loss
             elif fate is Fate.UNKNOWN and self._now - loss.since > _GONE_S:
                 loss.cause = f"its process could not be reached for {_GONE_S:g} s"

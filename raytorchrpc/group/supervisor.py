@@ -540,7 +540,7 @@ class Supervisor:
                 watch = self._connections.watch(name, patience_s)
         except Exception as error:
             # Where a connection existed, one that is refused tells that nothing listens there any more.
-            why, refused = str(error), isinstance(error.__cause__, OSError)
+            why, refused = getattr(error, "cause", None) or str(error), isinstance(error.__cause__, OSError)
             alone = isinstance(handle, JoinedProcess)
             ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
         dialled = partial(self._core.dialled, name, incarnation, why, refused=refused, ended=ended)

@@ -135,7 +135,7 @@ def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised)
 
 def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
     its.lose(A)
-    done = its.said(Fate.DEAD, A, cause="killed")
+    done = its.said(Fate.DEAD, A, cause="killed.")
     assert done == [core.Forget([A]), core.Strike(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
     assert its.core.unready() == {} and 0 not in its.core.view.entries
     assert its.tell(its.core.broke, A, 0, "late") == its.said(Fate.ENDED, A) == []

@@ -23,9 +23,10 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
-from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, PeerLost, RayTorchRpcError
 from raytorchrpc.group import restarts
 from raytorchrpc.group.restarts import RestartedActors
+from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.base import Message, Reply
 from raytorchrpc.lanes.common import connections as lane_connections
 from raytorchrpc.lanes.common.handshake import Credentials
@@ -266,6 +267,19 @@ def test_watching_many_members_takes_no_time_while_nothing_happens(monkeypatch: 
         assert min(shares) < 0.05, "other threads of the process may have worked meanwhile"
         group.listener.close()
         assert {group.ended.get(timeout=PATIENCE_S) for _ in group.names} == {*group.names}
+
+
+def test_a_connection_that_breaks_as_it_is_made_is_the_cause_of_the_loss() -> None:
+    """Not the error's whole message, which tells whether a call may have run there."""
+
+    def watch(name: str, patience_s: float) -> None:
+        raise PeerLost(name, "connection broke: reset")
+
+    found: list[Any] = []
+    host = SimpleNamespace(_connections=SimpleNamespace(watch=watch), _report=lambda event: found.extend(event.args))
+    host._core = SimpleNamespace(dialled=lambda *_, **__: None)
+    Supervisor._connect(host, "an actor", "learner", 0, PATIENCE_S)  # type: ignore[arg-type]
+    assert found == ["learner", 0, "connection broke: reset"]
 
 
 @pytest.fixture
