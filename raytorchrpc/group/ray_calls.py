@@ -162,8 +162,8 @@ def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = Non
 def _why_silent(actor_id: str, method: str | None) -> str:
     """``method``: what the actor runs, as far as Ray has said."""
     state = ray_internals.actor_state(actor_id).state
-    if method is not None:  # ours: its process imports this package first
-        said = {"__ray_call__": "loading raytorchrpc", "__init__": "still in its __init__"}
+    if method is not None:  # __ray_call__ may be ours, for which its process imports this package first
+        said = {"__ray_call__": "loading raytorchrpc, or busy in __ray_call__", "__init__": "still in its __init__"}
         return said.get(method, f"busy in {method}")
     if state == "ALIVE":
         return "starting or busy"

@@ -155,13 +155,14 @@ class Answer:
         return self._future
 
 
-def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["train", "__ray_call__"])
+def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     names = [f"m_{number}" for number in range(500)]
     monkeypatch.setattr(ray_calls._loading, "loaded_modules", lambda actor_ids: {})
     alive = SimpleNamespace(
         call_actor=lambda handle, *_: Answer(comes=handle != "m_317"),
         actor_id_of=lambda handle: handle,
-        running_methods=lambda: {"m_317": "train"},
+        running_methods=lambda: {"m_317": method},
         actor_state=lambda actor_id: ActorState("ALIVE", 1, "node", ""),
     )
     monkeypatch.setattr(ray_calls, "ray_internals", alive)
@@ -169,7 +170,7 @@ def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.M
     roster = Roster("g", GroupConfig(), Owner("job", None), clusters.member(0))
     began = time.monotonic()
     with pytest.raises(
-        BootstrapError, match=r"1 of 500 could not be probed: 'm_317': no answer .*: busy in train"
+        BootstrapError, match=rf"1 of 500 could not be probed: 'm_317': no answer .*busy in {method}"
     ) as e:
         formation.form_group(roster, {name: name for name in names}, 0.3, lambda *_: None)
     assert e.value.members == ("m_317",)
