@@ -118,8 +118,8 @@ class GroupConfig:
 
     metrics_period_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     """Period, in seconds, at which members export their counters to Ray's metrics, and so to the node's Prometheus
-    endpoint. None exports totals every 10 s. A number exports finer series: by method and by subscriber, and latencies.
-    0 exports nothing. ``raytorchrpc top`` and ``Group.stats`` work in any case."""
+    endpoint. None exports totals every 10 s. A number, at least 0.1, exports finer series: by method and by
+    subscriber, and latencies. 0 exports nothing. ``raytorchrpc top`` and ``Group.stats`` work in any case."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(_checked(values))
@@ -178,6 +178,7 @@ def _model() -> type[BaseModel]:
     types = get_type_hints(GroupConfig, {**globals(), **names}, include_extras=True)
     checks: dict[str, Callable[[Any], Any]]
     checks = {"lanes": _known_lanes, "local_devices": _cuda_indices, "torchrpc_from": _networks}
+    checks |= {"metrics_period_s": _period}
     types |= {name: Annotated[types[name], AfterValidator(check)] for name, check in checks.items()}
     values: dict[str, Any] = {field.name: (types[field.name], field.default) for field in fields(GroupConfig)}
     return create_model("GroupConfig", __config__=ConfigDict(extra="forbid"), **values)
@@ -210,6 +211,12 @@ def _cuda_indices(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if index < 0:
             raise ValueError(f"{index} is not a CUDA device index")
     return devices
+
+
+def _period(seconds: float | None) -> float | None:
+    if seconds and seconds < 0.1:
+        raise ValueError("must be 0, or at least 0.1")  # a shorter one keeps a core busy in each member
+    return seconds
 
 
 _LIST_FIELDS = {"lanes", "local_devices", "transports", "channels", "torchrpc_from"}

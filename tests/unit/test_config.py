@@ -34,6 +34,7 @@ def test_is_immutable_and_survives_a_pickle() -> None:
         ({"rpc_timeout_s": "30s"}, "rpc_timeout_s='30s' must be a number of seconds$"),
         ({"torchrpc_threads": 1}, "torchrpc_threads=1 must be at least 2"),
         ({"copy_threads": 1.5}, "copy_threads=1.5 must be a whole number"),
+        ({"metrics_period_s": 0.001}, "metrics_period_s=0.001 must be 0, or at least 0.1"),
         ({"tls": "maybe"}, "tls='maybe' must be True or False"),
         ({"when_full": "drop"}, "when_full='drop' must be 'block' or 'reject'"),
         ({"device_maps": "1_0_0"}, "device_maps='1_0_0' must be a dict"),
