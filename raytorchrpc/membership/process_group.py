@@ -47,8 +47,8 @@ _END_S = 5.0
 _ANSWER_S = 5.0
 #: NCCL publishes an id of this length, with the address of a listener of its own. What gloo publishes is longer.
 _NCCL_ID_BYTES = 128
-#: Up to so many members, gloo connects all pairs when it starts. Of more, that would take too long: it connects two when
-#: they first exchange something, where even ``isend`` blocks until both take part, up to five times its deadline.
+#: Up to so many members, gloo connects all pairs when it starts. Of more, that would take too long: it connects two
+#: when they first exchange something, where even ``isend`` blocks until both take part, up to five times its deadline.
 _ALL_PAIRS = 8
 _STORE = "raytorchrpc.process_group_store"
 #: What a member without a process group may do.
