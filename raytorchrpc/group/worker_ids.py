@@ -19,7 +19,7 @@ import ray
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.errors import BootstrapError
+from raytorchrpc.errors import BootstrapError, shown
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS
 from raytorchrpc.membership.messages import JoinedProcess, Probe
 
@@ -49,7 +49,7 @@ def highest_elsewhere(handles: Iterable[Any]) -> int:
             if not actors & here:
                 ray_internals.store(key, None)
     except Exception as error:  # Ray's control store does not answer
-        logger.warning("torchrpc ids of other groups are not known, and may be given again: %s", error)
+        logger.warning("torchrpc ids of other groups are not known, and may be given again: %s", shown(error))
     return -1
 
 
@@ -68,7 +68,7 @@ def record(members: Iterable[Member]) -> None:
                 ray_internals.store(earlier, None)
         ray_internals.store(key, " ".join(sorted(actors)).encode())
     except Exception as error:
-        logger.warning("torchrpc ids could not be noted, and may be given again: %s", error)
+        logger.warning("torchrpc ids could not be noted, and may be given again: %s", shown(error))
 
 
 def _actors(key: str) -> set[str]:

@@ -130,13 +130,16 @@ def test_the_driver_lives_as_long_as_its_job(dead: set[str]) -> None:
     assert worker_ids.highest_elsewhere([None]) == -1
 
 
-def test_groups_form_while_the_store_does_not_answer(dead: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_form_while_the_store_does_not_answer(
+    dead: set[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert worker_ids.highest_elsewhere([]) == -1
 
     def fail(*args: Any) -> None:
-        raise RuntimeError("no answer")
+        raise TimeoutError  # without a text
 
     with monkeypatch.context() as patch:
         patch.setattr(worker_ids.ray_internals, "stored_keys", fail)
         worker_ids.record([member("a", 0)])
         assert worker_ids.highest_elsewhere([]) == -1
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["TimeoutError"] * 2
