@@ -125,7 +125,9 @@ class _Delivery:
 
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         # The consumer gets an error instead: a lane that raises has not sent the reply.
-        if self._taken and error is not None and threads.is_shortage(error):
+        while error is not None and not threads.is_shortage(error):
+            error = error.__cause__  # of what cannot be pickled
+        if self._taken and error is not None:
             self._store.put_back(self._key, self._taken)
 
 
