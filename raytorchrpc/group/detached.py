@@ -195,6 +195,14 @@ class DetachedHost:
                 logger.debug("group %r: %s", self._name, error)  # use the last known one
         return self._info
 
+    def has_ended(self) -> bool:
+        """Whether the actor is dead: no actor, or another one, hosts a group of this name."""
+        try:
+            host = ray.get_actor(self._name, namespace=NAMESPACE)
+        except ValueError:
+            return True
+        return ray_internals.actor_id_of(host) != ray_internals.actor_id_of(self._actor)
+
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it. Raises BootstrapError."""
         try:

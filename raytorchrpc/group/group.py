@@ -331,7 +331,7 @@ _groups: dict[str, Group] = {}  # formed by this process and not shut down
 
 
 def get_group(name: str = "default") -> Group:
-    """The group that this process is a member of, or has formed, or a detached group of the cluster. Raises NotAMember,
+    """The group of this name that this process has formed or is a member of, or that is detached. Raises NotAMember,
     naming the groups that exist, or saying why a detached group cannot be used: it is still forming, or its host does
     not answer within 30 s.
 
@@ -340,7 +340,7 @@ def get_group(name: str = "default") -> Group:
         'learner'
     """
     fork.check_process()
-    _forget_ended_sessions()
+    _forget_ended(name)
     if name in _groups:
         return _groups[name]
     if current_local() is None:
@@ -460,15 +460,16 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
 
 
 def _check_name(name: Any) -> None:
-    _forget_ended_sessions()
+    _forget_ended(name)
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"a group's name is a non-empty string, not {name!r}")
     if name in _groups:
         raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
 
 
-def _forget_ended_sessions() -> None:
-    """Drop groups of a Ray session that is over: their actors are gone."""
-    for group in list(_groups.values()):
-        if not group._session_lasts():
+def _forget_ended(name: Any) -> None:
+    """Drop groups of a Ray session that is over: their actors are gone; and one of this name whose host is dead."""
+    for known, group in list(_groups.items()):
+        host = group._host
+        if not group._session_lasts() or (known == name and isinstance(host, DetachedHost) and host.has_ended()):
             group.shutdown()

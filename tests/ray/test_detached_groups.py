@@ -126,6 +126,11 @@ def test_members_outlive_the_host_and_can_form_another_group(members: tuple[Any,
     with rtr.init_group({"a": a, "b": b}, name="lasting", detached=True) as formed:
         group.shutdown()  # of the former one
         assert count(a)[1] == before[1] + 2 and len(rtr.get_group("lasting")) == len(formed) == 2
+        ray.kill(ray.get_actor(**host))  # as another driver does that ends the group
+        with pytest.raises(rtr.BootstrapError, match="has ended"):
+            formed.stats()
+        with pytest.raises(rtr.NotAMember, match="in no group 'lasting'"):
+            rtr.get_group("lasting")
 
 
 def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None:
