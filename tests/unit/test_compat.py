@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import autograd as dist_autograd
+from torch.distributed import distributed_c10d
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.tensors.codec import Codec
@@ -282,6 +283,13 @@ def begin_and_abort_process_groups() -> None:
 def test_process_groups_can_be_ended_though_somebody_is_gone(process: Process) -> None:
     """distributed_c10d._abort_process_group: without it the end of a process group waits for members that are lost."""
     process.run(begin_and_abort_process_groups)
+
+
+def test_process_groups_can_be_numbered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """distributed_c10d._world: what counts the process groups of this process."""
+    monkeypatch.setattr(distributed_c10d._world, "group_count", 3)
+    torch_internals.number_process_groups_anew()
+    assert distributed_c10d._world.group_count == 0
 
 
 def test_operations_on_tensors_can_be_recorded() -> None:
