@@ -193,8 +193,8 @@ class Collectives:
         return keys
 
     def make(self, meeting: Meeting, store: MemberStore, listeners: GuardedListeners) -> None:
-        """Create it together with the others. Blocks until all have begun, at most ``meeting.timeout_s`` or the
-        deadline of a collective, whichever is later. Raises BootstrapError.
+        """Create it together with the others. Blocks, at most ``meeting.timeout_s`` or the deadline of a collective,
+        whichever is later. Raises BootstrapError.
         """
         info = meeting.info
         with self._making:
@@ -332,7 +332,7 @@ def _only_gpu() -> torch.device | None:
 
 
 def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
-    """End it and all its subgroups. Pending collectives fail: NCCL's at once, gloo's at their deadline."""
+    """End it and all its subgroups. Pending collectives fail."""
     made.end()  # first, as the guard must not use descriptors that gloo has closed
     with contextlib.suppress(Exception):
         if dist.group.WORLD is made.group:  # else it was destroyed already
@@ -366,6 +366,10 @@ class GuardedListeners:
         """
         if self._is_over or len(published) <= _NCCL_ID_BYTES:
             return False
+        for name, door in [*self._doors.items()]:
+            if not door.is_used:  # its subgroup was destroyed
+                self._doors.pop(name, None)
+                _close(door)
         found = False
         for fd in tcp.listening().values():
             try:
@@ -401,11 +405,15 @@ class GuardedListeners:
         return self._members[rank] if rank < len(self._members) else None
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the connections too, which gloo itself keeps open for collectives that wait. Idempotent."""
         self._is_over = True
         for door in self._doors.values():
-            guard.process_guard().close(door.public)
-            door.close()
+            _close(door)
+
+
+def _close(door: guard.Takeover) -> None:
+    guard.process_guard().close(door.public)
+    door.close(disconnect=True)
 
 
 def _as_sent(name: fork.Address) -> bytes:

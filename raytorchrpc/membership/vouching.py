@@ -24,7 +24,7 @@ from raytorchrpc.process.fan_out import Outcome, Requests
 from raytorchrpc.process.guard import Connection, made_here
 
 #: How long members may take to answer (seconds). First the one that has probably made a connection, then the others.
-_ANSWER_S = 20.0
+_ANSWER_S = 10.0
 #: A member that has not answered is not asked again before it has, at most for this long (seconds). Otherwise
 #: strangers' connections, about which it is asked, would hold up members' connections.
 _LEFT_OUT_S = 30.0

@@ -313,6 +313,9 @@ class Takeover:
         if registered is None:
             raise OSError(f"no epoll set holds the listener {fd}")
         self._epoll, events, data = registered
+        self._fd = fd
+        self._delivered: dict[int, int] = {}
+        """The inode of each connection that the library got, by descriptor."""
         self.public = socket.socket(fileno=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
         self._lock = threading.Lock()
         host = self.public.getsockname()[0]
@@ -345,6 +348,7 @@ class Takeover:
             _epoll_ctl(epoll, _DELETE, stand_in)
             with socket.socket(fileno=os.dup(stand_in)) as replaced:
                 os.dup2(sock.fileno(), stand_in, inheritable=False)
+                self._delivered[stand_in] = os.fstat(stand_in).st_ino
                 replaced.shutdown(socket.SHUT_WR)  # a forked child may have it too
             try:
                 while said := maker.recv(1 << 16):  # by a library that speaks first, as TensorPipe's ibv
@@ -380,13 +384,27 @@ class Takeover:
                 error,
             )
 
-    def close(self) -> None:
+    @property
+    def is_used(self) -> bool:
+        """Whether the library still has its listener."""
+        with contextlib.suppress(OSError):
+            return os.fstat(self._fd).st_ino == os.fstat(self._private.fileno()).st_ino
+        return False
+
+    def close(self, *, disconnect: bool = False) -> None:
         """The library is about to close its listener. Idempotent. Waits for a connection that is being delivered: later
-        its descriptor may be another's.
+        its descriptor may be another's. ``disconnect``: end what was delivered, for both ends.
         """
         with self._lock:
             self.public.close()
             self._private.close()
+            delivered, self._delivered = self._delivered, {}
+        for fd, inode in delivered.items() if disconnect else ():
+            with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+                copy = os.dup(fd)
+                held.callback(os.close, copy)
+                if os.fstat(copy).st_ino == inode:  # else the library has closed it
+                    held.enter_context(fork.borrowed(copy)).shutdown(socket.SHUT_RDWR)
 
 
 def own_connections() -> Mapping[Connection, int]:

@@ -65,8 +65,9 @@ class Library:
                     else:
                         said = os.read(fd, 1 << 16)
                         self.read += said
-                        os.write(fd, said)
-                        if not said:
+                        if said:
+                            os.write(fd, said)
+                        else:
                             self._poll.unregister(fd)
                             self._open.pop(fd).close()
 
@@ -509,6 +510,22 @@ def test_a_listener_that_nothing_polls_is_refused() -> None:
         pytest.raises(OSError, match="no epoll set holds the listener"),
     ):
         Takeover(listener.fileno(), guard.registered().get(listener.fileno()))
+
+
+def test_a_door_ends_the_connections_that_it_let_in_and_no_others(library: Library, members: Members) -> None:
+    guarding, door = guard_of(library, members)
+    with members.connect(library.where) as first, members.connect(library.where) as second:
+        assert echoed(first) == echoed(second) == b"hello"
+        name = first.getsockname()
+        (fd,) = (fd for fd, sock in library._open.items() if sock.getpeername() == name)
+        mine, other = socket.socketpair()
+        with mine, other:
+            os.dup2(mine.fileno(), fd)  # as if the library had closed it, and its number were another's
+            guarding.stop()
+            guarding.close(door.public)
+            door.close(disconnect=True)
+            assert is_hung_up_on(second)
+            assert mine.send(b"x") == 1 and other.recv(1) == b"x"
 
 
 def test_a_process_knows_its_own_connections_alone() -> None:

@@ -523,6 +523,62 @@ def test_an_earlier_one_takes_no_part_in_collectives_of_the_next(peers: list[Any
         assert [*at_all(peers[:1], reduced, 1), ray.get(waiting, timeout=60)] == [(3.0, 3.0, 1.0)] * 2
 
 
+def test_destroyed_subgroups_leave_no_listeners(group: rtr.Group, peers: list[Any]) -> None:
+    group.process_group("gloo")
+    at_all(peers, make_and_destroy_subgroups, 1)
+    before = [len(its) for its in at_all(peers, listeners)]
+    at_all(peers, make_and_destroy_subgroups, 5)
+    assert [len(its) for its in at_all(peers, listeners)] == before, "those of the last one alone are left"
+
+
+def make_and_destroy_subgroups(times: int) -> None:
+    for _ in range(times):
+        subgroup = dist.new_group()
+        one = torch.ones(1)
+        dist.all_reduce(one, group=subgroup)
+        assert int(one) == 3
+        dist.destroy_process_group(subgroup)
+        del subgroup  # or it outlives the making of the next
+
+
+def test_what_waits_over_gloo_ends_with_the_process_group(peers: list[Any], tmp_path: Path) -> None:
+    """Also between members that are all still there: gloo itself would wait for the deadline of the collective."""
+    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
+        group.process_group("gloo", collective_timeout=100)
+        under_way = peers[0].run.remote(receive_from_last, tmp_path / "receives")
+        assert wait_until((tmp_path / "receives").exists, 60)
+        group.remove(["b"])
+        assert ray.get(under_way, timeout=60) == "RuntimeError"
+        group.process_group("gloo", collective_timeout=100)
+        begun = [tmp_path / "a", tmp_path / "c"]
+        under_way = [peer.run.remote(reduce_on_and_on, path) for peer, path in zip(peers[::2], begun, strict=True)]
+        assert wait_until(lambda: all(path.exists() for path in begun), 60)
+        group.process_group("gloo")
+        assert set(ray.get(under_way, timeout=60)) <= {"RuntimeError", "ValueError"}
+        assert at_all(peers[::2], reduced, 0) == [(3.0, 3.0, 0.0)] * 2
+
+
+def receive_from_last(begun: Path) -> str:
+    group = rtr.process_group()
+    received: Any = dist.irecv(torch.zeros(1), group.size() - 1, group=group)
+    begun.touch()
+    try:
+        received.wait()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def reduce_on_and_on(begun: Path) -> str:
+    group = rtr.process_group()
+    while True:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except Exception as error:
+            return type(error).__name__
+        begun.touch()
+
+
 KEPT: list[Any] = []
 
 
