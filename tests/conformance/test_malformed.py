@@ -63,6 +63,8 @@ def asks_for_the_same(lane: str, one: Any, other: Any) -> bool:
     """Whether the sender is asked for the same memory. If that is not there, it ends a two-sided connection, or NIXL's,
     as it should.
     """
+    if lane == "cuda_ipc":  # of another serial, the sender's GPU may still be computing it: it is waited for
+        return bool(one[2:3] == other[2:3])
     if lane == "nccl":
         return bool(one[:2] == other[:2])
     if lane != "nixl":

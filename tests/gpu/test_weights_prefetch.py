@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,13 @@ def test_in_the_learner_itself(actors: dict[str, Any]) -> None:
     check(actors, "learner", "learner", "cuda")
 
 
+def allocated() -> int:
+    """Bytes that are in use on the GPU."""
+    gc.collect()  # what earlier tests have left
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
 def test_memory_is_one_more_copy_and_steady(actors: dict[str, Any]) -> None:
     store = rtr.WeightStore("steady", home="learner")
     size = 4 * sum(SIZES)
@@ -109,13 +117,12 @@ def test_memory_is_one_more_copy_and_steady(actors: dict[str, Any]) -> None:
         kept, model = insides.saved.kept
         for _ in range(rounds):
             kept.prefetch(model).swap()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
+        return allocated()
 
     in_actor(actors["same"], start, store)
-    before = in_actor(actors["same"], torch.cuda.memory_allocated)
+    before = in_actor(actors["same"], allocated)
     assert in_actor(actors["learner"], learn, store, 1, "cuda") == 1
     once = in_actor(actors["same"], use, 1)
     # torch gives a large tensor up to 1 MB more than it asks for, by what was free.
     assert size <= once - before < 1.25 * size
-    assert in_actor(actors["same"], use, 20) == once
+    assert in_actor(actors["same"], use, 20) <= once
