@@ -130,7 +130,8 @@ def test_members_are_watched_if_others_are_removed_while_the_group_connects_to_t
         group.remove(["removed"])
         goes_on.set()
         os.kill(state(stays).pid, signal.SIGKILL)
-        assert [news.get(timeout=60).kind for _ in range(2)] == ["removed", "lost"]
+        assert news.get(timeout=60).kind == "removed"
+        assert news.get(timeout=60).kind in ("lost", "dead")  # the second if Ray tells first
 
 
 @pytest.mark.parametrize("change", ["add", "remove"])
