@@ -332,7 +332,7 @@ def _only_gpu() -> torch.device | None:
 
 
 def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
-    """End it and all its subgroups. Pending collectives fail."""
+    """End it and all its subgroups. Pending collectives fail; one that gloo is sending just then, at its deadline."""
     made.end()  # first, as the guard must not use descriptors that gloo has closed
     with contextlib.suppress(Exception):
         if dist.group.WORLD is made.group:  # else it was destroyed already
@@ -407,7 +407,7 @@ class GuardedListeners:
     def close(self) -> None:
         """End the connections too, which gloo itself keeps open for collectives that wait. Idempotent."""
         self._is_over = True
-        for door in self._doors.values():
+        for door in [*self._doors.values()]:  # a thread that makes a subgroup may change them
             _close(door)
 
 
