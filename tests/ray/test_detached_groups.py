@@ -118,6 +118,7 @@ def test_members_outlive_the_host_and_can_form_another_group(members: tuple[Any,
     group, before = rtr.get_group("lasting"), count(a)
     (host,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] == "lasting"]
     ray.kill(ray.get_actor(**host))
+    assert wait_until(lambda: _has_ended(group), 60)  # ray.kill returns before
     assert count(a) == (before[0], before[1] + 1)
     with pytest.raises(rtr.BootstrapError, match=r"group 'lasting' has ended: .*; init_group can form another group"):
         group.stats()
@@ -127,10 +128,19 @@ def test_members_outlive_the_host_and_can_form_another_group(members: tuple[Any,
         group.shutdown()  # of the former one
         assert count(a)[1] == before[1] + 2 and len(rtr.get_group("lasting")) == len(formed) == 2
         ray.kill(ray.get_actor(**host))  # as another driver does that ends the group
+        assert wait_until(lambda: _has_ended(formed), 60)
         with pytest.raises(rtr.BootstrapError, match="has ended"):
             formed.stats()
         with pytest.raises(rtr.NotAMember, match="in no group 'lasting'"):
             rtr.get_group("lasting")
+
+
+def _has_ended(group: rtr.Group) -> bool:
+    try:
+        group.stats()
+    except rtr.BootstrapError:
+        return True
+    return False
 
 
 def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None:
