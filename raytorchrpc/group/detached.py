@@ -31,8 +31,10 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raytorchrpc"
 #: For the host actor to answer beyond the time a request takes, its start included (seconds).
 _GRACE_S = 30.0
-#: For members to leave a group whose forming was interrupted (seconds).
+#: For members to leave a group whose forming was interrupted, and for Ray to end a host that is killed (seconds).
 _GIVE_UP_S = 5.0
+#: How often the end of a host is looked for (seconds).
+_NAME_S = 0.01
 #: The supervisor's methods that ``Group`` calls, and how long one without ``timeout_s`` may take (seconds).
 _FORWARDED = {
     **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats", "directory"), 0.0),
@@ -197,11 +199,7 @@ class DetachedHost:
 
     def has_ended(self) -> bool:
         """Whether the actor is dead: no actor, or another one, hosts a group of this name."""
-        try:
-            host = ray.get_actor(self._name, namespace=NAMESPACE)
-        except ValueError:
-            return True
-        return ray_internals.actor_id_of(host) != ray_internals.actor_id_of(self._actor)
+        return _has_ended(self._name, self._actor)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it. Raises BootstrapError."""
@@ -225,7 +223,7 @@ class DetachedHost:
             except (BootstrapError, RayError) as error:
                 text = "group %r: its end could not be announced to all members: %s"
                 logger.log(_level(error.__cause__), text, self._name, error)
-            _end(actor)
+            _end(self._name, actor)
         self._actor = None  # last: an end that is interrupted (Ctrl-C) can be begun again
 
 
@@ -258,7 +256,7 @@ def form_detached(
         return host
     except BaseException as error:
         if made is not None:
-            _end(made)
+            _end(name, made)
         if forming is not None and not isinstance(error, RayTorchRpcError):  # else it has undone everything itself
             post_record(generation, None)
             until = time.monotonic() + _GIVE_UP_S
@@ -317,8 +315,20 @@ def _silent(name: str, error: Exception) -> BootstrapError:
     )
 
 
-def _end(actor: Any) -> None:
+def _end(name: str, actor: Any) -> None:
+    """Kill a host. Returns when no process finds it any more, and another detached group can have its name."""
     try:
-        ray.kill(actor)
+        ray.kill(actor)  # takes effect later
+        until = time.monotonic() + _GIVE_UP_S
+        while not _has_ended(name, actor) and time.monotonic() < until:
+            time.sleep(_NAME_S)
     except Exception as error:
         logger.debug("a host actor could not be killed: %s", error)
+
+
+def _has_ended(name: str, actor: Any) -> bool:
+    try:
+        host = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return True
+    return ray_internals.actor_id_of(host) != ray_internals.actor_id_of(actor)

@@ -147,7 +147,8 @@ class Group:
         """End the group. The actors keep running and can join another group. Idempotent, never raises.
 
         Blocks until every member has left, at most ``timeout`` seconds. A member that is busy in a method of a sync
-        actor leaves when the method returns. Calls in flight fail with PeerLost, or still complete.
+        actor leaves when the method returns. Calls in flight fail with PeerLost, or still complete. The name of a
+        detached group is free then.
         """
         if fork.forked():
             return  # the group is the parent's

@@ -51,6 +51,20 @@ def members(cluster: None) -> Iterator[tuple[Any, Any]]:
         script.end()
 
 
+@pytest.fixture
+def kill_late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Has ``ray.kill`` take effect a while after it has returned, as it does on a busy machine."""
+    kill, killing = ray.kill, list[threading.Timer]()
+
+    def kill_later(actor: Any) -> None:
+        killing.append(threading.Timer(0.5, kill, [actor]))
+        killing[-1].start()
+
+    yield lambda: monkeypatch.setattr(ray, "kill", kill_later)
+    for timer in killing:
+        timer.join()
+
+
 def count(a: Any) -> tuple[int, int]:
     """(pid, how often it ran there) of a call from a to b."""
     found: tuple[int, int] = ray.get(a.call.remote("b", "count"), timeout=60)
@@ -58,7 +72,7 @@ def count(a: Any) -> tuple[int, int]:
 
 
 def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
-    members: tuple[Any, Any], spawn: Spawn, caplog: pytest.LogCaptureFixture
+    members: tuple[Any, Any], spawn: Spawn, caplog: pytest.LogCaptureFixture, kill_late: Callable[[], None]
 ) -> None:
     a, b = members
     with pytest.raises(rtr.BootstrapError, match="already in group 'lasting'"):
@@ -98,6 +112,7 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     assert len(group) == 2
     assert [changes.get(timeout=30).kind for _ in range(2)] == ["added", "removed"]
 
+    kill_late()
     rtr.get_group("lasting").shutdown()
     assert ray.get([one.in_no_group.remote() for one in (a, b)]) == [True, True]
     with pytest.raises(rtr.NotAMember):
@@ -169,9 +184,12 @@ def _why_not(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_detached_group_that_cannot_form_leaves_nothing(spawn: Spawn) -> None:
+def test_a_detached_group_that_cannot_form_leaves_nothing(spawn: Spawn, kill_late: Callable[[], None]) -> None:
     gone: Any = spawn(Peer)
     ray.kill(gone)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(gone.who.remote(), timeout=60)
+    kill_late()
     for _ in range(2):
         with pytest.raises(rtr.BootstrapError, match="'x'"):
             rtr.init_group({"x": gone}, name="never", detached=True, timeout=20)
