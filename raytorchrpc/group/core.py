@@ -59,13 +59,16 @@ class Fate(Enum):
 
 #: What has happened: a call of one of the methods of ``Core`` that are named as events.
 Event = Callable[[], None]
+#: Names a process: its member's rank, which no other member gets, and its incarnation. A report may come when another
+#: member has the name.
+ProcessId = tuple[int, int]
 
 
 class Announce(NamedTuple):
-    """Send a delta to these members, by name the incarnation; each answer is reported by ``answered``."""
+    """Send a delta to these processes, by name; each answer is reported by ``answered``."""
 
     delta: Delta
-    members: Mapping[str, int]
+    members: Mapping[str, ProcessId]
 
 
 class AskRay(NamedTuple):
@@ -94,9 +97,9 @@ class Strike(NamedTuple):
 
 
 class Admit(NamedTuple):
-    """Admit the new processes of these members: ``coming`` and then ``arrived``, or ``failed``."""
+    """Admit the new processes of these members, by name the rank: ``coming`` and then ``arrived``, or ``failed``."""
 
-    names: Sequence[str]
+    ranks: Mapping[str, int]
     patience_s: float
 
 
@@ -153,7 +156,7 @@ class _Member:
     """One process."""
 
     def __init__(self, rank: int, incarnation: int, version: int) -> None:
-        self.rank, self.incarnation = rank, incarnation
+        self.rank, self.process = rank, (rank, incarnation)
         self.version = version
         """Of the view, as it has acknowledged."""
         self.is_watched = False
@@ -184,8 +187,9 @@ class Core:
         """Members that have not answered yet, and when they were asked; the oldest first."""
         self._behind: dict[str, float] = {}
         """Members that have not acknowledged the view, and when they may be asked."""
-        self._coming: dict[str, Peer] = {}
-        self._connecting, self._parting = set[str](), set[str]()
+        self._coming: dict[int, Peer] = {}
+        """By rank; ``_connecting``: the ranks of those of them that connect."""
+        self._connecting, self._parting = set[int](), set[str]()
         self.promised = 0
         """The version at which those join that have announced themselves last."""
         self._reports: deque[_Pending] = deque()
@@ -200,6 +204,11 @@ class Core:
         name = peer.member.name
         self._members[name] = _Member(peer.member.rank, peer.member.incarnation, version)
         self._drop(name)
+
+    def _found(self, name: str, process: ProcessId) -> _Member | None:
+        """The member of that name, if that is its process."""
+        member = self._members.get(name)
+        return member if member is not None and member.process == process else None
 
     def handle(self, events: Iterable[Event], now: float) -> list[Instruction]:
         """What to do next, in order. ``now``: ``time.monotonic()``. What these events change is announced at once."""
@@ -252,21 +261,21 @@ class Core:
 
     def _announce(self) -> None:
         """Have each member follow that has answered before. Those at one version get the same delta."""
-        groups: dict[int, dict[str, int]] = {}
+        groups: dict[int, dict[str, ProcessId]] = {}
         for name, when in self._behind.items():
             if name not in self._asked and when <= self._now and (member := self._members[name]).is_watched:
-                groups.setdefault(member.version, {})[name] = member.incarnation
+                groups.setdefault(member.version, {})[name] = member.process
         for version, members in groups.items():
             self._out.append(Announce(self.view.since(version), members))
             self._asked.update(dict.fromkeys(members, self._now))
 
-    def answered(self, answers: Mapping[tuple[str, int], Answer | None]) -> None:
-        """Event: answers of members to deltas, by name and incarnation; None: it failed, or could not be asked."""
+    def answered(self, answers: Mapping[tuple[str, ProcessId], Answer | None]) -> None:
+        """Event: answers of members to deltas, by name and process; None: it failed, or could not be asked."""
         moved: dict[int, Prepared] = {}
         self._has_answers = True
-        for (name, incarnation), answer in answers.items():
-            member, loss = self._members.get(name), self.lost.get(name)
-            if member is None or member.incarnation != incarnation or self._asked.pop(name, None) is None:
+        for (name, process), answer in answers.items():
+            member, loss = self._found(name, process), self.lost.get(name)
+            if member is None or self._asked.pop(name, None) is None:
                 continue
             if loss is not None and loss.phase is not Phase.AWAY:
                 continue
@@ -331,12 +340,9 @@ class Core:
 
     # --- losses -------------------------------------------------------------------------------------------------------
 
-    def broke(self, name: str, incarnation: int, cause: str) -> None:
+    def broke(self, name: str, process: ProcessId, cause: str) -> None:
         """Event: a connection to a member's process broke."""
-        member = self._members.get(name)
-        if member is None or member.incarnation != incarnation:
-            return
-        if name not in self.lost and name not in self._parting:
+        if self._found(name, process) and name not in self.lost and name not in self._parting:
             self.lost[name] = _Loss(cause, self._now)  # polled with others reported by then
             self._drop(name)
 
@@ -398,14 +404,14 @@ class Core:
         self._out.append(Dial([name], patience_s))
 
     def dialled(
-        self, name: str, incarnation: int, error: str | None, *, refused: bool = False, ended: bool = False
+        self, name: str, process: ProcessId, error: str | None, *, refused: bool = False, ended: bool = False
     ) -> None:
         """Event: it was tried to connect to a member's process.
 
         ``refused``: nothing listened there any more. ``ended``: its process has ended, and there will be no other.
         """
-        loss, member = self.lost.get(name), self._members.get(name)
-        if member is None or member.incarnation != incarnation:
+        loss, member = self.lost.get(name), self._found(name, process)
+        if member is None:
             return
         if error is None:
             member.is_watched = True
@@ -414,11 +420,11 @@ class Core:
             elif loss is not None and loss.phase is Phase.AWAY:
                 loss.next_dial = self._now + _RECONNECT_S
                 self._asked[name] = self._now
-                self._out.append(Announce(self.view.since(member.version, reconnects=True), {name: member.incarnation}))
+                self._out.append(Announce(self.view.since(member.version, reconnects=True), {name: process}))
         elif ended:
             self._bury({name: _Loss("its process ended", self._now)})
         elif loss is None:
-            self.broke(name, incarnation, error)  # it has just joined
+            self.broke(name, process, error)  # it has just joined
         else:
             loss.next_dial = self._now + _SLOW_POLL_S
             if refused and loss.phase is Phase.SUSPECTED:  # one that only hangs would have accepted it
@@ -466,22 +472,23 @@ class Core:
         for patience_s, names in sorted(back.items()):
             for name in names:
                 self.lost[name].phase = Phase.RETURNING
-            self._out.append(Admit(names, patience_s))
+            self._out.append(Admit({name: self._members[name].rank for name in names}, patience_s))
 
     def coming(self, peers: Sequence[Peer]) -> None:
         """Event: these have prepared to join, with the view as it is; the other members are to prepare for them."""
-        self._coming.update({peer.member.name: peer for peer in peers})
+        self._coming.update({peer.member.rank: peer for peer in peers})
         self.view.admit(peers, JOINING)
         self.promised = self.view.promise()
 
-    def connecting(self, names: Iterable[str]) -> None:
+    def connecting(self, ranks: Iterable[int]) -> None:
         """Event: these are told where the other members listen, and connect."""
-        self._connecting.update(names)
+        self._connecting.update(ranks)
 
-    def arrived(self, kind: Literal["added", "back"], names: Sequence[str], version: int) -> None:
+    def arrived(self, kind: Literal["added", "back"], ranks: Sequence[int], version: int) -> None:
         """Event: these have joined. ``version``: ``promised`` after their ``coming``."""
-        arrived = [self._coming.pop(name) for name in names]
-        self._connecting.difference_update(names)
+        arrived = [self._coming.pop(rank) for rank in ranks]
+        names = [peer.member.name for peer in arrived]
+        self._connecting.difference_update(ranks)
         self.view.arrive(arrived, version)
         for peer in arrived:
             self.lost.pop(peer.member.name, None)
@@ -489,17 +496,17 @@ class Core:
         self._out.append(Dial(names, _CONNECT_S))
         self._report_later(Change(kind, tuple(names)))
 
-    def failed(self, names: Sequence[str], later: Collection[str] = ()) -> None:
+    def failed(self, ranks: Mapping[str, int], later: Collection[str] = ()) -> None:
         """Event: an attempt to admit these has failed. ``later``: those that try again later; the others at once."""
-        came = [its.member for name in names if (its := self._coming.pop(name, None)) is not None]
-        self._connecting.difference_update(names)
-        lost = {its.rank: self.lost[its.name] for its in came if its.name in self.lost}
-        if lost:
-            self.view.mark({rank: loss.absence for rank, loss in lost.items()})
-        if new := [its.rank for its in came if its.rank not in lost and its.rank in self.view.entries]:
+        came = [rank for rank in ranks.values() if self._coming.pop(rank, None) is not None]
+        self._connecting.difference_update(ranks.values())
+        here = {name: rank for name, rank in ranks.items() if name in self.lost and self._members[name].rank == rank}
+        if lost := {rank: self.lost[name].absence for name, rank in here.items() if rank in came}:
+            self.view.mark(lost)
+        if new := [rank for rank in came if rank not in lost and rank in self.view.entries]:
             self.view.remove(dict.fromkeys(new))
-        for name in names:
-            if (loss := self.lost.get(name)) is None or loss.phase is not Phase.RETURNING:
+        for name in here:
+            if (loss := self.lost[name]).phase is not Phase.RETURNING:
                 continue
             if name in later:
                 loss.phase = Phase.ENDED  # others that return by then do not wait for it

@@ -171,6 +171,11 @@ class Formation:
         """Ray reported that a participant restarts when the attempt was rolled back."""
 
     @property
+    def ranks(self) -> dict[str, int]:
+        """Of the participants, by name, once they are assigned."""
+        return {name: self.roster.records[name].member.rank for name in self.participants}
+
+    @property
     def deadline(self) -> float:
         """Of all steps together (``time.monotonic``)."""
         return self._deadline if self._patience is None else self._patience.deadline

@@ -48,6 +48,11 @@ class MemberRecord:
     renew_agent: bool
     """Another member has the id of its running torchrpc agent: it starts a new agent."""
 
+    @property
+    def process(self) -> tuple[int, int]:
+        """See core.ProcessId."""
+        return self.member.rank, self.member.incarnation
+
 
 class Contact(NamedTuple):
     """How a guest reaches one member."""
@@ -85,8 +90,8 @@ class Roster:
     highest_id: int = -1
     """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
     next_rank: int = 0
-    tried: Mapping[str, int] = field(default_factory=dict)
-    """The latest incarnation of each member that was not admitted: some member may know it."""
+    tried: Mapping[int, int] = field(default_factory=dict)
+    """By rank, the latest incarnation that was to be admitted: some member may know it."""
 
     def admit(self, handles: Mapping[str, Any], probes: Mapping[str, Probe], beside: Roster | None = None) -> Roster:
         """The roster with these members, new or restarted. Raises ConfigurationError, BootstrapError.
@@ -112,7 +117,7 @@ class Roster:
                 pid=probe.pid,
                 rpc_name=_rpc_name(actor_id, probe),
                 worker_id=ids[name],
-                incarnation=max(before.incarnation if before else -1, self.tried.get(name, -1)) + 1,
+                incarnation=max(before.incarnation if before else -1, self.tried.get(ranks[name], -1)) + 1,
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
         admitted = replace(self, records=records, highest_id=max(highest, *ids.values()), next_rank=next(fresh))
@@ -120,7 +125,8 @@ class Roster:
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
         """This roster after an attempt to admit these members, which some member may know: ids and ranks are taken."""
-        incarnations = {name: attempt.records[name].member.incarnation for name in names if name in attempt.records}
+        tried = [attempt.records[name].member for name in names if name in attempt.records]
+        incarnations = {member.rank: member.incarnation for member in tried}
         highest_id, next_rank = max(self.highest_id, attempt.highest_id), max(self.next_rank, attempt.next_rank)
         return replace(self, tried={**self.tried, **incarnations}, highest_id=highest_id, next_rank=next_rank)
 

@@ -241,7 +241,7 @@ class Supervisor:
         """Take a process off the roster that joined by itself and has ended: another one wants its name."""
         record = self.roster.records.get(name)
         if record is not None and isinstance(record.handle, JoinedProcess) and self._connections.is_over(name, _PING_S):
-            self._report(self._core.dialled, name, record.member.incarnation, "its process ended", ended=True)
+            self._report(self._core.dialled, name, record.process, "its process ended", ended=True)
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
         """Block until these members, or all, can be called; returns those that cannot, and why.
@@ -524,14 +524,14 @@ class Supervisor:
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
-            work[name] = partial(self._connect, record.handle, name, member.incarnation, its.patience_s)
+            work[name] = partial(self._connect, record.handle, name, record.process, its.patience_s)
         try:
             self._connections.dial(work)
         except threads.ThreadShortage as error:
             for name in its.names:
-                self._report(self._core.dialled, name, roster.records[name].member.incarnation, str(error))
+                self._report(self._core.dialled, name, roster.records[name].process, str(error))
 
-    def _connect(self, handle: Any, name: str, incarnation: int, patience_s: float) -> None:
+    def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
         why, refused, ended, watch = None, False, False, None
         try:
             if handle is None:  # this process
@@ -543,10 +543,10 @@ class Supervisor:
             why, refused = getattr(error, "cause", None) or str(error), isinstance(error.__cause__, OSError)
             alone = isinstance(handle, JoinedProcess)
             ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
-        dialled = partial(self._core.dialled, name, incarnation, why, refused=refused, ended=ended)
+        dialled = partial(self._core.dialled, name, process, why, refused=refused, ended=ended)
         threads.persist(lambda: self._report(dialled), _REPORT_S)
         if watch is not None:  # from now on, so that the end of the process is reported after this
-            watch(lambda cause: self._report(self._core.broke, name, incarnation, cause))
+            watch(lambda cause: self._report(self._core.broke, name, process, cause))
 
     def _tell(self, its: core.Report) -> None:
         change = its.change
@@ -568,20 +568,22 @@ class Supervisor:
 
     def _readmit(self, its: core.Admit) -> None:
         roster = self.roster
-        handles = {name: roster.records[name].handle for name in its.names if name in roster.records}
+        there = {name: roster.records[name] for name in its.ranks if name in roster.records}
+        handles = {name: record.handle for name, record in there.items() if record.member.rank == its.ranks[name]}
         patience_s = its.patience_s + _ADMIT_EACH_S * len(roster.records)
         call_all = self._restarts.call_all
         formation = Formation(
             roster, handles, patience_s, call_all, _UNDO_S, by_reference=False, leaves_out_failures=True
         )
-        failed, later = list(its.names), list(its.names)
+        failed, later = list(its.ranks), list(its.ranks)
         try:
             self._admit("back", formation)
             failed = later = formation.left_out
         except Exception as error:
             logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
             later = [name for name in handles if name in getattr(error, "members", handles)] or failed
-        threads.persist(lambda: self._report(self._core.failed, failed, later), _REPORT_S)
+        ranks = {name: its.ranks[name] for name in failed}
+        threads.persist(lambda: self._report(self._core.failed, ranks, later), _REPORT_S)
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         """Have the participants join. Blocks: not on the supervisor's thread."""
@@ -594,7 +596,7 @@ class Supervisor:
             if formation in self._assigned and not formation.is_done:  # else Ctrl-C came too late
                 formation.roll_back()
                 if kind == "added":
-                    self._report(self._core.failed, list(formation.participants))
+                    self._report(self._core.failed, formation.ranks)
             raise
         finally:
             self._assigned.pop(formation, None)
@@ -604,7 +606,7 @@ class Supervisor:
     def _join(self, kind: Literal["added", "back"], formation: Formation) -> None:
         while True:
             coming = formation.prepare()
-            version = self._request(partial(self._announce_coming, formation, coming))
+            version = self._request(partial(self._announce_coming, kind, formation, coming))
             if version is not None:
                 break
         if kind == "added":
@@ -615,16 +617,30 @@ class Supervisor:
         formation.commit(prepared, away, silent, version)
         self._request(lambda: self._take(kind, formation, version))
 
+    def _check_present(self, formation: Formation) -> None:
+        """Raise BootstrapError if participants that were members have left: another may have the name by now."""
+        now, before = self.roster.records, formation.roster.records
+        if gone := [
+            name
+            for name in formation.participants.keys() & before.keys()
+            if name not in now or now[name].member.rank != before[name].member.rank
+        ]:
+            raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
+
     def _assign(self, formation: Formation) -> None:
+        self._check_present(formation)
         beside = self.roster
         for other in list(self._assigned):
-            beside = beside.with_members(other.roster, other.participants)
+            # An attempt for one of these names is for a member that was removed, and will fail.
+            beside = beside.with_members(other.roster, other.participants.keys() - formation.participants.keys())
         formation.assign(self.roster, beside if self._assigned else None)
         self._assigned[formation] = None
         self.roster = self.roster.after_failure(formation.roster, formation.participants)  # ids and ranks are taken
 
-    def _announce_coming(self, formation: Formation, coming: Mapping[str, Prepared]) -> int | None:
+    def _announce_coming(self, kind: str, formation: Formation, coming: Mapping[str, Prepared]) -> int | None:
         """The version of the view at which they join; None: they are to prepare again, as the members have changed."""
+        if kind == "back":
+            self._check_present(formation)
         if formation.has_others(self.roster):
             return None
         formation.others = self._core.listening()
@@ -636,7 +652,7 @@ class Supervisor:
         self, formation: Formation, coming: Mapping[str, Prepared]
     ) -> tuple[dict[str, Prepared], dict[str, str], set[str]]:
         """Where all members listen, those that are away, and those that do not answer."""
-        self._handle(self._core.connecting, list(coming))
+        self._handle(self._core.connecting, list(formation.ranks.values()))
         gone = dict.fromkeys(formation.roster.records.keys() - self._core.listening().keys(), "it has left the group")
         away = {name: cause for name, cause in {**self._core.away(), **gone}.items() if name not in coming}
         silent = {*self._core.unready()}.difference(away, coming)
@@ -644,11 +660,10 @@ class Supervisor:
 
     def _take(self, kind: Literal["added", "back"], formation: Formation, version: int) -> None:
         """They have joined."""
-        names = list(formation.participants)
-        if kind == "back" and (gone := [name for name in names if name not in self.roster.records]):
-            raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-        self.roster, formation.is_done = self.roster.with_members(formation.roster, names), True
-        self._handle(self._core.arrived, kind, names, version)
+        if kind == "back":
+            self._check_present(formation)
+        self.roster, formation.is_done = self.roster.with_members(formation.roster, formation.participants), True
+        self._handle(self._core.arrived, kind, list(formation.ranks.values()), version)
         self.info = self.roster.info(self._core.listening())
         self._restarts.admitted(formation.participants)
         self._restarts.post(self.roster)

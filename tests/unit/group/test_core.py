@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,15 @@ import pytest
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
 from raytorchrpc.membership.messages import Prepared
-from raytorchrpc.membership.view import Answer
+from raytorchrpc.membership.view import Answer, Peer
 from tests.unit.group.followers import Follower, Group, elsewhere
 
 A, B, C = "worker_0", "worker_1", "worker_2"
+
+
+def original(name: str) -> core.ProcessId:
+    """The process that a member begins with."""
+    return int(name.removeprefix("worker_")), 0
 
 
 class Supervised:
@@ -30,7 +35,7 @@ class Supervised:
         self.silent: set[str] = set()
         self.asked: list[core.Announce] = []
         for name in self.names:
-            assert self.tell(self.core.dialled, name, 0, None) == []
+            assert self.tell(self.core.dialled, name, original(name), None) == []
 
     def tell(
         self, event: Callable[..., None], *about: Any, after_s: float = 0.0, **more: Any
@@ -57,15 +62,18 @@ class Supervised:
     def lose(self, *names: str) -> None:
         """These have ended, which has been reported."""
         for name in names:
-            self.tell(self.core.broke, name, self.group.roster.records[name].member.incarnation, "connection closed")
+            self.tell(self.core.broke, name, self.group.roster.records[name].process, "connection closed")
         self.said(Fate.ENDED, *names)
 
     def admit(self, *names: str) -> None:
         peers = self.group.restarted(*names)
         self.tell(self.core.coming, peers)
-        self.tell(self.core.arrived, "back", names, self.core.promised)
-        for peer in peers:
-            self.tell(self.core.dialled, peer.member.name, peer.member.incarnation, None)
+        self.arrive("back", peers, self.core.promised)
+        for name in names:
+            self.tell(self.core.dialled, name, self.group.roster.records[name].process, None)
+
+    def arrive(self, kind: str, peers: Sequence[Peer], version: int) -> list[core.Instruction]:
+        return self.tell(self.core.arrived, kind, [peer.member.rank for peer in peers], version)
 
 
 @pytest.fixture
@@ -81,7 +89,7 @@ def reported(instructions: Sequence[core.Instruction]) -> list[tuple[str, tuple[
 
 
 def test_a_loss_is_announced_and_then_reported(its: Supervised) -> None:
-    assert its.tell(its.core.broke, A, 0, "connection closed") == []
+    assert its.tell(its.core.broke, A, original(A), "connection closed") == []
     assert its.core.due() == its.now and its.core.causes() == {A: "connection closed"}
     assert its.tell(its.core.tick) == [core.AskRay([A], [])]
     done = its.said(Fate.ENDED, A)
@@ -94,7 +102,7 @@ def test_a_loss_is_announced_and_then_reported(its: Supervised) -> None:
 
 def test_losses_that_come_together_are_announced_together(its: Supervised) -> None:
     for name in (A, B):
-        its.tell(its.core.broke, name, 0, "connection closed")
+        its.tell(its.core.broke, name, original(name), "connection closed")
     assert its.tell(its.core.tick) == [core.AskRay([A, B], [])]
     assert [change[1] for change in reported(its.said(Fate.ENDED, A, B))] == [(A,), (B,)]
     assert len(its.asked) == 1
@@ -104,9 +112,9 @@ def test_members_that_are_found_lost_one_by_one_are_announced_together(its: Supe
     """Each announcement goes to all members: a tenth of n, each by itself, would take time with n^2."""
     lost = its.names[:3]
     for name in lost:
-        its.tell(its.core.broke, name, 0, "connection closed")
+        its.tell(its.core.broke, name, original(name), "connection closed")
         its.said(Fate.SAME, name)
-    refused = [partial(its.core.dialled, name, 0, "refused", refused=True) for name in lost]
+    refused = [partial(its.core.dialled, name, original(name), "refused", refused=True) for name in lost]
     (told,) = [each for each in its.core.handle(refused, its.now) if isinstance(each, core.Announce)]
     assert len(told.delta.states) == 3 and {*told.members} == {*its.names} - {*lost}
 
@@ -116,8 +124,8 @@ def test_listeners_hear_in_time_of_many_that_are_lost_while_the_others_are_busy(
     group = Group(32)
     supervised, now = Core(group.roster.peers(group.prepared)), 0.0
     names = list(group.roster.records)
-    supervised.handle([partial(supervised.dialled, name, 0, None) for name in names], now)
-    supervised.handle([partial(supervised.broke, name, 0, "closed") for name in names[::10]], now)
+    supervised.handle([partial(supervised.dialled, name, original(name), None) for name in names], now)
+    supervised.handle([partial(supervised.broke, name, original(name), "closed") for name in names[::10]], now)
     done = supervised.handle([partial(supervised.ray_said, {name: (Fate.ENDED, "") for name in names[::10]})], now)
     while (due := supervised.due()) is not None and due <= 0.2:
         done += supervised.handle([supervised.tick], now := max(now + 0.01, due))
@@ -138,47 +146,47 @@ def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
     done = its.said(Fate.DEAD, A, cause="killed.")
     assert done == [core.Forget([A]), core.Strike(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
     assert its.core.unready() == {} and 0 not in its.core.view.entries
-    assert its.tell(its.core.broke, A, 0, "late") == its.said(Fate.ENDED, A) == []
+    assert its.tell(its.core.broke, A, original(A), "late") == its.said(Fate.ENDED, A) == []
     assert its.core.due() is None
 
 
 def test_a_connection_that_broke_is_made_again(its: Supervised) -> None:
-    its.tell(its.core.broke, A, 0, "reset")
+    its.tell(its.core.broke, A, original(A), "reset")
     assert its.said(Fate.SAME, A) == [core.Dial([A], 0.4)]
     assert its.said(Fate.SAME, A) == [], "a thread is at it"
-    assert its.tell(its.core.dialled, A, 0, None) == []
+    assert its.tell(its.core.dialled, A, original(A), None) == []
     assert its.core.unready() == {} and its.asked == []
 
 
 @pytest.mark.parametrize(("announced", "longest"), [(False, 10.0), (True, 2.0)])
 def test_a_process_that_is_slow_to_answer_is_given_more_time(its: Supervised, announced: bool, longest: float) -> None:
     """Each attempt connects anew, so that none would succeed if all were as short."""
-    its.tell(its.core.broke, A, 0, "reset")
+    its.tell(its.core.broke, A, original(A), "reset")
     patience = []
     for attempt in range(8):
         (dial,) = its.said(Fate.SAME, A)
         assert isinstance(dial, core.Dial)
         patience.append(dial.patience_s)
-        done = its.tell(its.core.dialled, A, 0, "no answer", refused=announced and not attempt)
+        done = its.tell(its.core.dialled, A, original(A), "no answer", refused=announced and not attempt)
         assert bool(done) == (announced and not attempt), "one that is refused is away"
         its.now += 1
     assert patience[:2] == [0.4, 0.8] and patience[-2:] == [longest, longest]
 
 
 def test_a_member_that_could_not_be_reached_replaces_its_connections_and_so_do_the_others(its: Supervised) -> None:
-    its.tell(its.core.broke, A, 0, "reset")
+    its.tell(its.core.broke, A, original(A), "reset")
     its.said(Fate.SAME, A)
-    assert reported(its.tell(its.core.dialled, A, 0, "refused", refused=True)) == [("lost", (A,), "reset")]
+    assert reported(its.tell(its.core.dialled, A, original(A), "refused", refused=True)) == [("lost", (A,), "reset")]
     its.said(Fate.SAME, A)
     its.silent.add(A)
     its.now += 1
     its.said(Fate.SAME, A)
-    assert its.tell(its.core.dialled, A, 0, None) == []
+    assert its.tell(its.core.dialled, A, original(A), None) == []
     alone = its.asked[-1]
     assert set(alone.members) == {A} and alone.delta.reconnects
     new = elsewhere(its.group.prepared[A])
     its.silent.clear()
-    done = its.tell(its.core.answered, {(A, 0): Answer(alone.delta.version, new)})
+    done = its.tell(its.core.answered, {(A, original(A)): Answer(alone.delta.version, new)})
     assert done == [core.Report(core.Change("back", (A,)))]
     others = its.asked[-1]
     (entry,) = others.delta.entries
@@ -188,17 +196,17 @@ def test_a_member_that_could_not_be_reached_replaces_its_connections_and_so_do_t
 
 def test_a_process_that_ended_while_it_could_not_be_reached_is_not_back(its: Supervised) -> None:
     its.silent.add(A)
-    its.tell(its.core.broke, A, 0, "reset")
+    its.tell(its.core.broke, A, original(A), "reset")
     its.said(Fate.SAME, A)
-    its.tell(its.core.dialled, A, 0, "refused", refused=True)
+    its.tell(its.core.dialled, A, original(A), "refused", refused=True)
     its.now += 1
     its.said(Fate.SAME, A)
-    its.tell(its.core.dialled, A, 0, None)
+    its.tell(its.core.dialled, A, original(A), None)
     version = its.asked[-1].delta.version
     assert reported(its.said(Fate.ENDED, A)) == [], "it is lost already"
     (state,) = its.asked[-1].delta.states
     assert state.absence is not None and state.absence.ended
-    assert its.tell(its.core.answered, {(A, 0): Answer(version, None)}) == [] and A in its.core.unready()
+    assert its.tell(its.core.answered, {(A, original(A)): Answer(version, None)}) == [] and A in its.core.unready()
 
 
 # --- members that follow late ----------------------------------------------------------------------------------------
@@ -206,20 +214,20 @@ def test_a_process_that_ended_while_it_could_not_be_reached_is_not_back(its: Sup
 
 def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervised) -> None:
     its.silent.add(B)
-    its.tell(its.core.broke, A, 0, "closed")
+    its.tell(its.core.broke, A, original(A), "closed")
     assert reported(its.said(Fate.ENDED, A)) == []
     due = its.core.due()
     assert due is not None and due - its.now <= 0.2
     assert reported(its.tell(its.core.tick, after_s=0.2)) == [("lost", (A,), "closed")]
     assert its.core.unready() == {A: "closed", B: BEHIND}
-    its.tell(its.core.broke, C, 0, "closed")
+    its.tell(its.core.broke, C, original(C), "closed")
     assert reported(its.said(Fate.ENDED, C)) == [("lost", (C,), "closed")], "no report waits for B any more"
     assert its.core.awaited(its.core.view.version) == {B}, "but a change does, and longer"
     its.tell(its.core.overdue, its.core.view.version)
     assert not its.core.awaited(its.core.view.version)
     first = its.asked[0].delta
     its.silent.clear()
-    its.tell(its.core.answered, {(B, 0): Answer(first.version, None)})
+    its.tell(its.core.answered, {(B, original(B)): Answer(first.version, None)})
     assert its.asked[-1].delta.base == first.version and set(its.asked[-1].members) == {B}
     assert B not in its.core.unready()
 
@@ -227,7 +235,7 @@ def test_a_change_is_reported_without_a_member_that_does_not_answer(its: Supervi
 def test_a_member_is_asked_again_after_it_failed_or_was_silent_for_long(its: Supervised) -> None:
     its.silent |= {B, C}
     its.lose(A)
-    its.tell(its.core.answered, {(B, 0): None})
+    its.tell(its.core.answered, {(B, original(B)): None})
     assert its.core.unready()[B] == BEHIND
     for after_s, name in ((0.5, B), (10.0, C)):
         number = len(its.asked)
@@ -243,7 +251,7 @@ def test_a_member_that_is_further_behind_than_thought_gets_what_it_misses(its: S
     its.silent.add(B)
     its.lose(C)
     its.silent.clear()
-    its.tell(its.core.answered, {(B, 0): Answer(1, None)})
+    its.tell(its.core.answered, {(B, original(B)): Answer(1, None)})
     assert its.asked[-1].delta.base == 1 and len(its.asked[-1].delta.states) == 2
 
 
@@ -252,7 +260,7 @@ def test_the_others_learn_where_a_member_listens_now(its: Supervised) -> None:
     its.lose(A)
     new = elsewhere(its.group.prepared[B])
     its.silent.clear()
-    its.tell(its.core.answered, {(B, 0): Answer(its.asked[-1].delta.version, new)})
+    its.tell(its.core.answered, {(B, original(B)): Answer(its.asked[-1].delta.version, new)})
     assert any(its.core.view.version == asked.delta.version for asked in its.asked)
     (entry,) = its.asked[-1].delta.entries
     assert entry.peer.prepared == new and entry.entered == 1
@@ -263,7 +271,7 @@ def test_members_that_answer_before_others_join_tell_only_those(its: Supervised)
     its.tell(its.core.coming, its.group.restarted(A))
     version = its.core.view.version
     new = elsewhere(its.group.prepared[B])
-    its.tell(its.core.answered, {(B, 0): Answer(version, new)})
+    its.tell(its.core.answered, {(B, original(B)): Answer(version, new)})
     assert its.core.view.version == version and its.core.view.entries[1].peer.prepared == new
 
 
@@ -272,30 +280,30 @@ def test_members_that_answer_before_others_join_tell_only_those(its: Supervised)
 
 def test_members_that_are_back_together_come_together(its: Supervised) -> None:
     its.lose(A, B)
-    assert its.said(Fate.RESTARTED, A, B) == [core.Admit([A, B], 2.0)]
-    its.tell(its.core.coming, its.group.restarted(A, B))
+    assert its.said(Fate.RESTARTED, A, B) == [core.Admit({A: 0, B: 1}, 2.0)]
+    its.tell(its.core.coming, peers := its.group.restarted(A, B))
     assert not its.core.awaited(its.core.view.version) and len(its.asked[-1].delta.entries) == 2
-    done = its.tell(its.core.arrived, "back", [A, B], its.core.promised)
+    done = its.arrive("back", peers, its.core.promised)
     assert done == [core.Dial([A, B], 2.0), core.Report(core.Change("back", (A, B)))]
     assert its.core.unready() == {} and set(its.asked[-1].members) == {*its.names} - {A, B}
-    assert its.tell(its.core.broke, A, 0, "late") == [] and its.core.unready() == {}, "of its former process"
-    its.tell(its.core.dialled, A, 1, "no answer")
+    assert its.tell(its.core.broke, A, original(A), "late") == [] and its.core.unready() == {}, "of its former process"
+    its.tell(its.core.dialled, A, (0, 1), "no answer")
     assert its.core.unready() == {A: "no answer"}, "it is watched from the beginning"
 
 
 def test_one_that_failed_comes_later_and_holds_up_nobody(its: Supervised) -> None:
     its.lose(A, B, C)
-    assert its.said(Fate.RESTARTED, A, B, C) == [core.Admit([A, B, C], 2.0)]
-    its.tell(its.core.coming, its.group.restarted(B, C))
-    its.tell(its.core.arrived, "back", [B, C], its.core.promised)
-    assert its.tell(its.core.failed, [A], [A]) == []
+    assert its.said(Fate.RESTARTED, A, B, C) == [core.Admit({A: 0, B: 1, C: 2}, 2.0)]
+    its.tell(its.core.coming, peers := its.group.restarted(B, C))
+    its.arrive("back", peers, its.core.promised)
+    assert its.tell(its.core.failed, {A: 0}, [A]) == []
     assert its.core.due() == pytest.approx(its.now + 0.1)
     its.lose(B)
-    assert its.said(Fate.RESTARTED, A, B) == [core.Admit([B], 2.0), core.Admit([A], 4.0)]
+    assert its.said(Fate.RESTARTED, A, B) == [core.Admit({B: 1}, 2.0), core.Admit({A: 0}, 4.0)]
     its.admit(B)
     assert its.said(Fate.RESTARTED, A) == [], "it is being admitted"
-    its.tell(its.core.failed, [A])
-    assert its.said(Fate.RESTARTED, A) == [core.Admit([A], 4.0)]
+    its.tell(its.core.failed, {A: 0})
+    assert its.said(Fate.RESTARTED, A) == [core.Admit({A: 0}, 4.0)]
 
 
 def test_changes_go_on_while_one_is_being_admitted(its: Supervised) -> None:
@@ -308,12 +316,12 @@ def test_changes_go_on_while_one_is_being_admitted(its: Supervised) -> None:
     its.lose(B, C)
     assert its.said(Fate.RESTARTED, C) == [], "it would come with those that come now"
     its.tell(its.core.removed, ["worker_3"])
-    its.tell(its.core.arrived, "back", [A], promised)
-    its.tell(its.core.dialled, A, 1, None)
+    its.arrive("back", [peer], promised)
+    its.tell(its.core.dialled, A, (0, 1), None)
     (told,) = [asked for asked in its.asked if A in asked.members and asked.delta.base == promised]
     follower.follow(told.delta)
     assert {*follower.absent} == {1, 2} and "worker_3" not in follower.table.peers
-    assert its.said(Fate.RESTARTED, C) == [core.Admit([C], 2.0)]
+    assert its.said(Fate.RESTARTED, C) == [core.Admit({C: 2}, 2.0)]
 
 
 @pytest.mark.parametrize("kind", ["back", "added"])
@@ -327,7 +335,7 @@ def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
     member = its.group.follower(1)
     (peer,) = its.group.restarted(name)
     its.tell(its.core.coming, [peer])
-    its.tell(its.core.failed, [name], [name])
+    its.tell(its.core.failed, {name: peer.member.rank}, [name])
     for told in its.asked:
         member.follow(told.delta)
     if kind == "back":
@@ -344,7 +352,7 @@ def test_a_member_that_a_user_removes_is_heard_of_no_more(its: Supervised) -> No
         core.Strike(),
         core.Report(core.Change("removed", (A, B))),
     ]
-    assert its.tell(its.core.broke, A, 0, "closed") == [] and its.core.unready() == {}
+    assert its.tell(its.core.broke, A, original(A), "closed") == [] and its.core.unready() == {}
     assert set(its.asked[-1].members) == {*its.names} - {A, B}
 
 
@@ -355,8 +363,35 @@ def test_a_name_that_died_while_it_was_removed_counts_when_it_comes_again(its: S
     its.group.roster = its.group.roster.without([A])
     assert reported(its.tell(its.core.removed, [B])) == [("removed", (B,), "")]
     its.admit(A)
-    its.tell(its.core.broke, A, its.group.roster.records[A].member.incarnation, "connection closed")
+    its.tell(its.core.broke, A, its.group.roster.records[A].process, "connection closed")
     assert its.tell(its.core.tick) == [core.AskRay([A], [])]
+
+
+def test_late_reports_of_a_removed_member_do_not_concern_the_next_of_its_name(its: Supervised) -> None:
+    its.lose(A)
+    its.said(Fate.RESTARTED, A)
+    its.tell(its.core.coming, its.group.restarted(A))  # an attempt to admit it goes on
+    its.tell(its.core.removed, [A, B])
+    its.group.roster = its.group.roster.without([A, B])
+    its.silent = {A, B}
+    peers = its.group.restarted(A, B)
+    assert [peer.member.incarnation for peer in peers] == [0, 0]
+    its.tell(its.core.coming, peers)
+    its.tell(its.core.failed, {A: 0}, [A])
+    its.arrive("added", peers, its.core.promised)
+    for name in (A, B):
+        its.tell(its.core.dialled, name, its.group.roster.records[name].process, None)
+    its.tell(its.core.removed, [C])
+    behind = its.core.unready()
+    assert set(behind) == {A, B} < set(its.asked[-1].members)
+    its.tell(its.core.broke, B, original(B), "closed")
+    its.tell(its.core.dialled, B, original(B), "no answer", ended=True)
+    its.tell(its.core.answered, {(B, original(B)): Answer(its.core.view.version, None)})
+    assert its.core.unready() == behind and its.core.lost == {}
+    its.tell(its.core.broke, A, its.group.roster.records[A].process, "closed")
+    assert its.said(Fate.ENDED, A) and its.said(Fate.RESTARTED, A)
+    its.tell(its.core.failed, {A: 0})
+    assert its.said(Fate.RESTARTED, A) == [], "another attempt to admit it goes on"
 
 
 # --- whatever happens, in any order ----------------------------------------------------------------------------------
@@ -377,7 +412,7 @@ class World:
         self.unreachable, self.restarted, self.joining = set[str](), set[str](), set[str]()
         self.changes: list[core.Change] = []
         for name in self.processes:
-            self.tell(self.core.dialled, name, 0, None)
+            self.tell(self.core.dialled, name, original(name), None)
 
     def later(self, seconds: float, work: Callable[[], object]) -> None:
         heapq.heappush(self._later, (self.now + seconds, next(self._numbers), work))
@@ -400,48 +435,48 @@ class World:
     def often(self, probability: float) -> bool:
         return self.troubled and self.chance.random() < probability
 
-    def incarnation(self, name: str) -> int:
-        return self.group.roster.records[name].member.incarnation
+    def process(self, name: str) -> core.ProcessId:
+        return self.group.roster.records[name].process
 
     def tell(self, event: Callable[..., None], *about: Any, **more: Any) -> None:
         for its in self.core.handle([partial(event, *about, **more)], self.now):
             match its:
                 case core.Announce():
-                    for name, incarnation in its.members.items():
-                        self.later(self.chance.random() / 10, partial(self.deliver, its, name, incarnation))
+                    for name, process in its.members.items():
+                        self.later(self.chance.random() / 10, partial(self.deliver, its, name, process))
                 case core.AskRay():
                     self.tell(self.core.ray_said, {name: (self.fate(name), "") for name in its.names})
                 case core.Dial():
                     for name in its.names:
-                        self.later(self.chance.random() / 10, partial(self.dial, name, self.incarnation(name)))
+                        self.later(self.chance.random() / 10, partial(self.dial, name, self.process(name)))
                 case core.Strike():
                     left = self.core.view.entries
                     gone = [name for name, its in self.group.roster.records.items() if its.member.rank not in left]
                     self.group.roster = self.group.roster.without(gone)
                 case core.Admit():
-                    self.admit("back", its.names)
+                    self.admit("back", [*its.ranks])
                 case core.Report():
                     self.changes.append(its.change)
 
-    def reaches(self, name: str, incarnation: int) -> bool:
-        return name in self.processes and name not in self.unreachable and self.incarnation(name) == incarnation
+    def reaches(self, name: str, process: core.ProcessId) -> bool:
+        return name in self.processes and name not in self.unreachable and self.process(name) == process
 
-    def deliver(self, its: core.Announce, name: str, incarnation: int) -> None:
+    def deliver(self, its: core.Announce, name: str, process: core.ProcessId) -> None:
         answer = None
         if self.often(0.1):  # it hangs, or its network is slow
-            self.later(self.chance.random() * 20, partial(self.deliver, its, name, incarnation))
+            self.later(self.chance.random() * 20, partial(self.deliver, its, name, process))
             return
-        if self.reaches(name, incarnation) and not self.often(0.1):
+        if self.reaches(name, process) and not self.often(0.1):
             answer = self.processes[name].follow(its.delta)
         if not self.often(0.1):  # it is never heard of
             answer = None if self.often(0.1) else answer
-            self.tell(self.core.answered, {(name, incarnation): answer})
+            self.tell(self.core.answered, {(name, process): answer})
 
-    def dial(self, name: str, incarnation: int) -> None:
-        known = name in self.group.roster.records and self.reaches(name, incarnation)
+    def dial(self, name: str, process: core.ProcessId) -> None:
+        known = name in self.group.roster.records and self.reaches(name, process)
         refused = name in self.unreachable and self.chance.random() < 0.5
         error = None if known and not self.often(0.1) else "no answer"
-        self.tell(self.core.dialled, name, incarnation, error, refused=refused)
+        self.tell(self.core.dialled, name, process, error, refused=refused)
 
     def fate(self, name: str) -> Fate:
         if name in self.processes:
@@ -457,18 +492,20 @@ class World:
         """Several attempts may go on at once, and all else meanwhile."""
         before = self.group.roster
         peers = self.group.restarted(*names)
+        ranks = {peer.member.name: peer.member.rank for peer in peers}
         attempt, self.group.roster = self.group.roster, before.after_failure(self.group.roster, names)
         arriving = {peer.member.name: peer for peer in peers if not self.often(0.1)}
-        self.joining |= {*names}
+        if kind == "added":
+            self.joining |= {*names}
         if not arriving:
-            self.fail(names)
+            self.fail(kind, ranks)
             return
         listened = self.listening()
         self.tell(self.core.coming, [*arriving.values()])
         promised, followers = self.core.promised, dict[str, Follower]()
 
         def connect() -> None:
-            self.tell(self.core.connecting, [*arriving])
+            self.tell(self.core.connecting, [ranks[name] for name in arriving])
             listening = {**listened, **self.listening()}
             members = before.with_members(attempt, arriving)
             for name, peer in arriving.items():
@@ -477,17 +514,17 @@ class World:
                     its.absent.pop(other.member.rank, None)  # they connect to each other
 
         def finish() -> None:
-            away = kind == "back" and not arriving.keys() <= self.group.roster.records.keys()
+            now = {name: its.member.rank for name, its in self.group.roster.records.items()}
+            away = kind == "back" and any(now.get(name) != ranks[name] for name in arriving)
             if away or self.often(0.2):
-                self.fail(names)
+                self.fail(kind, ranks)
                 return
             self.group.roster = self.group.roster.with_members(attempt, arriving)
             self.processes.update(followers)
             self.unreachable.difference_update(arriving)
             self.restarted.difference_update(arriving)
-            self.tell(self.core.arrived, kind, [*arriving], promised)
-            self.joining.difference_update(arriving)
-            self.fail([name for name in names if name not in arriving])
+            self.tell(self.core.arrived, kind, [ranks[name] for name in arriving], promised)
+            self.fail(kind, {name: rank for name, rank in ranks.items() if name not in arriving})
 
         begin_s = self.chance.random() * 3
         self.later(begin_s, connect)
@@ -496,9 +533,10 @@ class World:
     def listening(self) -> dict[str, Prepared]:
         return {its.peer.member.name: its.peer.prepared for its in self.core.view.entries.values()}
 
-    def fail(self, names: Sequence[str]) -> None:
-        self.joining.difference_update(names)
-        self.tell(self.core.failed, names, names)
+    def fail(self, kind: str, ranks: Mapping[str, int]) -> None:
+        if kind == "added":
+            self.joining.clear()
+        self.tell(self.core.failed, ranks, [*ranks])
 
     def trouble(self) -> None:
         """Something goes wrong with a member, or a user changes the group."""
@@ -509,19 +547,18 @@ class World:
             case 0 | 1:
                 del self.processes[name]
                 self.unreachable.discard(name)
-                self.tell(self.core.broke, name, self.incarnation(name), "closed")
+                self.tell(self.core.broke, name, self.process(name), "closed")
             case 2:
                 self.unreachable.add(name)
-                self.tell(self.core.broke, name, self.incarnation(name), "reset")
+                self.tell(self.core.broke, name, self.process(name), "reset")
             case 3:
                 self.unreachable.clear()
             case 4 if len(self.processes) > 3:
                 del self.processes[name]
                 self.tell(self.core.removed, [name])
             case 5:
-                known = {*self.group.roster.records, *self.joining}
-                missing = [name for name in self.group.cluster if name not in known]
-                if missing:
+                missing = [name for name in self.group.cluster if name not in self.group.roster.records]
+                if missing and not self.joining:
                     self.admit("added", missing[:1])
 
 
@@ -553,11 +590,11 @@ def test_members_that_all_miss_a_change_follow_while_more_changes_go_on() -> Non
     supervised, now, rounds = Core(group.roster.peers(group.prepared)), 0.0, 0
     members = {name: group.follower(rank) for rank, name in enumerate(group.roster.records)}
     for name in members:
-        supervised.handle([partial(supervised.dialled, name, 0, None)], now)
+        supervised.handle([partial(supervised.dialled, name, original(name), None)], now)
     lost = [f"worker_{rank}" for rank in range(26)]
     asked = list[core.Instruction]()
     for name in lost:  # one after another, each before anybody has answered the one before
-        supervised.handle([partial(supervised.broke, name, 0, "closed")], now)
+        supervised.handle([partial(supervised.broke, name, original(name), "closed")], now)
         asked += supervised.handle([partial(supervised.ray_said, {name: (Fate.ENDED, "")})], now)
         now += 5.0
         asked += supervised.handle([supervised.tick], now)

@@ -65,6 +65,15 @@ def test_a_member_whose_admission_failed_is_as_before() -> None:
     assert again.records["worker_2"].member.incarnation == 2, "its process may have heard that it is 1"
 
 
+def test_an_actor_has_not_been_restarted_because_an_attempt_to_add_it_failed() -> None:
+    cluster = clusters.hosts_of(1, 4)
+    roster, _ = formed({name: cluster[name] for name in ("worker_0", "worker_1")})
+    new = {"worker_2": probes_of(cluster)["worker_2"]}
+    attempt = roster.admit(dict.fromkeys(new), new)
+    again = roster.after_failure(attempt, new).admit(dict.fromkeys(new), new)
+    assert again.records["worker_2"].process == (3, 0)
+
+
 def test_members_that_are_admitted_at_once_have_to_suit_each_other() -> None:
     cluster = clusters.hosts_of(1, 4)
     roster, _ = formed({name: cluster[name] for name in ("worker_0", "worker_1")})
