@@ -33,8 +33,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: How long a rollback waits for the participants (seconds).
-_UNDO_S = 5.0
+#: How long a rollback waits for the participants, and how long beyond the deadline of the attempt (seconds).
+_UNDO_S, _LATE_S = 5.0, 1.0
 #: Longer messages go through Ray's object store; shorter ones within the call (bytes).
 _LONG = 16 << 10
 #: The name of a driver that is a member.
@@ -282,8 +282,9 @@ class Formation:
                 _known.pop(ray_internals.actor_id_of(handle), None)
             if time.monotonic() < self.deadline:
                 return
-        restarts = isinstance(error.__cause__, ActorUnavailableError) or self.has_restarted()
-        if isinstance(error, ConfigurationError) or not restarts or time.monotonic() >= self.deadline:
+        if isinstance(error, ConfigurationError) or time.monotonic() >= self.deadline:
+            raise error
+        if not isinstance(error.__cause__, ActorUnavailableError) and not self.has_restarted():
             raise error
 
     def has_restarted(self) -> bool:
@@ -326,9 +327,10 @@ class Formation:
 
     def roll_back(self) -> None:
         """Undo what was begun. A participant that is stuck undoes it as soon as it runs again."""
-        patience = time.monotonic() + min(self._undo_s, self.timeout_s)
+        now = time.monotonic()
+        until = min(now + self._undo_s, max(now, self.deadline) + _LATE_S)
         arguments = {member: (self._attempt,) for member in self.participants}
-        _, failures = self._call_all(self.participants, join.give_up, arguments, patience)
+        _, failures = self._call_all(self.participants, join.give_up, arguments, until)
         self._restarting = any(isinstance(error, ActorUnavailableError) for error in failures.values())
 
     def _ask(

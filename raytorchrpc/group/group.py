@@ -208,8 +208,8 @@ class Group:
     def add(self, actors: Sequence[Any] | Mapping[str, Any], *, timeout: float = 60) -> tuple[Member, ...]:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
-        Blocks until every member can call them, at most ``timeout`` seconds. ``actors`` and errors are as for
-        ``init_group``; if it fails, nothing has changed. An actor that Ray restarts meanwhile is waited for. CUDA
+        Blocks until every member can call them, at most ``timeout`` seconds; if it fails, up to a second longer, and
+        nothing has changed. ``actors`` and errors are as for ``init_group``. An actor that Ray restarts meanwhile is waited for. CUDA
         tensors to and from added members do not use torchrpc, whose device maps are fixed when its agents start; all
         other lanes work.
         """
@@ -380,9 +380,11 @@ def init_group(
             this process: restarted actors still return, and any later driver of the cluster can get the group with
             ``get_group(name)``, change it or end it. Its members should be detached actors, as Ray ends other actors
             with their driver. Without ``shutdown`` the group lasts as long as the cluster.
-        timeout: seconds until BootstrapError names the members that did not answer. A sync actor answers between its
-            methods. While processes of members still load raytorchrpc and torch, which takes minutes where many share
-            few cores, this time runs anew with each module that one has loaded; five times as long at most in all.
+        timeout: seconds until BootstrapError names the members that did not answer; up to a second later, while the
+            others leave again. A sync actor answers between its methods. While processes of members still load
+            raytorchrpc and torch, which takes minutes where many share few cores, this time runs anew with each module
+            that one has loaded; five times as long at most in all. With ``detached`` it begins when the host has
+            started.
 
     Blocks until every member can reach every other. After 3 s, and then every 10 s, it says whom it waits for and why
     ("a_3: pending resources {GPU: 1}"): in one line of a terminal, elsewhere in the log. On any error, and after

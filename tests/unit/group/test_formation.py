@@ -51,11 +51,11 @@ class Actors:
             results = prepared_of(roster.admit(dict.fromkeys(NAMES), probes))
         return {name: result for name, result in results.items() if name not in failures}, failures
 
-    def form(self, of_this_group: bool = False) -> Any:
+    def form(self, of_this_group: bool = False, timeout_s: float = 20) -> Any:
         roster = Roster("g", GroupConfig(), Owner("job", None), self.cluster[NAMES[0]])
         if of_this_group:
             self.generation = roster.generation
-        return formation.form_group(roster, {name: name for name in NAMES}, 20, lambda roster, *_: roster)
+        return formation.form_group(roster, {name: name for name in NAMES}, timeout_s, lambda roster, *_: roster)
 
 
 @pytest.fixture
@@ -138,6 +138,26 @@ def test_a_member_of_another_group_is_refused(actors: Actors) -> None:
     actors.generation = "another"
     with pytest.raises(BootstrapError, match="already in group"):
         actors.form()
+
+
+@pytest.mark.parametrize(("timeout_s", "most_s"), [(0.0, 1.0), (2.0, 3.0), (60.0, 5.0)])
+def test_a_rollback_takes_a_second_longer_than_the_timeout_at_most(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch, timeout_s: float, most_s: float
+) -> None:
+    """Those that it has asked leave all the same, as soon as they can."""
+    until = list[float]()
+
+    def call_all(handles: Any, function: Any, arguments: Any, deadline: float, **options: Any) -> Any:
+        if function is join.give_up:
+            until.append(deadline)
+        return actors.call_all(handles, function, arguments)
+
+    monkeypatch.setattr(formation.ray_calls, "call_all", call_all)
+    monkeypatch.setattr(formation.time, "monotonic", lambda: 100.0)
+    actors.during = lambda step, _: {"learner": BootstrapError("it is busy")} if step is join.commit else {}
+    with pytest.raises(BootstrapError, match="it is busy"):
+        actors.form(timeout_s=timeout_s)
+    assert until == [100.0 + most_s]
 
 
 # --- members that do not answer --------------------------------------------------------------------------------------
