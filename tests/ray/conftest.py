@@ -11,6 +11,8 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
+from tests.polling import wait_until
 from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
 
 #: Makes an actor of a class (plain or ``ray.remote``) with these options; it is killed after the test.
@@ -30,6 +32,12 @@ def _spawner(made: list[Any]) -> Spawn:
 def _kill(handles: list[Any]) -> None:
     for handle in handles:
         ray.kill(handle)
+
+
+def kill_for_good(actor: Any) -> None:
+    """Returns when Ray takes the actor for dead: ``ray.kill`` returns before."""
+    ray.kill(actor)
+    assert wait_until(lambda: ray_internals.actor_is_dead(ray_internals.actor_id_of(actor)), 60)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
-from tests.ray.conftest import Spawn
+from tests.ray.conftest import Spawn, kill_for_good
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
 
 MakeLatch = Callable[[], Latch]
@@ -228,7 +228,7 @@ def test_a_cuda_tensor_for_a_member_without_a_gpu_is_refused(spawn: Spawn, peers
 
 def dead(spawn: Spawn) -> Any:
     actor = spawn(Peer)
-    ray.kill(actor)
+    kill_for_good(actor)
     return actor
 
 
@@ -596,7 +596,7 @@ def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn
         rtr.init_group(handles, name="by the controller")
 
     ray.get(controller.run.remote(form, peers[:2]))
-    ray.kill(controller)
+    kill_for_good(controller)
     try:
         assert_work(peers[:2])
     finally:

@@ -16,7 +16,7 @@ import ray
 import raytorchrpc as rtr
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
-from tests.ray.conftest import Spawn
+from tests.ray.conftest import Spawn, kill_for_good
 from tests.ray.returning import Returning
 from tests.ray.scripts import Script
 
@@ -186,9 +186,7 @@ def _why_not(name: str) -> str:
 @pytest.mark.slow
 def test_a_detached_group_that_cannot_form_leaves_nothing(spawn: Spawn, kill_late: Callable[[], None]) -> None:
     gone: Any = spawn(Peer)
-    ray.kill(gone)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(gone.who.remote(), timeout=60)
+    kill_for_good(gone)
     kill_late()
     for _ in range(2):
         with pytest.raises(rtr.BootstrapError, match="'x'"):

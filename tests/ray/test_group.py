@@ -21,7 +21,7 @@ import raytorchrpc as rtr
 from tests.insides import has_ended
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
-from tests.ray.conftest import Spawn
+from tests.ray.conftest import Spawn, kill_for_good
 from tests.ray.plain import Plain, PlainAsync
 
 Kinds = dict[str, Any]
@@ -335,7 +335,7 @@ def test_the_group_ends_with_its_block_even_by_an_exception(peers: list[Any]) ->
 def test_shutdown_with_a_dead_member_frees_the_others(spawn: Spawn, peers: list[Any]) -> None:
     mortal = spawn(Peer)
     group = rtr.init_group([*peers[:2], mortal])
-    ray.kill(mortal)
+    kill_for_good(mortal)
     group.shutdown()
     with rtr.init_group(peers[:2]):
         assert ray.get(peers[0].call.remote(peers[1], "double", 21)) == 42

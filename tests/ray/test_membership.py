@@ -19,7 +19,7 @@ from raytorchrpc.group.formation import Formation
 from tests import insides
 from tests.polling import suspend
 from tests.ray.actors import Latch
-from tests.ray.conftest import Spawn
+from tests.ray.conftest import Spawn, kill_for_good
 from tests.ray.returning import Returning, StartsWhenTold
 
 EventBus = queue.Queue[Any]
@@ -212,7 +212,7 @@ def test_actors_that_are_added_at_once_get_different_names(spawn: Spawn, tmp_pat
 
 def test_an_addition_that_fails_changes_nothing(spawn: Spawn) -> None:
     a, b, other = spawn(Returning), spawn(Returning), spawn(Returning)
-    ray.kill(other)
+    kill_for_good(other)
     with rtr.init_group({"a": a, "b": b}) as group:
         with pytest.raises(BootstrapError, match="'c'"):
             group.add({"c": other}, timeout=10)
