@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,10 +20,15 @@ from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
 Spawn = Callable[..., Any]
 
 
+@functools.cache
+def _remote(cls: Any) -> Any:
+    """Ray exports it once."""
+    return cls if hasattr(cls, "remote") else ray.remote(cls)
+
+
 def _spawner(made: list[Any]) -> Spawn:
     def spawn(cls: Any, *args: Any, **options: Any) -> Any:
-        remote = cls if hasattr(cls, "remote") else ray.remote(cls)
-        handle = remote.options(**{"num_cpus": 0, **options}).remote(*args)
+        handle = _remote(cls).options(**{"num_cpus": 0, **options}).remote(*args)
         made.append(handle)
         return handle
 

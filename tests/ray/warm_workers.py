@@ -1,111 +1,36 @@
-"""Starts Ray's workers as forks of a template process that has imported torch, Ray and raytorchrpc already.
+"""Ray's worker script for ``local_ray``: has a process that is warm already fork, which takes a tenth of the CPU time.
 
-The imports of a worker cost about two seconds of CPU time, and the tests start hundreds of workers. So a raylet of
-``local_ray`` runs this file in place of Ray's worker script. The first such process forks the raylet's template. Every
-such process sends its arguments, environment and standard streams to the template and exits; the template forks, and
-the fork runs Ray's worker script. So every actor still has a new process of its own, which imports its class itself. It
-is without raytorchrpc until it imports it, and has a raytorchrpc that nothing has used. Workers with a runtime
-environment start as Ray starts them.
+A raylet runs this file in place of Ray's worker script. The first such process becomes the raylet's template (see
+``worker_template``). Every such process sends its arguments, environment and standard streams to the template and
+exits; the template forks, and the fork runs Ray's worker script. So every actor still has a new process of its own.
+Workers with a runtime environment start as Ray starts them.
+
+It imports only what Python has loaded or built in: there are hundreds of these processes, and ``socket`` or ``json``
+takes longer than the start of Python.
 """
 
-from __future__ import annotations
-
-import gc
-import json
+import marshal
 import os
-import runpy
-import select
-import signal
-import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, spec_from_loader
-from pathlib import Path
-from types import ModuleType
-
-_STREAMS = (0, 1, 2)
-#: What workers import, except raytorchrpc: see ``_Hidden``.
-_IMPORTED = (
-    "pydantic.dataclasses",
-    "pydantic.plugin._loader",
-    "pydantic.type_adapter",
-    "pydantic.v1.fields",
-    "pynng",
-    "pytest",
-    "ray._common.pydantic_compat",
-    "ray._common.usage.usage_lib",
-    "ray._private.arrow_serialization",
-    "ray._private.async_compat",
-    "ray._private.node",
-    "ray._private.runtime_env.setup_hook",
-    "ray.actor",
-    "torch.distributed.rpc",
-)
-#: Ray imports it in each worker, where it is installed.
-_ARROW = "pyarrow.json"
-
-
-class _Hidden(MetaPathFinder, Loader):
-    """Takes a package that is loaded out of ``sys.modules``; its first import brings it back as it is."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-        names = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
-        self._modules = {name: sys.modules.pop(name) for name in names}
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._package:
-            return None
-        sys.meta_path.remove(self)
-        found = PathFinder.find_spec(name, path)
-        if found is None or found.origin != self._modules[name].__file__:
-            return None  # the actor's program has another one
-        return spec_from_loader(name, self)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        sys.modules.update(self._modules)
-        self._spec = self._modules[self._package].__spec__
-        return self._modules[self._package]
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
-        module.restarted.begin()  # as the package does when it is imported
+from _socket import AF_UNIX, SCM_RIGHTS, SOL_SOCKET
+from _socket import socket as Socket
 
 
 def _main() -> None:
-    ray = find_spec("ray")
-    assert ray is not None and ray.origin is not None
-    sys.argv[0] = str(Path(ray.origin).parent / "_private" / "workers" / "default_worker.py")
     if _has_runtime_env():
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    raylet = int(os.environ["RAY_RAYLET_PID"])
-    address = f"\0warm-workers-{raylet}".encode()
+        from worker_template import ray_script  # type: ignore[import-not-found]  # beside this file
+
+        os.execv(sys.executable, [sys.executable, ray_script(), *sys.argv[1:]])
+    address = f"\0warm-workers-{os.environ['RAY_RAYLET_PID']}".encode()
     while True:
-        with socket.socket(socket.AF_UNIX) as sock:
-            try:
-                sock.connect(address)
-            except ConnectionRefusedError:
-                pass
-            else:
-                _send_request(sock)
-                return
-        with socket.socket(socket.AF_UNIX) as listener:
-            try:
-                listener.bind(address)
-            except OSError:
-                continue  # another worker of this raylet has just started the template
-            listener.listen(128)
-            if os.fork() == 0:
-                os.setsid()
-                _serve(listener, raylet)  # returns in the template's forks
-                break
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+        sock = Socket(AF_UNIX)
+        try:
+            sock.connect(address)
+        except ConnectionRefusedError:
+            _start_template(address)
+        else:
+            _send_request(sock)
+            return
 
 
 def _has_runtime_env() -> bool:
@@ -114,58 +39,31 @@ def _has_runtime_env() -> bool:
     return any(hashes)
 
 
-def _send_request(sock: socket.socket) -> None:
+def _start_template(address: bytes) -> None:
+    """Unless another worker of this raylet has just done so."""
+    listener = Socket(AF_UNIX)
+    try:
+        listener.bind(address)
+        listener.listen(128)
+        if os.fork() == 0:
+            os.setsid()
+            os.set_inheritable(listener.fileno(), True)
+            template = os.path.join(os.path.dirname(__file__), "worker_template.py")
+            os.execv(sys.executable, [sys.executable, template, str(listener.fileno())])
+    except OSError:
+        pass
+    finally:
+        listener.close()
+
+
+def _send_request(sock: Socket) -> None:
     """Returns when the template has forked."""
     leads_group = os.getpgrp() == os.getpid()
-    request = json.dumps((sys.argv, dict(os.environ), os.getcwd(), leads_group)).encode()
-    socket.send_fds(sock, [len(request).to_bytes(4, "big")], _STREAMS)
+    request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd(), leads_group))
+    streams = b"".join(fd.to_bytes(4, sys.byteorder) for fd in (0, 1, 2))
+    sock.sendmsg([len(request).to_bytes(4, "big")], [(SOL_SOCKET, SCM_RIGHTS, streams)])
     sock.sendall(request)
     sock.recv(1)
-
-
-def _serve(listener: socket.socket, raylet: int) -> None:
-    """Fork for every request until the raylet exits; return in each fork, set up as the request says."""
-    raylet_ended = os.pidfd_open(raylet)
-    # Threads do not survive a fork.
-    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    more = filter(None, os.environ.get("WARM_WORKERS_IMPORT", "").split(","))
-    for module in (*_IMPORTED, *more):
-        with suppress(ModuleNotFoundError):  # another Ray has it elsewhere
-            import_module(module)
-    if find_spec("pyarrow") is not None:
-        import_module(_ARROW)
-    sys.path[0] = str(Path(__file__).parents[2])
-    import_module("raytorchrpc.membership.join").preload()
-    _Hidden("raytorchrpc")
-    gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while raylet_ended not in select.select([listener, raylet_ended], [], [])[0]:
-        sock, _ = listener.accept()
-        length, streams, _, _ = socket.recv_fds(sock, 4, len(_STREAMS))
-        with sock.makefile("rb") as stream:
-            arguments, environment, directory, leads_group = json.loads(stream.read(int.from_bytes(length, "big")))
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            if leads_group:
-                os.setpgid(0, 0)
-            for number, fd in zip(_STREAMS, streams, strict=True):
-                os.dup2(fd, number)
-            _close(listener, sock, raylet_ended, *streams)
-            os.environ.clear()
-            os.environ.update(environment)
-            os.chdir(directory)
-            sys.argv[:] = arguments
-            return
-        _close(sock, *streams)
-    os._exit(0)
-
-
-def _close(*open_ones: socket.socket | int) -> None:
-    for one in open_ones:
-        if isinstance(one, int):
-            os.close(one)
-        else:
-            one.close()
 
 
 if __name__ == "__main__":
