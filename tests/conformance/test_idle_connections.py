@@ -167,7 +167,7 @@ def test_calls_that_race_with_closing_arrive_once(
 ) -> None:
     """None is lost, none is sent twice, each is over once, and no peer seems lost."""
     limits(sweep_s=0.001, idle_s=0.0, most=0)
-    names, rounds, callers = NAMES[:5], 100, 8
+    names, rounds, callers = NAMES[:5], 40, 8
     failures: list[BaseException] = []
     over = Counter[bytes]()
     lock = threading.Lock()

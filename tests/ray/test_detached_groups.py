@@ -128,9 +128,10 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
         assert count(a)[1] == 3
 
 
-def test_members_outlive_the_host_and_can_form_another_group(members: tuple[Any, Any]) -> None:
-    a, b = members
-    group, before = rtr.get_group("lasting"), count(a)
+def test_members_outlive_the_host_and_can_form_another_group(spawn: Spawn) -> None:
+    a, b = spawn(Returning), spawn(Returning)
+    group = rtr.init_group({"a": a, "b": b}, name="lasting", detached=True)
+    before = count(a)
     (host,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] == "lasting"]
     ray.kill(ray.get_actor(**host))
     assert wait_until(lambda: _has_ended(group), 60)  # ray.kill returns before

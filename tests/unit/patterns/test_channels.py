@@ -635,6 +635,7 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         ended = time.monotonic() + 2.5
         while time.monotonic() < ended:  # more than one call of the iteration
             assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
+            time.sleep(0.02)
         queue.put("late")
         queue.close()
         assert taking() == ["late"]
