@@ -157,7 +157,8 @@ def prices(ends: Sequence[Any], pick: Pick, called: bool) -> list[Line]:
     count, seconds = pick(20, 6, 1), pick(0.25, 0.2, 0.05)
     callee, caller = ends
     lines = []
-    for program in [*PROGRAMS, *([] if called else ["Ray's own calls"])]:
+    programs = list(PROGRAMS)
+    for program in [*pick(programs, programs, programs[:1]), *([] if called else ["Ray's own calls"])]:
         found: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(count):
             for shortened in random.sample([True, False], 2):

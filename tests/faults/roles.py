@@ -353,7 +353,7 @@ class Roles:
     def _did_with_shards(self, role: Role, ok: bool) -> None:
         """Only what succeeds counts: each has to go on."""
         self._done[role.number] += ok
-        time.sleep(2 * _PAUSE_S)
+        time.sleep(5 * _PAUSE_S)
 
     def _model(self, how: str) -> dict[str, Any]:
         """Some columns, or some rows."""
