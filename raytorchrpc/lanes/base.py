@@ -309,6 +309,17 @@ class Part(NamedTuple):
         """View what the target is to receive of the flat tensor. Raises OutOfBounds."""
         return view_at(flat, self.offset, (self.target.dtype, tuple(self.target.shape)), self.strides)
 
+    @property
+    def place(self) -> PartPlace:
+        offset, target, strides = self
+        shape, goal = tuple(target.shape), target.stride()
+        return offset, target.data_ptr(), shape, target.itemsize, strides, goal, target.device
+
+
+#: A part by its address, because to view the targets of a model takes longer than to queue copies to them: (offset,
+#: target's address, its shape, bytes of an element, strides, target's own strides, its device).
+PartPlace = tuple[int, int, tuple[int, ...], int, tuple[int, ...] | None, tuple[int, ...], torch.device]
+
 
 class Parts(Sequence[Part]):
     """Parts of a flat tensor which arrive in the same memory again and again, such as that of a model.
@@ -320,6 +331,7 @@ class Parts(Sequence[Part]):
         self,
         number: int,
         make: Callable[[int], Part],
+        places: Callable[[], Sequence[PartPlace]],
         filled: Sequence[torch.Tensor],
         nbytes: int,
         known: dict[Hashable, Any],
@@ -328,11 +340,13 @@ class Parts(Sequence[Part]):
         Args:
             number: how many parts there are.
             make: ``make(index)`` returns one of them.
+            places: returns ``Part.place`` of each.
             filled: tensors that have the memory of all targets.
             nbytes: of all targets.
             known: what lanes have worked out, for as long as the addresses and strides of ``filled`` stay the same.
         """
-        self._number, self._make, self.filled, self.nbytes, self.known = number, make, filled, nbytes, known
+        self._number, self._make, self.places = number, make, places
+        self.filled, self.nbytes, self.known = filled, nbytes, known
 
     def __len__(self) -> int:
         return self._number
@@ -341,6 +355,11 @@ class Parts(Sequence[Part]):
         if not -self._number <= index < self._number:
             raise IndexError(index)
         return self._make(index)
+
+
+def places_of(parts: Sequence[Part]) -> Sequence[PartPlace]:
+    """``Part.place`` of each."""
+    return parts.places() if isinstance(parts, Parts) else [part.place for part in parts]
 
 
 def prepared(parts: Sequence[Part], key: Hashable, make: Callable[[], T]) -> T:

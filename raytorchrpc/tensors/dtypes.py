@@ -67,16 +67,14 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-def strided_within(offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int, total: int) -> int:
+def strided_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the bytes from the first to the last of a strided region's elements, inclusive.
 
-    Raises OutOfBounds for a negative stride, or unless the region at byte ``offset`` lies within ``total`` bytes.
+    Raises OutOfBounds for a negative stride.
     """
     if any(stride < 0 for stride in strides):
         raise OutOfBounds(f"a region has negative strides: {tuple(strides)}")
-    size = span_of(shape, strides) * itemsize
-    within(offset, size, total)
-    return size
+    return span_of(shape, strides) * itemsize
 
 
 def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[int] | None = None) -> torch.Tensor:
@@ -87,7 +85,8 @@ def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[i
     dtype, extents = shape
     size = math.prod(extents) * dtype.itemsize
     if strides is not None:
-        span = strided_within(offset, extents, strides, dtype.itemsize, source.numel())
+        span = strided_span(extents, strides, dtype.itemsize)
+        within(offset, span, source.numel())
         if size:
             return source[offset : offset + span].view(dtype).as_strided(extents, tuple(strides))
     if not size:

@@ -158,3 +158,11 @@ def layout(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         strides[dimension] = size
         size *= shape[dimension]
     return tuple(strides), size
+
+
+@functools.lru_cache(4096)
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor with these strides is."""
+    wanted, size = layout(shape)
+    along = zip(shape, strides, wanted, strict=True)
+    return not size or all(extent == 1 or its == needed for extent, its, needed in along)

@@ -11,15 +11,15 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from raytorchrpc.lanes.base import SMALL, Part, ToCopy
+from raytorchrpc.lanes.base import SMALL, Part, ToCopy, places_of
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel, KernelSource
-from raytorchrpc.tensors.dtypes import span_of, strided_within, view_at, within
+from raytorchrpc.tensors.dtypes import span_of, strided_span, view_at, within
 
 
 class Rows(NamedTuple):
@@ -77,7 +77,6 @@ def collapse(
     return merged.pop().extent, merged
 
 
-@functools.lru_cache(8192)
 def rows_of(
     shape: tuple[int, ...], itemsize: int, source: tuple[int, ...], target: tuple[int, ...], max_pitch: int
 ) -> tuple[Rows, ...] | None:
@@ -117,8 +116,8 @@ _AT_ONCE = 127
 #: Larger copies are divided, so that all blocks have as much to do, or left to the copy engines (bytes).
 _LARGEST = 4 << 20
 
-_ROWS, _FLAT = struct.Struct("@QQIIII"), struct.Struct("@Q")
-_BATCH = _AT_ONCE * _ROWS.size
+_ENDS, _SIZES, _FLAT = struct.Struct("@QQ"), struct.Struct("@IIII"), struct.Struct("@Q")
+_BATCH = _AT_ONCE * (_ENDS.size + _SIZES.size)
 
 COPY_ROWS = KernelSource(
     "copy_rows",
@@ -191,33 +190,36 @@ class Copies:
         driver.copy_all(left, flat, stream)
 
     def _joined(self) -> tuple[list[tuple[int, bytes]], list[Rows]]:
-        here: list[Rows] = []
-        left: list[Rows] = []
-        for rows in self.rows:
-            (left if self._beside and rows.width * rows.number > _LARGEST else here).append(rows)
+        here, left = self.rows, list[Rows]()
+        if self._beside:
+            left = [rows for rows in here if rows.width * rows.number > _LARGEST]
+            here = [rows for rows in here if rows.width * rows.number <= _LARGEST]
         if len(here) < _MANY:
             return [], self.rows
-        parts = [part for rows in here for part in _divided(rows)]
-        return [_packed(parts[at : at + _AT_ONCE]) for at in range(0, len(parts), _AT_ONCE)], left
+        packed = [
+            _ENDS.pack(target + end, offset + begin) + rest
+            for target, offset, *sizes in here
+            for end, begin, rest in _divided(*sizes, _LARGEST)
+        ]
+        batches = [packed[at : at + _AT_ONCE] for at in range(0, len(packed), _AT_ONCE)]
+        return [(len(batch), b"".join(batch).ljust(_BATCH, b"\0")) for batch in batches], left
 
 
-def _divided(rows: Rows) -> Iterator[Rows]:
-    """Copies of at most _LARGEST bytes each, if rows are not longer."""
-    target, offset, width, number, source_pitch, target_pitch = rows
-    if number > 1 and width <= _LARGEST:
-        at_once = _LARGEST // width
-        for row in range(0, number, at_once):
-            begin, end = offset + row * source_pitch, target + row * target_pitch
-            yield Rows(end, begin, width, min(at_once, number - row), source_pitch, target_pitch)
-        return
-    for row in range(number):
-        begin, end = offset + row * source_pitch, target + row * target_pitch
-        for at in range(0, width, _LARGEST):
-            yield Rows(end + at, begin + at, min(_LARGEST, width - at), 1, 0, 0)
-
-
-def _packed(rows: Sequence[Rows]) -> tuple[int, bytes]:
-    return len(rows), b"".join(_ROWS.pack(*each) for each in rows).ljust(_BATCH, b"\0")
+@functools.lru_cache(1024)  # the layers of a model are alike
+def _divided(
+    width: int, number: int, source_pitch: int, target_pitch: int, most: int
+) -> Sequence[tuple[int, int, bytes]]:
+    """Divide rows into copies of at most ``most`` bytes each: where they begin in target and source, and their sizes as
+    the kernel has them.
+    """
+    if number > 1 and width <= most:
+        at_once, pitches = most // width, (source_pitch, target_pitch)
+        return [
+            (row * target_pitch, row * source_pitch, _SIZES.pack(width, min(at_once, number - row), *pitches))
+            for row in range(0, number, at_once)
+        ]
+    pieces = [(at, _SIZES.pack(min(most, width - at), 1, 0, 0)) for at in range(0, width, most)]
+    return [(row * target_pitch + at, row * source_pitch + at, sizes) for row in range(number) for at, sizes in pieces]
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -234,18 +236,15 @@ class Scatter(NamedTuple):
     def of(parts: Sequence[Part], size: int, device: torch.device, beside: bool = False) -> Scatter:
         """``size``: of the flat tensor (bytes). ``beside``: see Copies. Raises OutOfBounds."""
         found = Scatter(Copies(beside=beside), [])
-        for index, part in enumerate(parts):
-            offset, target, strides = part
-            if strides is None:
-                within(offset, target.nbytes, size)
-            else:
-                strided_within(offset, target.shape, strides, target.itemsize, size)
-            rows = _rows(target, strides, target.stride()) if target.device == device else None
-            if rows is None:
+        add = found.direct.rows.append
+        for index, (offset, address, shape, itemsize, strides, goal, its_device) in enumerate(places_of(parts)):
+            span, rows = _region(shape, itemsize, strides, goal)
+            within(offset, span, size)
+            if rows is None or its_device != device:
                 found.alone.append(index)
                 continue
-            begin = target.data_ptr()
-            found.direct.rows.extend(Rows(begin + row.target, offset + row.source, *row[2:]) for row in rows)
+            for target, source, *rest in rows:
+                add(Rows(address + target, offset + source, *rest))
         return found
 
     def queue(
@@ -265,10 +264,17 @@ class Scatter(NamedTuple):
         return [_by_temporary(parts[index], flat, device, driver, stream) for index in self.alone]
 
 
-def _rows(target: torch.Tensor, strides: tuple[int, ...] | None, goal: tuple[int, ...]) -> tuple[Rows, ...] | None:
-    """``goal``: strides of where the part goes. None: better by way of a temporary."""
-    shape = tuple(target.shape)
-    return rows_of(shape, target.itemsize, strides or packing.layout(shape)[0], goal, MAX_PITCH)
+@functools.lru_cache(8192)  # the layers of a model are alike
+def _region(
+    shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...] | None, goal: tuple[int, ...]
+) -> tuple[int, tuple[Rows, ...] | None]:
+    """The bytes from the first to the last of a part's elements, and the rows; None: better by way of a temporary.
+
+    ``strides``: see Part. ``goal``: of where it goes. Raises OutOfBounds for negative strides.
+    """
+    contiguous, size = packing.layout(shape)
+    span = size * itemsize if strides is None else strided_span(shape, strides, itemsize)
+    return span, rows_of(shape, itemsize, contiguous if strides is None else strides, goal, MAX_PITCH)
 
 
 def _by_temporary(
@@ -278,7 +284,7 @@ def _by_temporary(
     offset, target, strides = part
     shape = tuple(target.shape)
     contiguous = packing.layout(shape)[0]
-    rows = None if target.device == device else _rows(target, strides, contiguous)
+    rows = None if target.device == device else _region(shape, target.itemsize, strides, contiguous)[1]
     if rows is None:  # very many or very short rows
         strides = strides or contiguous
         span = torch.empty(span_of(shape, strides) * target.itemsize, dtype=torch.uint8, device=device)

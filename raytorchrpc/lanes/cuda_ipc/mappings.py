@@ -21,7 +21,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import fork
 from raytorchrpc.process.cuda_driver import driver
-from raytorchrpc.tensors.dtypes import Shape, strided_within, within
+from raytorchrpc.tensors.dtypes import Shape, strided_span, within
 
 
 class Mapped:
@@ -117,7 +117,7 @@ def tensor_over(
     Raises OutOfBounds.
     """
     dtype, extents = shape
-    strided_within(0, extents, strides, dtype.itemsize, size)
+    within(0, strided_span(extents, strides, dtype.itemsize), size)
     described = {"shape": (size,), "typestr": "|u1", "data": (mapped.at(offset, size), False), "version": 2}
     # The loan comes first, so that it is released before the mapping.
     window = SimpleNamespace(loan=loan, mapped=mapped, __cuda_array_interface__=described)

@@ -33,6 +33,7 @@ from raytorchrpc.lanes.base import (
     WindowLane,
     checked,
     never_fetched,
+    places_of,
     prepared,
 )
 from raytorchrpc.lanes.common import packing
@@ -122,12 +123,12 @@ class _Copies(NamedTuple):
     def of(parts: Sequence[Part], size: int) -> _Copies:
         """``size``: of the flat tensor (bytes). Raises OutOfBounds."""
         found = _Copies([], [])
-        for index, (offset, target, strides) in enumerate(parts):
-            if strides is not None or not target.is_cpu or not target.is_contiguous():
+        for index, (offset, address, shape, itemsize, strides, goal, device) in enumerate(places_of(parts)):
+            if strides is not None or device.type != "cpu" or not packing.is_contiguous(shape, goal):
                 found.rest.append(index)
-            elif length := target.nbytes:
+            elif length := packing.layout(shape)[1] * itemsize:
                 within(offset, length, size)
-                found.straight.append((target.data_ptr(), offset, length))
+                found.straight.append((address, offset, length))
         return found
 
 

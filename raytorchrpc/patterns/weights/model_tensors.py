@@ -180,7 +180,7 @@ def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
         remedy = ": to_empty() gives a module memory" if tensor.is_meta else ""
         raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory{remedy}")
-    return tensor.detach()
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked(name: str, shard: Shard, store: str) -> Shard:
     given: Any = shard.tensor
-    if not isinstance(given, torch.Tensor) or _is_dtensor(given):
+    if type(given) not in _PLAIN and (not isinstance(given, torch.Tensor) or _is_dtensor(given)):
         raise ConfigurationError(
             f"{name!r} of the weights for {store!r} is a Shard of a {type(given).__name__}, not of a tensor"
         )

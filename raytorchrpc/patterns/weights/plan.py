@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-import math
+import itertools
 import operator
 import re
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from raytorchrpc.patterns.weights.conversions import (
     converts_blocks,
     scales_of,
 )
-from raytorchrpc.patterns.weights.shards import Box, Region, Row, Shard, region_of
+from raytorchrpc.patterns.weights.shards import Box, PlaceInWhole, Region, Row, Shard, region_of
 from raytorchrpc.patterns.weights.snapshots import Place, TensorSpec, converted_specs, lay_out
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
@@ -148,12 +149,10 @@ def renames(mapping: Renamed | None) -> dict[str, tuple[str, ...]]:
 _CPU = torch.device("cpu")
 
 
-class Held(NamedTuple):
-    """A shard that a publisher has."""
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What a shard that a publisher has is like. The layers of a model share these: they are compared by identity."""
 
-    source: int  # which publisher
-    publisher: str  # its name
-    place: int  # in its layout
     dtype: str  # as published, or after ``conversion``
     global_shape: tuple[int, ...]
     box: Box
@@ -161,15 +160,63 @@ class Held(NamedTuple):
     """That its publisher makes before, if it is not the one to the model's dtype; see ``conversions``."""
 
 
-class Wanted(NamedTuple):
-    """A box of a published tensor that goes to a region of one of the model's tensors."""
+@functools.lru_cache(4096)
+def _kind_of(dtype: str, shape: tuple[int, ...], place: PlaceInWhole | None) -> Kind:
+    """See ``Row``."""
+    whole, offset = (shape, (0,) * len(shape)) if place is None else place
+    return Kind(dtype, whole, Box(offset, shape))
 
-    target: str  # name of the model's tensor
+
+class Held(NamedTuple):
+    """A shard that a publisher has."""
+
+    source: int  # which publisher
+    publisher: str  # its name
+    place: int  # in its layout
+    kind: Kind
+
+
+class Published:
+    """What publishers have of each tensor."""
+
+    def __init__(self, publishers: Sequence[str], layouts: Sequence[KnownLayout]) -> None:
+        self._publishers = publishers
+        self.kinds = [{name: _kind_of(*kind) for name, *kind in layout.rows} for layout in layouts]
+        self.places = [dict(zip(kinds, range(len(kinds)), strict=True)) for kinds in self.kinds]
+        """For each publisher, by the tensor's name."""
+        self.names = dict.fromkeys(itertools.chain.from_iterable(self.kinds))
+
+    def held(self, name: str) -> list[Held]:
+        its = enumerate(zip(self._publishers, self.places, self.kinds, strict=True))
+        return [Held(source, by, places[name], kinds[name]) for source, (by, places, kinds) in its if name in kinds]
+
+    def make(self, name: str, of: Held, kind: Kind) -> None:
+        """Note that a publisher makes a tensor of one that it has."""
+        self.names[name], self.places[of.source][name], self.kinds[of.source][name] = None, of.place, kind
+
+
+@dataclass(frozen=True, eq=False)
+class Wanted:
+    """A box of a published tensor that goes to a region of one of the model's tensors. Shared like ``Kind``."""
+
+    dtype: str
     shape: tuple[int, ...]  # of the model's tensor
     begin: tuple[int, ...]  # where the region begins in it
-    dtype: str
     global_shape: tuple[int, ...]
     box: Box
+
+
+@functools.lru_cache(4096)
+def _box_for(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    whole: tuple[int, ...],
+    offset: tuple[int, ...],
+    extents: tuple[int, ...] | None = None,
+    begin: tuple[int, ...] | None = None,
+) -> Wanted:
+    """What a tensor of the model wants. ``extents``: of the box, if it is not the whole tensor's."""
+    return Wanted(DTYPE_NAMES[dtype], shape, begin or (0,) * len(shape), whole, Box(offset, extents or shape))
 
 
 class Transfer(NamedTuple):
@@ -190,14 +237,19 @@ class KnownLayout:
         self.number, self.rows = number, rows
         self._offsets: dict[str | None, list[int]] = {}
 
-    def offset(self, place: Place) -> int:
-        """Where a tensor begins in the memory of a snapshot that has all tensors on one device (bytes)."""
-        index, conversion = place
-        if conversion not in self._offsets:
-            specs = [TensorSpec(DTYPES[dtype], shape, _CPU) for _, dtype, shape, _ in self.rows]
-            specs = specs if conversion is None else converted_specs(specs, conversion)
-            self._offsets[conversion] = lay_out(specs)[0]
-        return self._offsets[conversion][index]
+    def offsets(self, conversion: str | None) -> list[int]:
+        """Where each tensor begins in the memory of a snapshot that has all tensors on one device (bytes)."""
+        if (found := self._offsets.get(conversion)) is None:
+            kinds = [(_bytes_of(dtype, shape, conversion), _CPU) for _, dtype, shape, _ in self.rows]
+            found = self._offsets[conversion] = lay_out(kinds)[0]
+        return found
+
+
+@functools.lru_cache(4096)
+def _bytes_of(dtype: str, shape: tuple[int, ...], conversion: str | None) -> int:
+    """Of a tensor after a conversion."""
+    spec = TensorSpec(DTYPES[dtype], shape, _CPU)
+    return (spec if conversion is None else converted_specs([spec], conversion)[0]).nbytes
 
 
 class Options(NamedTuple):
@@ -252,68 +304,65 @@ def plan(request: Request, layouts: Sequence[KnownLayout], near: Sequence[int], 
 
     What several have comes from the nearest; ``turn`` spreads readers over equally near ones.
     """
-    published = held_by_name(request.publishers, layouts)
+    published = Published(request.publishers, layouts)
     wrong: list[str] = []
     lacking, unpublished = list[str](), list[str]()
     if isinstance(request.options.convert, BlockFp8):
         request = _quantize(request, request.options.convert, published)
     transfers: list[list[Transfer]] = [[] for _ in layouts]
-    for number, (name, wanted) in enumerate(_wanted(request, published, wrong, unpublished)):
-        held = published[name]
-        if (mismatch := _mismatch(name, wanted, held, request.options.convert)) is not None:
-            wrong.append(mismatch)
-            continue
-        ranked = held
-        if len(held) > 1:
-            ranked = sorted(held, key=lambda one: (near[one.source], (one.source + turn + number) % len(layouts)))
-        pieces, missing = _divide(wanted.box, wanted.begin, tuple([one.box for one in ranked]))
-        for piece in pieces:
-            one = ranked[piece[0]]
-            transfers[one.source].append(_transfer(layouts[one.source], one, wanted, piece))
-        if missing:
+    known: dict[Hashable, _Divided] = {}  # the layers of a model are alike
+    for number, (name, target, wanted) in enumerate(_wanted(request, published, wrong, unpublished)):
+        alike, shift = (wanted, *[kinds.get(name) for kinds in published.kinds]), (number + turn) % len(layouts)
+        divided = known.get(alike) or known.get((alike, shift))
+        if divided is None:
+            held = published.held(name)
+            if (mismatch := _mismatch(name, wanted, held, request.options.convert)) is not None:
+                wrong.append(mismatch)
+                continue
+            ranks = [(near[source], (source + shift) % len(layouts)) for source in range(len(layouts))]
+            divided = _divide(wanted, sorted(held, key=lambda one: ranks[one.source]))
+            known[(alike, shift) if divided.depends_on_order else alike] = divided
+        for source, conversion, region, first, nbytes, begin in divided.pieces:
+            place = published.places[source][name]
+            offset = layouts[source].offsets(conversion)[place] + first
+            transfers[source].append(Transfer((place, conversion), region, offset, nbytes, target, begin))
+        if missing := divided.missing:
             wrong.append(
                 f"{name!r}: {' and '.join(map(str, missing[:3]))} of {wanted.global_shape} were not published "
-                f"(published: {_shown(held)}; the model wants {wanted.box})"
+                f"(published: {_shown(published.held(name))}; the model wants {wanted.box})"
             )
     if request.options.strict:
         used = {part for name in request.targets for part in request.options.mapping.get(name, (name,))}
         used |= request.elsewhere
-        lacking = [name for name in published if name not in used and selects(request.options.only, name)]
+        lacking = [name for name in published.names if name not in used and selects(request.options.only, name)]
         wrong += [f"the model has no {name!r}, which was published" for name in lacking]
     check_fits(request.store, wrong, lacking, unpublished)
     return transfers
 
 
-def held_by_name(publishers: Sequence[str], layouts: Sequence[KnownLayout]) -> dict[str, list[Held]]:
-    """What publishers have of each tensor, by its name."""
-    found: dict[str, list[Held]] = {}
-    for source, (publisher, layout) in enumerate(zip(publishers, layouts, strict=True)):
-        for place, (name, dtype, shape, shard) in enumerate(layout.rows):
-            whole, offset = (shape, (0,) * len(shape)) if shard is None else shard
-            found.setdefault(name, []).append(Held(source, publisher, place, dtype, whole, Box(offset, shape)))
-    return found
-
-
 def _wanted(
-    request: Request, published: Mapping[str, list[Held]], wrong: list[str], unpublished: list[str]
-) -> list[tuple[str, Wanted]]:
-    """The boxes that the model wants, by published name. Adds what is amiss to ``wrong`` and ``unpublished``."""
-    found: list[tuple[str, Wanted]] = []
+    request: Request, published: Published, wrong: list[str], unpublished: list[str]
+) -> list[tuple[str, str, Wanted]]:
+    """What is wanted of each published name, and for which tensor of the model.
+
+    Adds what is amiss to ``wrong`` and ``unpublished``.
+    """
+    found: list[tuple[str, str, Wanted]] = []
     for target, shard in request.targets.items():
         names = request.options.mapping.get(target, (target,))
-        unknown = [name for name in names if name not in published]
+        unknown = [name for name in names if name not in published.names]
         if unknown:
             if request.options.strict or len(unknown) < len(names):
                 what = f", which {target!r} is to be made of," if target in request.options.mapping else " of the model"
                 wrong += [f"{name!r}{what} was not published" for name in unknown]
                 unpublished += [] if target in request.options.mapping else unknown
             continue
-        dtype = DTYPE_NAMES[shard.tensor.dtype]
         if len(names) == 1:
-            begin = (0,) * len(shard.global_shape)
-            found.append((names[0], Wanted(target, shard.box.shape, begin, dtype, shard.global_shape, shard.box)))
+            wanted = _box_for(shard.tensor.dtype, tuple(shard.tensor.shape), shard.global_shape, shard.offset)
+            found.append((names[0], target, wanted))
         else:
-            found += _fused(target, shard, dtype, [(name, published[name][0].global_shape) for name in names], wrong)
+            parts = [(name, published.held(name)[0].kind.global_shape) for name in names]
+            found += [(name, target, part) for name, part in _fused(target, shard, parts, wrong)]
     wrong += [
         f"mapping names {name!r}, which the model does not have (the model's name comes first, then what was published)"
         for name in request.options.mapping
@@ -322,41 +371,46 @@ def _wanted(
     return found
 
 
-def _quantize(request: Request, fp8: BlockFp8, published: dict[str, list[Held]]) -> Request:
+def _quantize(request: Request, fp8: BlockFp8, published: Published) -> Request:
     """Put the values and scales that publishers make in the place of their source; the request for both."""
     mapping, wrong = dict(request.options.mapping), list[str]()
     made: dict[str, list[Held]] = {}
     for target, shard in request.targets.items():
         names = mapping.get(target, (target,))
-        if shard.tensor.dtype is not FP8 or any(name not in published for name in names):
+        if shard.tensor.dtype is not FP8 or any(name not in published.names for name in names):
             continue
-        parts = {name: published[name] for name in names}
-        if all(one.dtype == DTYPE_NAMES[FP8] for held in parts.values() for one in held):
+        parts = {name: published.held(name) for name in names}
+        if all(one.kind.dtype == DTYPE_NAMES[FP8] for held in parts.values() for one in held):
             continue  # published in fp8
         obstacles = [text for name, held in parts.items() for text in _unquantizable(name, held, fp8)]
         wrong += obstacles or _misfits_of_scales(target, request.targets, parts, fp8)
         mapping[target + fp8.suffix] = tuple(name + fp8.suffix for name in names)
         for name, held in parts.items():
-            if name + fp8.suffix in published:
+            if name + fp8.suffix in published.names:
                 wrong.append(f"{name + fp8.suffix!r} was published, but convert=BlockFp8 makes it of {name!r}")
             elif not obstacles:
-                made[name] = [one._replace(dtype=DTYPE_NAMES[FP8], conversion=fp8.values) for one in held]
-                made[name + fp8.suffix] = [_scales_held(one, fp8) for one in held]
+                made[name] = held
     check_fits(request.store, wrong)
-    published.update(made)
+    for name, held in made.items():
+        for one in held:
+            values, scales = _quantized(one.kind, fp8)
+            published.make(name, one, values)
+            published.make(name + fp8.suffix, one, scales)
     return request._replace(options=request.options._replace(mapping=mapping))
 
 
-def _scales_held(held: Held, fp8: BlockFp8) -> Held:
-    box = scales_of(held.box, held.global_shape, fp8.block)
+@functools.lru_cache(4096)
+def _quantized(kind: Kind, fp8: BlockFp8) -> tuple[Kind, Kind]:
+    """The values and the scales."""
+    box = scales_of(kind.box, kind.global_shape, fp8.block)
     assert box is not None  # see _unquantizable
-    shape = blocks_in(held.global_shape, fp8.block)
-    return held._replace(dtype="float32", global_shape=shape, box=box, conversion=fp8.scales)
+    scales = Kind("float32", blocks_in(kind.global_shape, fp8.block), box, fp8.scales)
+    return replace(kind, dtype=DTYPE_NAMES[FP8], conversion=fp8.values), scales
 
 
 def _unquantizable(name: str, held: Sequence[Held], fp8: BlockFp8) -> list[str]:
     """Why publishers cannot convert a tensor to fp8."""
-    dtype, shape = held[0].dtype, held[0].global_shape
+    dtype, shape = held[0].kind.dtype, held[0].kind.global_shape
     if (difference := differing(name, held)) is not None:
         return [difference]
     if dtype not in SOURCES:
@@ -364,10 +418,10 @@ def _unquantizable(name: str, held: Sequence[Held], fp8: BlockFp8) -> list[str]:
     if len(shape) != 2:
         return [f"{name!r} has shape {shape}, and BlockFp8 converts matrices, which have two dimensions"]
     return [
-        f"{name!r}: the shard {one.box} of {shape} by {one.publisher!r} cuts a block of {fp8}: publish shards "
+        f"{name!r}: the shard {one.kind.box} of {shape} by {one.publisher!r} cuts a block of {fp8}: publish shards "
         f"that begin at multiples of a block and end there, or with the tensor"
         for one in held
-        if scales_of(one.box, one.global_shape, fp8.block) is None
+        if scales_of(one.kind.box, shape, fp8.block) is None
     ]
 
 
@@ -378,7 +432,7 @@ def _misfits_of_scales(
     shard, scales, name = targets[target], targets.get(target + fp8.suffix), target + fp8.suffix
     if len(shard.global_shape) != 2:
         return []  # another shape than the published one
-    *others, last = ((part, held[0].global_shape[0]) for part, held in parts.items())
+    *others, last = ((part, held[0].kind.global_shape[0]) for part, held in parts.items())
     for part, rows in others if shard.is_whole else (*others, last) if others else ():
         if rows % fp8.block[0]:
             return [f"{target!r} is made of {part!r}, whose {rows} rows are not a multiple of a block of {fp8}"]
@@ -396,7 +450,7 @@ def _misfits_of_scales(
 
 
 def _fused(
-    target: str, shard: Shard, dtype: str, parts: Sequence[tuple[str, tuple[int, ...]]], wrong: list[str]
+    target: str, shard: Shard, parts: Sequence[tuple[str, tuple[int, ...]]], wrong: list[str]
 ) -> list[tuple[str, Wanted]]:
     """Divide a fused tensor, or the same share of each part, along its first dimension."""
     whole = shard.global_shape
@@ -405,28 +459,27 @@ def _fused(
         shapes = " + ".join(str(shape) for _, shape in parts)
         wrong.append(f"{target!r} is {whole} in the model, and made of {shapes}, one after the other along dimension 0")
         return []
-    first, extent = shard.offset[0], shard.tensor.shape[0]
+    dtype, extents, (first, *rest_of_offset) = shard.tensor.dtype, tuple(shard.tensor.shape), shard.offset
     found: list[tuple[str, Wanted]] = []
     begin = 0
     for name, shape in parts:
-        share, rest = divmod(shape[0] * extent, whole[0])
+        share, rest = divmod(shape[0] * extents[0], whole[0])
         offset, odd = divmod(shape[0] * first, whole[0])
         if rest or odd:
             wrong.append(
-                f"{target!r} has {extent} rows from {first} on of {whole[0]}, which is no whole number of rows of "
+                f"{target!r} has {extents[0]} rows from {first} on of {whole[0]}, which is no whole number of rows of "
                 f"{name!r} {shape}: pull into a Shard of each part"
             )
             return []
-        box = Box((offset, *shard.offset[1:]), (share, *shard.tensor.shape[1:]))
-        start = (begin,) + (0,) * (len(whole) - 1)
-        found.append((name, Wanted(target, shard.box.shape, start, dtype, shape, box)))
+        box = (offset, *rest_of_offset), (share, *extents[1:])
+        found.append((name, _box_for(dtype, extents, shape, *box, (begin,) + (0,) * (len(whole) - 1))))
         begin += share
     return found
 
 
 def differing(name: str, held: Sequence[Held]) -> str | None:
     """What is amiss if publishers disagree on a tensor's global shape or dtype."""
-    if len(held) > 1 and len({(one.global_shape, one.dtype) for one in held}) > 1:
+    if len(held) > 1 and len({(one.kind.global_shape, one.kind.dtype) for one in held}) > 1:
         return f"{name!r} differs between publishers: {_shown(held)}"
     return None
 
@@ -434,7 +487,7 @@ def differing(name: str, held: Sequence[Held]) -> str | None:
 def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert) -> str | None:
     if (difference := differing(name, held)) is not None:
         return difference
-    shape, dtype = held[0].global_shape, held[0].dtype
+    shape, dtype = held[0].kind.global_shape, held[0].kind.dtype
     if shape != wanted.global_shape:
         is_whole = wanted.box.shape == wanted.global_shape and len(shape) == len(wanted.global_shape)
         may_be_part = is_whole and all(map(operator.le, wanted.global_shape, shape))
@@ -442,7 +495,7 @@ def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert)
         return f"{name!r} is {shape} as published, and {wanted.global_shape} in the model{remedy}"
     if dtype == wanted.dtype:
         return None
-    if held[0].conversion is not None:
+    if held[0].kind.conversion is not None:
         return (
             f"{name!r} is {wanted.dtype} in one tensor of the model, and {dtype} in another: BlockFp8 makes one of them"
         )
@@ -454,38 +507,43 @@ def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert)
 
 
 def _shown(held: Sequence[Held]) -> str:
-    return ", ".join(f"{one.dtype} {one.global_shape} {one.box} by {one.publisher!r}" for one in held[:4])
+    return ", ".join(f"{its.dtype} {its.global_shape} {its.box} by {publisher!r}" for _, publisher, _, its in held[:4])
 
 
-def _transfer(layout: KnownLayout, held: Held, wanted: Wanted, piece: _Piece) -> Transfer:
-    _, source_begin, target_begin, shape = piece
-    place = held.place, held.conversion or (None if held.dtype == wanted.dtype else wanted.dtype)
-    first, strides = region_of(held.box.shape, source_begin, shape)
-    itemsize = DTYPES[wanted.dtype].itemsize
-    begin = None if shape == wanted.shape else target_begin
-    offset = layout.offset(place) + first * itemsize
-    return Transfer(place, (first, shape, strides), offset, math.prod(shape) * itemsize, wanted.target, begin)
+#: A piece of what is wanted: (publisher that has it, its conversion, the region there, the bytes before it there, its
+#: bytes, where it begins in the model's tensor (None: it fills all of that)).
+_Piece = tuple[int, str | None, Region, int, int, tuple[int, ...] | None]
 
 
-#: A piece of a box: (number of the box that has it, where it begins there, where it begins in the target, shape).
-_Piece = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+class _Divided(NamedTuple):
+    """How what is wanted comes from those that have parts of it."""
+
+    pieces: Sequence[_Piece]
+    missing: Sequence[Box]  # what none has
+    depends_on_order: bool  # because several have the same
 
 
-@functools.lru_cache(4096)  # the layers of a model are alike
-def _divide(wanted: Box, begin: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[Sequence[_Piece], Sequence[Box]]:
-    """Divide a box, at ``begin`` in the target, among those that have parts of it; also what none has."""
+def _divide(wanted: Wanted, held: Iterable[Held]) -> _Divided:
+    """``held``: in the order in which they are asked for what they have."""
     pieces: list[_Piece] = []
-    missing = [wanted] if wanted.size else []
-    for number, its in enumerate(boxes):
-        left: list[Box] = []
+    missing, itemsize, common_size = [wanted.box] if wanted.box.size else [], DTYPES[wanted.dtype].itemsize, 0
+    for source, _, _, kind in held:
+        left = list[Box]()
+        if (all_common := wanted.box.intersection(kind.box)) is None:
+            continue
+        common_size += all_common.size
+        conversion = kind.conversion or (None if kind.dtype == wanted.dtype else wanted.dtype)
         for box in missing:
-            common = box.intersection(its)
+            common = box.intersection(kind.box)
             if common is None:
                 left.append(box)
                 continue
-            source = tuple(at - first for at, first in zip(common.offset, its.offset, strict=True))
-            steps = zip(begin, common.offset, wanted.offset, strict=True)
-            pieces.append((number, source, tuple(own + at - first for own, at, first in steps), common.shape))
+            inside = tuple(map(operator.sub, common.offset, kind.box.offset))
+            steps = zip(wanted.begin, common.offset, wanted.box.offset, strict=True)
+            begin = None if common.shape == wanted.shape else tuple(own + at - first for own, at, first in steps)
+            first, strides = region_of(kind.box.shape, inside, common.shape)
+            region = first, common.shape, strides
+            pieces.append((source, conversion, region, first * itemsize, common.size * itemsize, begin))
             left += box.without(common)
         missing = left
-    return pieces, missing
+    return _Divided(pieces, missing, common_size > wanted.box.size - sum(box.size for box in missing))

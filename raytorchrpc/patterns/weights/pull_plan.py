@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc.lanes.base import Part, Parts
+from raytorchrpc.lanes.base import Part, PartPlace, Parts
 from raytorchrpc.patterns.weights.model_tensors import Targets, ties_of
 from raytorchrpc.patterns.weights.plan import (
     KnownLayout,
@@ -129,11 +130,11 @@ class SourcePlan:
     def __init__(self, number: int, layout: KnownLayout, transfers: Sequence[Transfer], ties: Sequence[Tie]) -> None:
         """``number``: of the source in the plan. ``ties``: between its tensors."""
         self.number, self.layout, self.transfers, self.ties = number, layout, transfers, ties
-        self.nbytes = sum(transfer.nbytes for transfer in transfers)
+        self.nbytes = sum([transfer.nbytes for transfer in transfers])
         self.pieces: dict[str | None, list[Transfer]] = {}  # by conversion; see ``Snapshot.pieces``
         for transfer in transfers:
             self.pieces.setdefault(transfer.place[1], []).append(transfer)
-        self.names = [list(dict.fromkeys(transfer.target for transfer in its)) for its in self.pieces.values()]
+        self.names = [list(dict.fromkeys([transfer.target for transfer in its])) for its in self.pieces.values()]
         """Of the model's tensors that each piece fills."""
 
 
@@ -168,8 +169,20 @@ class ModelSelection(Selection):
             transfer = transfers[index]
             return Part(transfer.offset, _view(transfer, self._into), transfer.region[2])
 
+        def places() -> list[PartPlace]:
+            layouts = [(its.data_ptr(), its.itemsize, its.stride(), its.device) for its in filled]
+            by_name = dict(zip(names, layouts, strict=True))
+            found: list[PartPlace] = []
+            for _, (_, shape, strides), offset, _, target, begin in transfers:
+                address, itemsize, goal, device = by_name[target]
+                if begin is not None:
+                    address += itemsize * sum(map(operator.mul, begin, goal))
+                found.append((offset, address, shape, itemsize, strides, goal, device))
+            return found
+
+        filled = [self._into[name] for name in names]
         size = self.plan.nbytes if len(self.plan.pieces) == 1 else sum(transfer.nbytes for transfer in transfers)
-        return Parts(len(transfers), make, [self._into[name] for name in names], size, known)
+        return Parts(len(transfers), make, places, filled, size, known)
 
     @property
     def converts(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,13 +31,12 @@ class Box(NamedTuple):
     def intersection(self, other: Box) -> Box | None:
         """The indices in both; None if there are none."""
         begin = tuple(map(max, self.offset, other.offset))
-        ends = map(min, self.end, other.end)
-        shape = tuple(end - first for first, end in zip(begin, ends, strict=True))
-        return Box(begin, shape) if all(extent > 0 for extent in shape) else None
+        shape = tuple(map(operator.sub, map(min, self.end, other.end), begin))
+        return Box(begin, shape) if min(shape, default=1) > 0 else None
 
     @property
     def end(self) -> tuple[int, ...]:
-        return tuple(begin + extent for begin, extent in zip(self.offset, self.shape, strict=True))
+        return tuple(map(operator.add, self.offset, self.shape))
 
     def without(self, part: Box) -> list[Box]:
         """Boxes that have the other indices. ``part`` lies in this box."""
@@ -107,7 +106,6 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
 
 
-@functools.lru_cache(4096)
 def region_of(
     shape: tuple[int, ...], begin: tuple[int, ...], extents: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...] | None]:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,10 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     device: torch.device
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class Layout(NamedTuple):
     """The tensors that a version has."""
@@ -64,18 +68,24 @@ class Layout(NamedTuple):
 
     @property
     def rows(self) -> list[Row]:
+        share: Callable[[Any, Any], Any] = {}.setdefault  # the layers of a model are alike: a message has each once
         rows = zip(self.names, self.specs, self.places, strict=True)
-        return [(name, DTYPE_NAMES[spec.dtype], spec.shape, place) for name, spec, place in rows]
+        return [
+            (name, DTYPE_NAMES[spec.dtype], share(spec.shape, spec.shape), share(place, place))
+            for name, spec, place in rows
+        ]
 
 
-def lay_out(specs: Sequence[TensorSpec]) -> tuple[list[int], dict[torch.device, int]]:
-    """The offset of each tensor in its device's memory, and the bytes of each device. Small tensors lie together."""
-    bytes_of = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-    offsets, sizes = [0] * len(specs), dict.fromkeys((spec.device for spec in specs), 0)
-    for place in sorted(range(len(specs)), key=lambda place: bytes_of[place] < SMALL):
-        device = specs[place].device
-        offsets[place] = sizes[device]
-        sizes[device] += (bytes_of[place] + _ALIGN - 1) & -_ALIGN
+def lay_out(kinds: Sequence[tuple[int, torch.device]]) -> tuple[list[int], dict[torch.device, int]]:
+    """Of tensors of these bytes on these devices: the offset of each in its device's memory, and the bytes of each
+    device. Small tensors lie together.
+    """
+    offsets, sizes = [0] * len(kinds), dict.fromkeys([device for _, device in kinds], 0)
+    for are_small in (False, True):
+        for place, (size, device) in enumerate(kinds):
+            if (size < SMALL) is are_small:
+                offsets[place] = sizes[device]
+                sizes[device] += (size + _ALIGN - 1) & -_ALIGN
     return offsets, sizes
 
 
@@ -88,7 +98,7 @@ class VersionMemory:
     """Memory for tensors of these specs: one piece for each device."""
 
     def __init__(self, specs: Sequence[TensorSpec], allocate_shared: AllocateShared) -> None:
-        offsets, sizes = lay_out(specs)
+        offsets, sizes = lay_out([(spec.nbytes, spec.device) for spec in specs])
         self.whole: torch.Tensor | None = None
         """All of the memory as bytes, if it is one piece that peers can read in place."""
         pieces: dict[torch.device, torch.Tensor] = {}

@@ -14,7 +14,7 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.plan import Held, KnownLayout, check_fits, differing, held_by_name
+from raytorchrpc.patterns.weights.plan import Held, KnownLayout, Published, check_fits, differing
 from raytorchrpc.patterns.weights.published import LAYOUT
 from raytorchrpc.patterns.weights.publishers import look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.shards import Box
@@ -149,12 +149,13 @@ def describe(
             after = committed.version
             continue
         layouts = [KnownLayout(number, rows) for _, number, rows in found]
-        held = held_by_name([source.home for source in sources], layouts)
+        published = Published([source.home for source in sources], layouts)
+        held = {name: published.held(name) for name in published.names}
         check_fits(store.name, [wrong for name, its in held.items() if (wrong := differing(name, its)) is not None])
         return StoreLayout(store.name, found[0][0], tuple((name, _tensor(its)) for name, its in held.items()))
 
 
 def _tensor(held: Sequence[Held]) -> TensorLayout:
-    shape = held[0].global_shape
-    shards = (PublishedShard(one.publisher, *one.box) for one in held if one.box.size or not math.prod(shape))
-    return TensorLayout(DTYPES[held[0].dtype], shape, tuple(shards))
+    shape, boxes = held[0].kind.global_shape, [(one.publisher, one.kind.box) for one in held]
+    shards = (PublishedShard(publisher, *box) for publisher, box in boxes if box.size or not math.prod(shape))
+    return TensorLayout(DTYPES[held[0].kind.dtype], shape, tuple(shards))

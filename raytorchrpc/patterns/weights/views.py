@@ -118,9 +118,9 @@ def view_in_place(
         rows = pull.layout.rows
         wanted = set(selected(globs, [name for name, *_ in rows], store.name))
         with torch.inference_mode(False):
-            flat = _tracked(flat, partial(local.cleanup.leave, release))
+            flat, offsets = _tracked(flat, partial(local.cleanup.leave, release)), pull.layout.offsets(None)
             tensors = {
-                name: view_at(flat, pull.layout.offset((place, None)), (DTYPES[dtype], shape))
+                name: view_at(flat, offsets[place], (DTYPES[dtype], shape))
                 for place, (name, dtype, shape, _) in enumerate(rows)
                 if name in wanted
             }

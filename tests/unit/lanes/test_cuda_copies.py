@@ -186,13 +186,13 @@ def test_copies_of_parts_that_come_again_need_only_the_memory(compiled: Callable
 
     known: dict[Any, Any] = {}
     for _ in range(2):
-        again = Parts(len(parts), make, [], 0, known)
+        again = Parts(len(parts), make, lambda: [part.place for part in parts], [], 0, known)
         copies = prepared(again, "copies", lambda its=again: Scatter.of(its, 1 << 20, CPU))  # type: ignore[misc]
-        made.clear()
         flat = flat.roll(4)
         for target, source in copies.queue(again, flat.data_ptr(), CPU, Memory(), compiled, 0):
             target.copy_(source)
         assert made == [8], "the others are known by their addresses"
+        made.clear()
         for offset, target, strides in parts:
             source = flat[offset:].view(torch.int32)
             wanted = source.as_strided(target.shape, strides or target.stride())
