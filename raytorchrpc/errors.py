@@ -181,6 +181,11 @@ class RemoteError(RayTorchRpcError):
         self.traceback_text = traceback_text
 
 
+def no_memory(process: str, what: str, cause: BaseException) -> MemoryError:
+    """The error of a process that has no memory to pickle or unpickle ``what``."""
+    return MemoryError(f"{process} has no memory for {what} ({shown(cause)})")
+
+
 def shown(error: BaseException) -> str:
     """One line for a message: the exception's class, and its text if it has one."""
     kind = type(error).__name__

@@ -24,6 +24,7 @@ import torch
 
 from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
+from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors import distributed_tensors, plain_values
 from raytorchrpc.tensors.plain_values import Bulk, gathered
 
@@ -116,8 +117,8 @@ class Codec:
 
         ``own``: lift the tensor objects in ``obj`` themselves if possible, not new tensors over the same memory.
         ``keep_graph``: lift tensors with their autograd history, so that distributed autograd records the hop;
-        otherwise they arrive as leaves with the same ``requires_grad``. Raises SerializationError, which names the type
-        that could not be pickled.
+        otherwise they arrive as leaves with the same ``requires_grad``. Raises MemoryError or SerializationError, which
+        names the type that could not be pickled.
         """
         if obj is None:  # as most methods return
             return NOTHING
@@ -135,9 +136,9 @@ class Codec:
         except RayTorchRpcError:
             raise
         except BaseException as error:
-            if _is_interrupt(error):
+            if _is_interrupt(error) or isinstance(error, MemoryError):
                 raise
-            raise SerializationError(shown(error)) from error
+            raise (MemoryError if is_shortage(error) else SerializationError)(shown(error)) from error
         return Encoded(file.getvalue(), pickler.tensors + buffers, pickler.rrefs, len(buffers))
 
     def decode(
@@ -195,7 +196,7 @@ class Codec:
     def _can_encode(self, value: Any) -> bool:
         try:
             self.encode(value)
-        except RayTorchRpcError:
+        except (RayTorchRpcError, MemoryError):
             return False
         return True
 

@@ -35,6 +35,7 @@ from raytorchrpc.errors import (
     RayTorchRpcError,
     RpcTimeout,
     SerializationError,
+    no_memory,
     shown,
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
@@ -315,7 +316,11 @@ class OutgoingCall:
                 error = failure
                 if isinstance(failure, SerializationError) or not isinstance(failure, RayTorchRpcError):
                     # the result's own unpickling code
-                    error = SerializationError(f"the result of {self.label} cannot be unpickled here: {shown(failure)}")
+                    if threads.is_shortage(failure):
+                        error = no_memory("this process", f"the result of {self.label}", failure)
+                    else:
+                        why = f"the result of {self.label} cannot be unpickled here: {shown(failure)}"
+                        error = SerializationError(why)
                     error.__cause__ = failure
                 else:
                     error = self._after_reply(failure)
@@ -575,6 +580,8 @@ class OutgoingCalls:
         except SerializationError as error:
             why = self.codec.explain_argument(f"{route.member.name}.{method}", args, kwargs or {}, error)
             raise SerializationError(why) from error
+        except MemoryError as error:
+            raise no_memory("this process", f"the arguments of {route.member.name}.{method}", error) from error
         header = RequestHeader(kind, self._rank, route.token, method, scope.path, budget, until, None, number)
         return header, body, keep_graph
 

@@ -502,6 +502,9 @@ class ServedCall:
         except Exception as error:
             if isinstance(error, RayTorchRpcError) and not isinstance(error, SerializationError):
                 raise
+            if threads.is_shortage(error):
+                why = f"an argument of {self.label}, which did not run"
+                raise errors.no_memory(callee.name, why, error) from error
             why = errors.shown(error)
             raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {why}") from error
         self.message = NO_MESSAGE  # only the method holds its arguments now
@@ -515,6 +518,8 @@ class ServedCall:
             return self.callee.codec.encode(result, keep_graph=keep_graph, own=self.exposed.frozen)
         except SerializationError as error:
             raise SerializationError(self._explained(result, error)) from error
+        except MemoryError as error:
+            raise errors.no_memory(self.callee.name, f"the result of {self.label}", error) from error
 
     def _explained(self, result: Any, error: Exception) -> str:
         """The message for a result that ``error`` kept from being pickled."""

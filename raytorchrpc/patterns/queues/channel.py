@@ -27,6 +27,7 @@ from raytorchrpc.errors import (
     RayTorchRpcError,
     RpcTimeout,
     SerializationError,
+    no_memory,
 )
 from raytorchrpc.patterns.handle import Handle, Steps, arun, request_ids, run
 from raytorchrpc.patterns.queues.items import (
@@ -135,6 +136,8 @@ class Channel(Handle):
             return encode_items(local.codec, values, self._message_length)
         except SerializationError as error:
             raise SerializationError(f"an item for {self.kind} {self._name!r} cannot be pickled: {error}") from error
+        except MemoryError as error:
+            raise no_memory("this process", f"an item for {self.kind} {self._name!r}", error) from error
 
     def _send_items(
         self, local: LocalMember, items: Sequence[Item], wait_s: float, sequence: PutSequence | None
@@ -171,13 +174,14 @@ class Channel(Handle):
         batch: Any = None
         try:
             while missing > 0 and (not batches or time.monotonic() < until):
+                returning = [*self._returning]  # before the home looks: they may be back when its answer comes
                 if at_home:
                     batch = yield from self._take_here(local, key, most, until)
                     if batch and (keep or self._object(local).shared):
                         batch = Batch([private_copy(item) for item in batch], batch.batch_id)
                 else:
                     batch = yield from self._take_there(local, key, most, until, keep)
-                if batch is ENDED and (returning := [*self._returning]):  # what they return is waiting items, too
+                if batch is ENDED and (returning := [*returning, *self._returning]):  # that is waiting items, too
                     if time.monotonic() < until:
                         yield self._wait_until_returned(local, returning[0], until)
                         continue
@@ -242,7 +246,8 @@ class Channel(Handle):
     def _decode(self, local: LocalMember, key: str, batches: list[Batch]) -> Steps[list[Any]]:
         """Return the values before the first item that cannot be decoded, and return the items after it to the home.
 
-        If the very first item cannot be decoded, it is lost and raises SerializationError.
+        If the very first item cannot be decoded, it is lost and raises SerializationError. For want of memory, all go
+        back.
         """
         taken: list[Any] = []
         for number, batch in enumerate(batches):
@@ -250,7 +255,7 @@ class Channel(Handle):
                 taken += decode_items(local.codec, batch)
             except UndecodableItem as undecodable:
                 values, position, cause = undecodable.values, undecodable.position, undecodable.cause
-            except BaseException:  # interrupted
+            except BaseException:  # interrupted, or there is no memory
                 self._return_all(local, key, batches)
                 raise
             else:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytorchrpc.errors import SerializationError
+from raytorchrpc.errors import SerializationError, no_memory
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.dtypes import copied
@@ -172,7 +173,7 @@ class UndecodableItem(Exception):
 
 
 def decode_items(codec: Codec, items: Sequence[Item]) -> list[Any]:
-    """Return the values, on the thread that will use them. Raises UndecodableItem."""
+    """Return the values, on the thread that will use them. Raises UndecodableItem, MemoryError."""
     values: list[Any] = []
     position = 0
     try:
@@ -185,6 +186,8 @@ def decode_items(codec: Codec, items: Sequence[Item]) -> list[Any]:
             else:
                 values.append(codec.decode(payload) if is_plain(payload) else pickle.loads(payload))
     except (Exception, SystemExit) as error:  # an item's own code may do anything
+        if is_shortage(error):
+            raise no_memory("this process", "an item", error) from error
         raise UndecodableItem(values, position, error) from error
     return values
 

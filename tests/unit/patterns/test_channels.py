@@ -517,7 +517,9 @@ def test_a_get_that_is_cancelled_while_items_go_back_loses_none(members: Members
         assert outcomes(lambda: queue.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
 
 
-def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members, late: bool) -> None:
+    """``late``: the item is back when the home's answer arrives that it has none."""
     lane = members.lanes["a"]
 
     async def cancelled() -> None:
@@ -533,10 +535,15 @@ def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members) 
         queue.close()
         lane.delays = lambda method: method == TAKE
         asyncio.run(cancelled())
-        lane.delays = lambda method: False
-        with pytest.raises(rtr.Empty):
-            queue.get_nowait()
+        lane.delays = lambda method: late and method == TAKE
+        if not late:
+            with pytest.raises(rtr.Empty):
+                queue.get_nowait()
         taking = in_thread(lambda: list(queue))
+        if late:
+            assert wait_until(lambda: len(lane.answers) == 2, LONG)
+            lane.answers.pop(0)()
+            assert wait_until(lambda: at_home(members).stats()["items"] == 1, LONG)
         lane.deliver_answers()
         assert taking() == [1]
         with pytest.raises(rtr.Closed):
