@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import errno
 import logging
 import threading
@@ -31,6 +32,9 @@ _REPORT_S = 10.0
 _START_S = 30.0
 #: A serving thread gives up after failing at every step for this time, but not for lack of memory (seconds).
 _HOPELESS_S = 30.0
+
+_prctl = ctypes.PyDLL(None).prctl
+_SET_TIMER_SLACK, _ONE_NS = ctypes.c_int(29), ctypes.c_ulong(1)
 
 _pause = threading.Lock()
 _pause.acquire()
@@ -117,6 +121,8 @@ class _Thread(threading.Thread):
         except KeyError:  # given up
             return
         try:
+            # Linux adds 50 us to each timed wait of a thread, also to that for the interpreter lock of a busy process.
+            _prctl(_SET_TIMER_SLACK, _ONE_NS)
             target(*args)
         except BaseException as error:
             report(error, f"the thread {self.name} has ended")

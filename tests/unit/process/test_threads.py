@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import os
 import queue
 import sys
@@ -60,6 +61,12 @@ def test_a_thread_without_memory_for_its_first_line_is_none(monkeypatch: pytest.
     assert ran == []
     # Python counts it as starting for ever; not so this process's other tests.
     threading._limbo.pop(late[0], None)  # type: ignore[attr-defined]
+
+
+def test_a_thread_waits_no_longer_than_it_asked_for() -> None:
+    slack_ns: list[int] = []
+    threads.start(lambda: slack_ns.append(ctypes.CDLL(None).prctl(30)), name="punctual").join(30)
+    assert slack_ns == [1]
 
 
 def test_what_a_thread_ends_with_is_logged(caplog: pytest.LogCaptureFixture) -> None:
