@@ -39,6 +39,9 @@ _CORES = len(os.sched_getaffinity(0))
 SPIN_S = 100e-6 if _CORES < 8 else 400e-6
 #: Longest time without a spin after one that was in vain (seconds).
 _REST_S = 0.02
+#: A spin that ends so late while this process computed has given its core to a busy thread of it, and the next spin
+#: would too. There is none for ``_LONG_REST_S``: a thread that sleeps gets a core when its data arrives (seconds).
+_LATE_S, _LONG_REST_S = 0.002, 0.5
 _MOST_EVENTS = 64
 _READ = select.EPOLLIN | select.EPOLLRDHUP
 _READ_ONCE = _READ | select.EPOLLONESHOT
@@ -71,10 +74,10 @@ class Spinner:
     that. It never spins on a single core, which the peer needs.
     """
 
-    __slots__ = ("_failed", "_rests_until")
+    __slots__ = ("_failed", "_late", "_rests_until")
 
     def __init__(self) -> None:
-        self._failed = 0
+        self._failed, self._late = 0, False
         self._rests_until = 0.0
 
     def should_spin(self) -> bool:
@@ -83,18 +86,20 @@ class Spinner:
 
     def spin(self, ready: Callable[[], bool]) -> None:
         """Call ``ready`` until it returns True, for ``SPIN_S`` at most, yielding the core to other threads."""
-        until = time.perf_counter() + SPIN_S
+        computed_s, began = time.process_time(), time.perf_counter()
+        until = began + SPIN_S
         while (now := time.perf_counter()) < until:
             if ready():
-                self._failed = 0
+                self._failed, self._late = 0, False
                 return
             os.sched_yield()
-        self._rests_until = now + min(SPIN_S * 2 ** min(self._failed, 10), _REST_S)
+        self._late = now - until > _LATE_S and time.process_time() - computed_s > 0.8 * (now - began)
+        self._rests_until = now + (_LONG_REST_S if self._late else min(SPIN_S * 2 ** min(self._failed, 10), _REST_S))
         self._failed += 1
 
     def slept(self, seconds: float) -> None:
         """The thread has slept for so long instead."""
-        if seconds < SPIN_S:
+        if seconds < SPIN_S and not self._late:
             self._failed = 0
 
 

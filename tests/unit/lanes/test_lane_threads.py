@@ -241,7 +241,7 @@ def fail(spinner: Spinner, times: int) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """A look at it takes a hundredth of a spin: a look of a spin, or between two."""
     clock = itertools.count(0.0, SPIN_S / 100)
-    ticking = SimpleNamespace(perf_counter=clock.__next__, monotonic=time.monotonic)
+    ticking = SimpleNamespace(perf_counter=clock.__next__, monotonic=time.monotonic, process_time=lambda: 0.0)
     monkeypatch.setattr("raytorchrpc.lanes.socket.selector.time", ticking)
     return clock
 
@@ -272,6 +272,26 @@ def test_looking_ends_when_there_is_something_and_soon_in_any_case(clock: Iterat
     seen.clear()
     Spinner().spin(lambda: seen.append(False) is not None)
     assert 95 < len(seen) < 105
+
+
+@several_cores
+@pytest.mark.parametrize(("used", "rests"), [(0.5, False), (1.0, True)])
+def test_a_look_that_cost_the_core_to_a_busy_thread_of_the_process_ends_looking_for_long(
+    monkeypatch: pytest.MonkeyPatch, used: float, rests: bool
+) -> None:
+    now, spinner = [0.0], Spinner()
+    ticking = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: used * now[0])
+    monkeypatch.setattr("raytorchrpc.lanes.socket.selector.time", ticking)
+
+    def lose_the_core() -> bool:
+        now[0] += 0.004
+        return False
+
+    spinner.spin(lose_the_core)
+    spinner.slept(0.0)  # the data has arrived meanwhile
+    assert spinner.should_spin() is not rests
+    now[0] += 1.0
+    assert spinner.should_spin()
 
 
 def test_the_timer_goes_off_once_for_each_time_it_is_set() -> None:
