@@ -151,5 +151,6 @@ def _no_gpu(pair: Pair) -> str | None:
     names = sorted(end.name for end in (pair.a, pair.b) if gpu_count(end) == 0)
     if not names:
         return None
-    cause = "neither member has a GPU" if len(names) == 2 else f"{names[0]} has no GPU"
-    return f"{cause}; map it to 'cpu' with device_maps, or move the tensor to the CPU first"
+    if len(names) == 2:
+        return "neither member has a GPU"
+    return f"{names[0]} has no GPU; map it to 'cpu' with device_maps, or move the tensor to the CPU first"

@@ -191,13 +191,17 @@ class RoutePlan:
             self._known(a)
             return f"{a} -> {b}: a member calls itself in place\n" + _agent_text(a, self.kind(a).agent)
         route = self.route(a, b)
-        lines = [f"{a} <-> {b}"]
+        lines, rejected = [f"{a} <-> {b}"], list(route.rejected)
         for traffic in TRAFFIC:
             texts = [f"{choice.lane} ({choice.how}): {choice.reason}" for choice in route.lanes(traffic)]
+            reasons = {no.reason for no in rejected if no.traffic == traffic}
+            if not texts and len(reasons) == 1:  # of all lanes
+                texts = [f"none: {reasons.pop()}"]
+                rejected = [no for no in rejected if no.traffic != traffic]
             lines += [f"  {TRAFFIC_TEXT[traffic]}: {text}" for text in texts or ["none"]]
         for mine, its in route.same_gpus_from(a):
             lines.append(f"  share=True shares the memory of cuda:{mine} of {a}, which is cuda:{its} of {b}")
-        for no in route.rejected:
+        for no in rejected:
             lines.append(f"  not {no.lane} for {TRAFFIC_TEXT[no.traffic]}: {no.reason}")
         if route.lanes("cpu")[0].lane == FABRIC:
             lines += [

@@ -761,6 +761,12 @@ def test_explain_says_the_lane_the_way_and_every_reason() -> None:
     assert "not torchrpc for CUDA tensors: neither member has a GPU" in forbidden
 
 
+def test_explain_gives_a_reason_once_that_all_lanes_share() -> None:
+    text = plan(clusters.one_host(), GroupConfig()).explain("worker_0", "worker_1")
+    assert "  CUDA tensors: none: neither member has a GPU\n" in text
+    assert text.count("GPU") == 1
+
+
 @pytest.mark.parametrize(
     ("pages", "host", "said"),
     [
