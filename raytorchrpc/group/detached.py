@@ -182,10 +182,13 @@ class DetachedHost:
         return partial(self._do, method)
 
     def _do(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if self._actor is None:
-            raise BootstrapError(f"group {self._name!r} was shut down")
+        self._check_running()
         patience_s = kwargs.get("timeout_s", _FORWARDED[method])
         return _answer(self._name, self._actor.do.remote(method, *args, **kwargs), patience_s)
+
+    def _check_running(self) -> None:
+        if self._actor is None:
+            raise BootstrapError(f"group {self._name!r} was shut down")
 
     @property
     def info(self) -> GroupInfo:
@@ -203,14 +206,14 @@ class DetachedHost:
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it. Raises BootstrapError."""
+        self._check_running()
         try:
             return self._feed.listen(listener)
         except (RayActorError, FutureTimeoutError) as error:
             raise _silent(self._name, error) from error
 
     def _fetch_changes(self, after: int | None, wait_s: float) -> Future[tuple[int, list[Change]]]:
-        if self._actor is None:
-            raise BootstrapError(f"group {self._name!r} was shut down")
+        self._check_running()
         future: Future[tuple[int, list[Change]]] = self._actor.changes.remote(after, wait_s).future()
         return future
 

@@ -148,7 +148,8 @@ class Group:
 
         Blocks until every member has left, at most ``timeout`` seconds. A member that is busy in a method of a sync
         actor leaves when the method returns. Calls in flight fail with PeerLost, or still complete. The name of a
-        detached group is free then.
+        detached group is free then. ``members``, ``routes`` and ``explain`` go on showing the group as it was; other
+        methods raise BootstrapError.
         """
         if fork.forked():
             return  # the group is the parent's

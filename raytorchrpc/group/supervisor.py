@@ -278,6 +278,7 @@ class Supervisor:
 
     def stats(self, timeout_s: float) -> GroupStats:
         """What all members have counted, by peer."""
+        self._check_running()
         status = self.status(timeout_s, peers=True)
         return GroupStats(status.reading, (*status.away, *status.silent))
 
@@ -307,6 +308,7 @@ class Supervisor:
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
+        self._check_running()
         return self._events.listen(listener)
 
     def end(self, timeout_s: float) -> None:

@@ -120,6 +120,8 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     with pytest.raises(rtr.BootstrapError, match="group 'lasting' has ended: it was shut down, or"):
         group.wait_ready(5)
     group.shutdown()
+    with pytest.raises(rtr.BootstrapError, match="was shut down"):
+        group.on_change(print)
     assert wait_until(lambda: not [one for one in threading.enumerate() if "lasting" in one.name], 30)
     assert not [record for record in caplog.records if "has ended" in record.getMessage()]  # nothing has failed
     with pytest.raises(rtr.NotAMember):

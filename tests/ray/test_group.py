@@ -215,7 +215,8 @@ def test_stats_count_calls_bytes_and_failures_by_pair(peers: list[Any]) -> None:
         assert (row.caller, row.peer, row.calls, row.failures) == ("a", "b", 4, 1)
         assert row.bytes_out > 3000 and row.bytes_in > 6000 and row.seconds > 0
         assert "ms/call" in str(group.stats())
-    assert group.stats() == (), "a new group counts anew, an ended one counts nothing"
+    with rtr.init_group(peers[:2]) as group:
+        assert group.stats() == (), "a new group counts anew"
 
 
 def test_stats_have_busy_members_too_and_name_methods_queues_and_weights(
@@ -328,8 +329,10 @@ def test_the_group_ends_with_its_block_even_by_an_exception(peers: list[Any]) ->
         assert rtr.get_group() is second
         assert ray.get(peers[0].call.remote(peers[1], "double", 21)) == 42
     assert "peer_0" in repr(group) and "socket" in str(group.routes()), "the view stays"
-    with pytest.raises(rtr.BootstrapError, match="was shut down"):
-        group.wait_ready(5)
+    assert "socket" in group.explain(0, 1)
+    for use in (group.wait_ready, group.stats, lambda: group.on_change(print)):
+        with pytest.raises(rtr.BootstrapError, match="group 'default' was shut down"):
+            use()
 
 
 def test_shutdown_with_a_dead_member_frees_the_others(spawn: Spawn, peers: list[Any]) -> None:
