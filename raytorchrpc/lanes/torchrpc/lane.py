@@ -218,8 +218,9 @@ def _serve(*request: Any) -> torch.futures.Future[Any]:
     """Pass a request on, and return a Future of the reply. Runs on a torchrpc thread."""
 
     def reply(future: torch.futures.Future[Any], message: Message) -> None:
+        result = _as_torch(message)  # raises for want of memory: then nothing is sent
         try:
-            future.set_result(_as_torch(message))
+            future.set_result(result)
         except RuntimeError as error:  # a tensor on a device that the agent does not have
             future.set_exception(error)
 
