@@ -17,7 +17,7 @@ import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
 from tests import insides
-from tests.polling import suspend
+from tests.polling import suspend, wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn, kill_for_good
 from tests.ray.returning import Returning, StartsWhenTold
@@ -228,6 +228,7 @@ def test_an_actor_that_ray_restarts_while_it_is_added(spawn: Spawn, monkeypatch:
         if not killed:
             killed.append(self.roster.records["c"].probe.pid)
             os.kill(killed[0], signal.SIGKILL)
+            assert wait_until(lambda: insides.has_ended(killed[0]), 60)
         return prepare(self)
 
     with rtr.init_group({"a": a, "b": b}) as group:
