@@ -12,7 +12,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
-from raytorchrpc._compat import ray_internals
+from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
 
@@ -43,7 +43,7 @@ def _kill(handles: list[Any]) -> None:
 def kill_for_good(actor: Any) -> None:
     """Returns when Ray takes the actor for dead: ``ray.kill`` returns before."""
     ray.kill(actor)
-    assert wait_until(lambda: ray_internals.actor_is_dead(ray_internals.actor_id_of(actor)), 60)
+    assert wait_until(lambda: insides.actor_state(actor).state == "DEAD", 60)
 
 
 @pytest.fixture
