@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
 import threading
@@ -84,7 +83,8 @@ class ModelTensors:
             shards_of(values, store)  # raises for what is no tensor
             targets = Targets({})
         self._ties, self._seen, self._writes = ties_of(targets.tensors), self._look(), _writes(self.local)
-        self._replaceable: frozenset[str] | None = None  # names that ``check_replaceable`` has found to be so
+        self._apart = [name for name, tensor in self.local.items() if tensor is not self.own[name]]
+        self._replaceable: tuple[frozenset[str], dict[str, torch.Tensor]] | None = None  # see ``replaceable``
         kinds = [(tensor.device, tensor.is_inference()) for tensor in self.local.values()]
         form = targets.form, kinds, self._seen[1], self._ties
         if known is not None and known.form == form:
@@ -133,8 +133,8 @@ class ModelTensors:
             state, before = ModuleState.of(self._model), self._state
             its, mine = ([*one.saved.values(), *one.passing] for one in (state, before))
             same = list(state.saved) == list(before.saved) and len(its) == len(mine) and state.made == before.made
-            local = zip(map(local_tensor, state.saved.values()), self.local.values(), strict=True) if same else ()
-            same = same and all(map(operator.is_, its, mine)) and all(itertools.starmap(operator.is_, local))
+            same = same and all(map(operator.is_, its, mine))
+            same = same and all(local_tensor(state.saved[name]) is self.local[name] for name in self._apart)
             if same and self._look() == self._seen:
                 return self
         return ModelTensors(self._model, self._store, self.known)
@@ -154,10 +154,19 @@ class ModelTensors:
             f"cancel the prefetch, and prefetch again"
         )
 
-    def check_replaceable(self, names: frozenset[str]) -> None:
-        """Raise ConfigurationError, which names a tensor, unless these can be given other memory."""
-        if names == self._replaceable:
-            return
+    def replaceable(self, names: frozenset[str]) -> dict[str, torch.Tensor]:
+        """These tensors and those that share a buffer with them, by name; looks at the model once.
+
+        Raises ConfigurationError, which names a tensor, unless they can be given other memory.
+        """
+        if self._replaceable is None or self._replaceable[0] != names:
+            self._check_replaceable(names)
+            slots = {self.specs[name].slot for name in names}
+            found = {name: self.local[name] for name, spec in self.specs.items() if spec.slot in slots}
+            self._replaceable = names, found
+        return self._replaceable[1]
+
+    def _check_replaceable(self, names: frozenset[str]) -> None:
         if not isinstance(self._model, torch.nn.Module):
             raise ConfigurationError(
                 f"swap() cannot replace the memory of a {type(self._model).__name__} of tensors, because a module may "
@@ -183,7 +192,6 @@ class ModelTensors:
                 raise ConfigurationError(
                     f"swap() cannot replace {name!r}, which shares memory with another tensor of the model: {_INSTEAD}"
                 )
-        self._replaceable = names
 
 
 def _state_of(model: Any) -> ModuleState:
@@ -304,15 +312,13 @@ class ModelBuffers:
         ``version``: that the model holds, if known. This thread's streams wait for the pull, and the next for them.
         """
         model.check_unchanged(self.specs)
-        model.check_replaceable(self.names)
-        slots = {self.specs[name].slot for name in self.names}
-        moved = [name for name, spec in self.specs.items() if spec.slot in slots]
-        owners = [model.local[name] for name in moved]
+        moved, before = model.replaceable(self.names), self.tensors
+        owners = moved.values()
         self._take_from_pull()
         with unrecorded(owners):
-            before, theirs = self.tensors, [owner.data for owner in owners]
+            theirs = [owner.data for owner in owners]
             try:
-                for owner, name in zip(owners, moved, strict=True):
+                for name, owner in moved.items():
                     owner.data = before[name]
                 self.tensors, self.version = {**before, **dict(zip(moved, theirs, strict=True))}, version
             except BaseException:

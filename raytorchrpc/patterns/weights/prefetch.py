@@ -147,10 +147,11 @@ class WeightPrefetch:
             ConfigurationError: the prefetch was cancelled.
         """
         fork.check_process()
-        if timeout != 0 and not self.done():
-            refuse_on_loop(f"waiting for the weights of {self._store!r}", "`await prefetch`")
-        with allow_calls():
-            concurrent.futures.wait((self._transfer.outcome,), timeout)
+        if not self.done():
+            if timeout != 0:
+                refuse_on_loop(f"waiting for the weights of {self._store!r}", "`await prefetch`")
+            with allow_calls():
+                concurrent.futures.wait((self._transfer.outcome,), timeout)
         if not self.done():
             raise RpcTimeout(f"the weights of {self._store!r} have not arrived within {timeout:.3g} s; they still may")
         if self._is_cancelled:
@@ -212,15 +213,17 @@ class WeightPrefetch:
                     if in_place:
                         self._buffers.copy_into(tensors)
                     else:
-                        holds_version = tensors is before and tensors.is_unwritten()
-                        self._buffers.exchange(tensors, self._transfer.version_of_model() if holds_version else None)
+                        held = self._transfer.version_of_model()
+                        if held is not None and (tensors is not before or not tensors.is_unwritten()):
+                            held = None
+                        self._buffers.exchange(tensors, held)
             self._swapped = True
         return version
 
     def check_replaceable(self) -> None:
         """Note whether the model's tensors can be replaced, on the thread that pulls."""
         with suppress(ConfigurationError):  # ``swap`` raises it, unless it is to copy
-            self.tensors().check_replaceable(self._buffers.names)
+            self.tensors().replaceable(self._buffers.names)
 
     def tensors(self) -> ModelTensors:
         """The model's tensors, as they were when this was first called. Raises ConfigurationError."""
