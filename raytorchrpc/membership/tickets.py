@@ -189,7 +189,8 @@ def find_ticket(group: str | None, deadline: float) -> Ticket:
     about = "; ".join(f"{name!r}: {why}" for name, why in known.items())
     without = "" if ray.is_initialized() else "; call ray.init(address=...) first to join one of the cluster's groups"
     raise NotAMember(
-        f"this process cannot join {which}: no process that started it, and that still runs, is a member"
+        f"this process cannot join {which}: no process that started it, and that still runs, is a member "
+        "of a group with GroupConfig(joinable_by='children') or 'cluster'"
         f"{f' ({about})' if about else ''}{without}"
     )
 

@@ -196,7 +196,8 @@ def test_the_end_of_the_group_reaches_it(actors: dict[str, Any], in_child: Calla
             assert in_child(call, "other", "double", 2) == 4
         with pytest.raises(rtr.NotAMember):
             in_child(call, "other", "double", 2)
-    with rtr.init_group(actors, config=rtr.GroupConfig(joinable_by="nobody")), pytest.raises(rtr.NotAMember):
+    config, refused = rtr.GroupConfig(joinable_by="nobody"), pytest.raises(rtr.NotAMember, match="'children'")
+    with rtr.init_group(actors, config=config), refused:
         in_child(children.join, "engine")
 
 
