@@ -338,7 +338,7 @@ class ModelBuffers:
         for name, target in zip(by_slot.values(), targets, strict=True):
             if (obstacle := obstacle_of(target)) is not None:
                 raise ConfigurationError(f"swap() cannot write to {name!r}, which {obstacle}")
-        check_lasting(model._store, model._model, {name: model.own[name] for name in self.names})
+        check_lasting(model._store, model._model, model._state, self.names)
         self._take_from_pull()
         with unrecorded(targets):
             host_device_copy.copy_into(targets, [self.tensors[name] for name in by_slot.values()])

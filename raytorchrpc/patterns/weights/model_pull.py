@@ -460,7 +460,8 @@ class ModelPull:
         """Raise ConfigurationError for a tensor of the model that cannot be written, or to no effect."""
         assert self._targets is not None
         check_writable(self._store, {name: its for name, its in self._targets.tensors.items() if name in names})
-        check_lasting(self._store, self._model, {name: its for name, its in self._values.items() if name in names})
+        if self._state is not None:
+            check_lasting(self._store, self._model, self._state, names)
 
     def _can_plan(self, silent: Collection[SourcePull], pulls: Mapping[int, SourcePull], near: Sequence[int]) -> bool:
         """Whether the other sources, as far as they are used, have all that the model wants."""

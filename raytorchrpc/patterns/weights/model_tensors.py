@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -76,15 +76,15 @@ def _saves_as_torch_does(kind: Any) -> bool:
     return as_torch and not issubclass(kind, torch.jit.ScriptModule)
 
 
-def check_lasting(store: str, model: Any, values: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError, which names it, for a tensor that ``state_dict`` makes anew: writes are lost in it."""
-    if not isinstance(model, torch.nn.Module):
-        return
-    own = set(map(id, (*model.parameters(), *model.buffers())))
-    made = [name for name, value in values.items() if id(value) not in own and value.numel()]
+def check_lasting(store: str, model: Any, state: ModuleState, names: Collection[str]) -> None:
+    """Raise ConfigurationError, which names it, for a tensor that ``state_dict`` makes anew: writes are lost in it.
+
+    ``state``: of the model, just now.
+    """
+    made = [name for name in names if name in state.made and state.saved[name].numel()]
     again = model.state_dict(keep_vars=True) if made else {}
     for name in made:
-        if name not in again or local_tensor(again[name]).data_ptr() != local_tensor(values[name]).data_ptr():
+        if name not in again or local_tensor(again[name]).data_ptr() != local_tensor(state.saved[name]).data_ptr():
             raise ConfigurationError(
                 f"{name!r} of the weights for {store!r} is a copy that state_dict() makes, and what is written to it "
                 f"does not reach the model: pull a dict of the model's own tensors, such as dict(named_parameters())"
@@ -117,9 +117,10 @@ class Targets(NamedTuple):
             return None
         tensors = [value.tensor if type(value) is Shard else value for value in values.values()]
         try:
-            local = list(map(local_tensor, tensors))
+            local = [its if type(its) in _PLAIN else local_tensor(its) for its in tensors]
             kinds = list(map(type, tensors)), [its.dtype for its in local], [its.shape for its in local]
-            form = list(values), list(map(_place_of, values.values())), *kinds
+            places = [value[1:] if type(value) is Shard else _place_of(value) for value in values.values()]
+            form = list(values), places, *kinds
             memory = [list(map(ask, local)) for ask in _OF_MEMORY]
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or none with memory
             return None
@@ -127,12 +128,10 @@ class Targets(NamedTuple):
 
 
 def _place_of(value: Any) -> Any:
-    """The place of a shard in its global tensor."""
-    if type(value) is Shard:
-        return value[1:]
-    return (
-        None if type(value) in _PLAIN or not _is_dtensor(value) else (value.shape, value.device_mesh, value.placements)
-    )
+    """The place of a DTensor's shard."""
+    if type(value) in _PLAIN or not _is_dtensor(value):
+        return None
+    return value.shape, value.device_mesh, value.placements
 
 
 #: A module, or its tensors by name: tensors, DTensors or Shards.

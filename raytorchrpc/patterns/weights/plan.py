@@ -216,6 +216,7 @@ def _box_for(
     begin: tuple[int, ...] | None = None,
 ) -> Wanted:
     """What a tensor of the model wants. ``extents``: of the box, if it is not the whole tensor's."""
+    shape = tuple(shape)
     return Wanted(DTYPE_NAMES[dtype], shape, begin or (0,) * len(shape), whole, Box(offset, extents or shape))
 
 
@@ -358,7 +359,8 @@ def _wanted(
                 unpublished += [] if target in request.options.mapping else unknown
             continue
         if len(names) == 1:
-            wanted = _box_for(shard.tensor.dtype, tuple(shard.tensor.shape), shard.global_shape, shard.offset)
+            tensor, whole, offset = shard
+            wanted = _box_for(tensor.dtype, tensor.shape, whole, offset)
             found.append((names[0], target, wanted))
         else:
             parts = [(name, published.held(name)[0].kind.global_shape) for name in names]
@@ -528,13 +530,13 @@ def _divide(wanted: Wanted, held: Iterable[Held]) -> _Divided:
     pieces: list[_Piece] = []
     missing, itemsize, common_size = [wanted.box] if wanted.box.size else [], DTYPES[wanted.dtype].itemsize, 0
     for source, _, _, kind in held:
-        left = list[Box]()
-        if (all_common := wanted.box.intersection(kind.box)) is None:
+        if (whole := wanted.box.intersection(kind.box)) is None:
             continue
-        common_size += all_common.size
+        common_size += whole.size
+        left: list[Box] = []
         conversion = kind.conversion or (None if kind.dtype == wanted.dtype else wanted.dtype)
         for box in missing:
-            common = box.intersection(kind.box)
+            common = whole if box is wanted.box else box.intersection(kind.box)
             if common is None:
                 left.append(box)
                 continue
