@@ -211,13 +211,13 @@ def test_calls_that_race_with_closing_arrive_once(
 def spied_connects(caller: Node) -> list[str]:
     """The peers to which the member connects from now on."""
     lane: Any = caller.lane
-    made, connect = list[str](), lane._connect
+    made, dial = list[str](), lane.dial
 
     def note(peer: str, *args: Any) -> Any:
         made.append(peer)
-        return connect(peer, *args)
+        return dial(peer, *args)
 
-    lane._connect = note
+    lane.dial = note
     return made
 
 
