@@ -47,19 +47,6 @@ def takes_turns() -> bool:
     return exposed._takes_turns
 
 
-def connection_stands(peer: str) -> bool | None:
-    """Whether the socket lane's connection to a peer is made; None: nobody has asked for one."""
-    (lane,) = [lane for lane in process_member().lanes if lane.name == "socket"]
-    connection: Any = vars(lane)["_made"].get(peer)
-    return None if connection is None else bool(connection.stands)
-
-
-def shared_bytes() -> int:
-    """What receivers have of this member's shared memory, as far as it knows."""
-    lane: Any = process_member().tensor_lanes["shm"]
-    return int(lane.in_use())
-
-
 def limit_nesting(most: int) -> int:
     """Let a chain of calls come back to this actor so many times at most; returns how many it could before."""
     before, gates.MOST_NESTED = gates.MOST_NESTED, most

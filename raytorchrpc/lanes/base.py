@@ -33,7 +33,6 @@ class Message(NamedTuple):
     make_current: the thread that will use the tensors calls it first; CUDA work that the lane queued then precedes that
         thread's own.
     unread_bytes: size of a message for which this process had no memory; its body is lost. 0 if the body arrived.
-    take_back: called once if ``MessageLane.call`` has returned, and the request was not sent after all.
     """
 
     header: tuple[Any, ...]
@@ -41,7 +40,6 @@ class Message(NamedTuple):
     make_current: Callable[[], None] = nothing
     manifests: tuple[Any, ...] = ()
     unread_bytes: int = 0
-    take_back: Callable[[], object] = nothing
 
 
 #: See ``MessageLane.call``.
@@ -69,10 +67,6 @@ class Pending(Completion):
         if self._on_released is not None:  # first: the caller may send its next call as soon as it sees this one done
             run_reported(self._on_released)
         self.complete()
-
-    def withdraw(self) -> bool:
-        """Have the request never sent, if it has not been: it ends with RpcTimeout then. Returns whether that is so."""
-        return False
 
     def take(self) -> Message:
         """Return the reply of a completed request. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
@@ -164,7 +158,7 @@ class MessageLane(PeerLane):
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
-        """Send a request. Returns before the reply, and perhaps before there is a connection.
+        """Send a request. Returns before the reply.
 
         ``caller_waits``: the caller will wait next, on this thread, so a lane may let that thread read the reply.
         ``on_released``: called when the call is over (answered, however late, or lost), before its reply is taken. It

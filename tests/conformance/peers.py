@@ -37,7 +37,6 @@ from raytorchrpc.process.guard import process_guard
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
-from tests import handshakes
 from tests.conformance.pipes import PipeCarrier
 
 PATIENCE_S = 20.0
@@ -121,7 +120,7 @@ class Node:
     def prove(self, stream: socket.socket) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
-        return handshakes.run(
+        return handshake.run(
             stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), PATIENCE_S
         )
 

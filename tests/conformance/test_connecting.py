@@ -16,10 +16,9 @@ import pytest
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.common import connections
-from raytorchrpc.lanes.socket import lane as socket_lane
 from tests.conformance import peers
 from tests.conformance.on_path import Relay
-from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, answer
+from tests.conformance.peers import PATIENCE_S, Node
 from tests.conformance.test_idle_connections import in_thread, spied_connects
 from tests.conformance.test_socket_strangers import dial, hears_nothing_and_is_hung_up_on
 from tests.polling import wait_until
@@ -43,28 +42,9 @@ def pair(kind: str) -> Iterator[tuple[Node, Node]]:
 
 def breaks_off(monkeypatch: pytest.MonkeyPatch, times: int) -> list[BaseException]:
     """The accepting ends of the next handshakes break off at once; returns what is left of the failures."""
-    secure = connections.secure
-    failing = Failing([ConnectionResetError()] * times, bool)
-
-    def changed(sock: socket.socket, credentials: Any, me: Any, *rest: Any) -> Any:
-        steps = secure(sock, credentials, me, *rest)
-        if not rest:
-            received = yield next(steps)
-            failing()
-            steps = resumed(steps, received)
-        return (yield from steps)
-
-    monkeypatch.setattr(connections, "secure", changed)
+    failing = Failing([ConnectionResetError()] * times, connections._Arrival.proceed)
+    monkeypatch.setattr(connections._Arrival, "proceed", lambda arrival: failing(arrival))
     return failing.errors
-
-
-def resumed(steps: Any, received: bytes) -> Any:
-    """The rest of a handshake that has received this."""
-    try:
-        while True:
-            received = yield steps.send(received)
-    except StopIteration as done:
-        return done.value
 
 
 def once_a_proof_comes(monkeypatch: pytest.MonkeyPatch, then: Callable[..., Any]) -> None:
@@ -82,7 +62,16 @@ def once_a_proof_comes(monkeypatch: pytest.MonkeyPatch, then: Callable[..., Any]
 
 
 def finish(_: socket.socket, steps: Any, received: bytes) -> Any:
-    return (yield from resumed(steps, received))
+    try:
+        while True:
+            received = yield steps.send(received)
+    except StopIteration as done:
+        return done.value
+
+
+def ignore(*_: Any) -> Any:
+    while True:
+        yield (), 1
 
 
 def reset(sock: socket.socket, *_: Any) -> Any:
@@ -129,121 +118,6 @@ def test_who_proves_nothing_is_hung_up_on_in_time(kind: str, monkeypatch: pytest
         with suppress(ConnectionError):  # it may have been hung up on already
             other.sendall(b"raytorchrpc/2\0\0\0")
         assert hears_nothing_and_is_hung_up_on(one) and hears_nothing_and_is_hung_up_on(other)
-
-
-# --- while it is made ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def accepts(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The callee has no time for handshakes until this is set."""
-    accepts, handle = threading.Event(), connections.Acceptor.handle
-    monkeypatch.setattr(connections.Acceptor, "handle", lambda acceptor: accepts.wait(PATIENCE_S) and handle(acceptor))
-    yield accepts
-    accepts.set()
-
-
-class Sent:
-    """A request to keep some bytes, and how often it was over, and was taken back."""
-
-    def __init__(self, caller: Node, payload: bytes = b"", timeout_s: float = PATIENCE_S) -> None:
-        self.over: list[str] = []
-        message = Message(("keep",), EMPTY._replace(payload=payload), take_back=lambda: self.over.append("taken back"))
-        self.pending = caller.lane.call("b", message, timeout_s, on_released=lambda: self.over.append("released"))
-
-    def result(self) -> Any:
-        return answer(self.pending).header
-
-
-def kept(callee: Node) -> list[bytes]:
-    return [bytes(message.body.payload) for message in callee.served]
-
-
-def test_calls_return_at_once_and_arrive_in_order(pair: tuple[Node, Node], accepts: threading.Event) -> None:
-    caller, callee = pair
-    attempts = spied_connects(caller)
-    payloads = [bytes([number]) * (0, 100, 20_000, 300_000)[number % 4] for number in range(40)]
-    sent = [Sent(caller, payload) for payload in payloads]
-    assert not any(each.pending.done for each in sent)
-    accepts.set()
-    assert [each.result() for each in sent] == [("kept",)] * len(sent)
-    assert kept(callee) == payloads and attempts == ["b"]
-    assert all(each.over == ["released"] for each in sent)
-
-
-def test_a_caller_that_waits_makes_the_connection_itself() -> None:
-    """So each step takes one wake-up. Where none waits, the lane makes it."""
-    with Node("socket over unix", "b", 1) as callee, Node("socket over unix", "a", 0) as caller:
-        lane: Any = caller.meet("b", callee.address).lane
-        lane._selector.enable(lane._steps.fileno(), 0)
-        pending = caller.lane.call("b", Message(("keep",), EMPTY), PATIENCE_S, caller_waits=True)
-        assert answer(pending).header == ("kept",)
-        lane.disconnect("b")
-        lane._selector.enable(lane._steps.fileno())
-        unwaited = [
-            Sent(caller.meet("b", callee.address)).pending,
-            lane.call("b", Message(("keep",), EMPTY), PATIENCE_S),
-        ]
-        assert wait_until(lambda: all(each.done for each in unwaited), PATIENCE_S)
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_a_request_that_waits_until_its_deadline_is_never_sent(
-    pair: tuple[Node, Node], accepts: threading.Event, last: bool
-) -> None:
-    caller, callee = pair
-    first = Sent(caller, b"first")
-    late = Sent(caller, b"late", 0.05)
-    others = [] if last else [Sent(caller, b"last")]
-    with pytest.raises(RpcTimeout, match="no connection to 'b' by the deadline"):
-        late.result()
-    assert late.over == ["taken back", "released"] and not first.pending.done
-    accepts.set()
-    assert [each.result() for each in (first, *others)] == [("kept",)] * (1 + len(others))
-    assert kept(callee) == [b"first", b"last"][: 1 + len(others)]
-
-
-def test_a_request_that_is_withdrawn_is_never_sent(pair: tuple[Node, Node], accepts: threading.Event) -> None:
-    caller, callee = pair
-    first, withdrawn, last = (Sent(caller, payload) for payload in (b"first", b"withdrawn", b"last"))
-    assert withdrawn.pending.withdraw() and not withdrawn.pending.withdraw()
-    assert withdrawn.over == ["taken back", "released"]
-    accepts.set()
-    assert (first.result(), last.result()) == (("kept",), ("kept",))
-    assert not first.pending.withdraw()
-    assert kept(callee) == [b"first", b"last"]
-
-
-def test_no_attempt_outlives_the_calls_that_want_it(pair: tuple[Node, Node], accepts: threading.Event) -> None:
-    caller, callee = pair
-    lane: Any = caller.lane
-    assert Sent(caller).pending.withdraw()
-    with pytest.raises(RpcTimeout):
-        Sent(caller, b"", 0.01).result()
-    assert not lane._made
-    accepts.set()
-    assert caller.call("keep").header == ("kept",) and len(callee.served) == 1
-
-
-@pytest.mark.parametrize("end", ["it is removed from the group", "the caller leaves the group"])
-def test_requests_that_wait_as_the_connection_ends_did_not_run(
-    pair: tuple[Node, Node], accepts: threading.Event, end: str
-) -> None:
-    caller, callee = pair
-    sent = [Sent(caller) for _ in range(3)]
-    waits = Sent(caller)
-    waited = in_thread(lambda: waits.pending.wait(PATIENCE_S))
-    if end == "it is removed from the group":
-        caller.lane.disconnect("b")
-    else:
-        caller.lane.close()
-    assert waited(PATIENCE_S / 2)
-    for each in (*sent, waits):
-        with pytest.raises(PeerLost) as lost:
-            each.result()
-        assert not lost.value.may_have_run and each.over == ["taken back", "released"]
-    accepts.set()
-    assert not callee.served
 
 
 # --- what follows a handshake that breaks off ----------------------------------------------------------------------
@@ -334,40 +208,28 @@ def test_a_request_is_not_sent_again_if_it_may_have_run(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
-def test_a_request_that_is_not_confirmed_is_neither_sent_again_nor_withdrawn(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may run later."""
-    proofs = threading.Semaphore(0)
-
-    def ignore(*_: Any) -> Any:
-        proofs.release()
-        while True:
-            yield (), 1
-
+def test_a_request_that_is_not_confirmed_times_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run later, so it is not sent again."""
     once_a_proof_comes(monkeypatch, ignore)
-    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 1.0)
     with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
-        sent = Sent(caller)
-        assert proofs.acquire(timeout=PATIENCE_S)
-        assert not sent.pending.withdraw()
-        with pytest.raises(PeerLost, match="did not complete the handshake in time") as lost:
-            sent.result()
-        assert lost.value.may_have_run and sent.over == ["released"]
-        assert not proofs.acquire(blocking=False)
+        attempts = spied_connects(caller)
+        with pytest.raises(RpcTimeout, match="did not confirm"):
+            caller.call("keep", timeout_s=2)  # long enough for the handshake, up to that
+        assert attempts == ["b"]
 
 
 @pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
 def test_the_first_reply_arrives_though_the_peer_ends_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
-        stand = socket_lane.Connection._stand
+        lane: Any = caller.lane
+        register = lane._register
 
-        def stand_late(connection: Any, handshake: Any) -> None:
-            assert select.select([handshake.sock], (), (), PATIENCE_S)[0], "no reply"
+        def register_late(sock: socket.socket, *args: Any) -> Any:
+            assert select.select([sock], (), (), PATIENCE_S)[0], "no reply"
             callee.lane.close()
-            stand(connection, handshake)
+            return register(sock, *args)
 
-        monkeypatch.setattr(socket_lane.Connection, "_stand", stand_late)
+        lane._register = register_late
         assert caller.call("keep").header == ("kept",)
 
 
@@ -385,19 +247,18 @@ def test_all_of_a_crowd_get_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> No
     """Many members connect at once to one that verifies few at a time, and drops others in their handshakes."""
     monkeypatch.setattr(connections, "_HANDSHAKES", 2)
     dropped = threading.Event()
-    refuse, secure = connections.Acceptor.refuse, connections.secure
+    refuse, shake_hands = connections.Acceptor.refuse, connections.run
 
     def note(acceptor: Any, sock: socket.socket, error: Exception) -> None:
         dropped.set()
         refuse(acceptor, sock, error)
 
-    def begin(sock: socket.socket, credentials: Any, me: Any, *rest: Any) -> Any:
-        if rest:
-            assert dropped.wait(PATIENCE_S), "nobody was dropped, though none has begun its handshake"
-        return secure(sock, credentials, me, *rest)
+    def begin(*args: Any) -> Any:
+        assert dropped.wait(PATIENCE_S), "nobody was dropped, though none has begun its handshake"
+        return shake_hands(*args)
 
     monkeypatch.setattr(connections.Acceptor, "refuse", note)
-    monkeypatch.setattr(connections, "secure", begin)
+    monkeypatch.setattr(connections, "run", begin)
     with Node(kind, "b", 0) as callee, ExitStack() as stack:
         crowd = [stack.enter_context(Node(kind, "a", number)).meet("b", callee.address) for number in range(1, 41)]
         called = [in_thread(lambda node=node: node.call("keep").header) for node in crowd]

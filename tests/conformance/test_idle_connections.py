@@ -211,13 +211,13 @@ def test_calls_that_race_with_closing_arrive_once(
 def spied_connects(caller: Node) -> list[str]:
     """The peers to which the member connects from now on."""
     lane: Any = caller.lane
-    made, dial = list[str](), lane.dial
+    made, connect = list[str](), lane._connect
 
     def note(peer: str, *args: Any) -> Any:
         made.append(peer)
-        return dial(peer, *args)
+        return connect(peer, *args)
 
-    lane.dial = note
+    lane._connect = note
     return made
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.lanes.socket.lane import Connection
+from raytorchrpc.lanes.socket.lane import Connection, tune
 from raytorchrpc.tensors.codec import NOTHING
 
 SELECTOR: Any = SimpleNamespace(
@@ -29,9 +29,8 @@ SELECTOR: Any = SimpleNamespace(
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, socket.socket]]:
     here, there = socket.socketpair()
-    lane: Any = SimpleNamespace(_selector=SELECTOR, discard=lambda ended: None)
-    connection = Connection(lane, "b")
-    connection.carry(here, None)
+    tune(here)
+    connection = Connection(SELECTOR, here, "b", None, lambda ended: None)
     yield connection, there
     connection.end("over")
     there.close()

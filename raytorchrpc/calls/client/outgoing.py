@@ -152,8 +152,6 @@ class OutgoingCall:
             lane, payload = calls.payloads.pack_request(route, method, body, options.share, in_context)
             started = time.monotonic()
             message = Message(tuple(header), payload.body, manifests=payload.manifests)
-            if payload.exports:
-                message = message._replace(take_back=payload.cancel)
             pending = lane.call(
                 peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
             )
@@ -232,7 +230,7 @@ class OutgoingCall:
     def _fail(self, error: Exception) -> None:
         """Under the lock: the request has failed."""
         if isinstance(error, RpcTimeout):
-            error = RpcTimeout(*error.args)
+            error = self._late()
         elif isinstance(error, RayTorchRpcError):
             error = self._after_reply(error) if self._is_fetched else error
         elif not isinstance(error, MemoryError):
@@ -401,8 +399,6 @@ class OutgoingCall:
     def expire(self) -> tuple[None, RpcTimeout]:
         """The outcome of a call whose deadline has passed."""
         self._is_reported = False
-        if self._phase is SENT and self._pending.withdraw():
-            self._advance(self._pending)
         with self._lock:
             decided = self._error if self._phase is FAILED else None  # at this very deadline, by a worker
         late = decided if isinstance(decided, RpcTimeout) else self._late()
@@ -425,12 +421,12 @@ class OutgoingCall:
 
     def _abandon(self) -> None:
         with self._lock:
-            before, self._phase = self._phase, TAKEN
-        if before in _UNDER_WAY:
+            under_way, self._phase = self._phase in _UNDER_WAY, TAKEN
+        if under_way:
             self._is_reported = False
             self._payload = _NO_PAYLOAD
             self._discard()
-            if not (before is SENT and self._pending.withdraw()) and self._number:
+            if self._number:
                 self._calls.notify(self._route, self._lane, protocol.CANCEL, self._number)
 
     def forget_failure(self) -> None:

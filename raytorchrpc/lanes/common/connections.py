@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import os
 import select
 import socket
+import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,11 +18,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished
+from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished, run
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.completion import run_reported
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +32,15 @@ CONNECT_TIMEOUT_S = 10.0
 _HANDSHAKES = 16
 #: Pause before the second attempt to connect, and the longest one (seconds): each is twice as long as the last.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
-#: A connection is made for a caller that does not come to wait from this time on (seconds).
-_UNWAITED_S = 0.002
 #: How often the connections to peers are looked at, and how long one may be idle (seconds).
 SWEEP_S, IDLE_S = 10.0, 60.0
 #: Connections to peers that may be idle from one sweep to the next: to make one anew takes a millisecond at both ends,
 #: so groups in which all call each other keep theirs.
 MOST_IDLE = 256
 _IDLE = "it was idle"
+_TIMEVAL = struct.Struct("@ll")
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-#: What follows these errors is another attempt: also a full backlog of a Unix socket, or a host that is silent.
-_BROKEN_OFF = (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError, threads.ThreadShortage)
 
 
 class SocketAddress(NamedTuple):
@@ -63,37 +59,35 @@ def listener_identity(service: str, credentials: Credentials, address: SocketAdd
     return credentials.peer(address.instance, f"{service} {where}")
 
 
-class Handshake:
-    """The handshake at one end of a new connection, run as far as that takes no waiting."""
+class _Arrival:
+    """An accepted connection whose other end has not authenticated itself yet."""
 
     def __init__(self, sock: socket.socket, steps: Steps[Protection | None]) -> None:
         self.sock, self._steps, self.since = sock, steps, time.monotonic()
-        sending, self._size = next(steps)
-        self._unsent = b"".join(sending)
+        _, self._size = next(steps)  # the accepting end listens first
         self.protection: Protection | None = None
 
-    @property
-    def events(self) -> int:
-        """What it waits for, for ``select.poll`` and ``select.epoll``."""
-        return select.POLLOUT if self._unsent else select.POLLIN
-
     def proceed(self) -> bool:
-        """Go on as far as data has arrived; returns whether to the end. Never blocks. Raises Refused or OSError."""
+        """Run the handshake as far as its data has arrived; returns whether to its end. Never blocks.
+
+        Raises Refused or OSError.
+        """
         while True:
             received = b""
-            try:
-                while self._unsent:  # a connection over TCP takes nothing before it is made
-                    self._unsent = self._unsent[self.sock.send(self._unsent, _AT_ONCE) :]
-                if self._size and not (received := self.sock.recv(self._size, socket.MSG_DONTWAIT)):
+            if self._size:
+                try:
+                    received = self.sock.recv(self._size, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                if not received:
                     raise HungUp("it hung up")
-            except BlockingIOError:
-                return False
             try:
                 sending, self._size = self._steps.send(received)
             except StopIteration as done:
                 self.protection = done.value
                 return True
-            self._unsent = b"".join(sending)
+            if (data := b"".join(sending)) and self.sock.send(data, _AT_ONCE) < len(data):
+                raise Refused("it does not read")
 
 
 class Acceptor:
@@ -117,7 +111,7 @@ class Acceptor:
         self._service, self._me, self._credentials = service, me, credentials
         self._peers, self._admit = peers, admit
         self._lock = threading.Lock()
-        self._arrivals: dict[int, Handshake] = {}  # by descriptor, oldest first
+        self._arrivals: dict[int, _Arrival] = {}  # by descriptor, oldest first
         self._listeners: dict[int, socket.socket] = {}  # by descriptor
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
@@ -177,7 +171,7 @@ class Acceptor:
                 self.refuse(oldest.sock, HungUp("others are waiting"))
         try:
             me = listener_identity(self._service, self._credentials, self.address, sock.family)
-            arrival = Handshake(sock, secure(sock, self._credentials, me))
+            arrival = _Arrival(sock, secure(sock, self._credentials, me))
             self._epoll.register(sock, select.EPOLLIN)
             self._arrivals[sock.fileno()] = arrival
         except Exception as error:
@@ -186,7 +180,7 @@ class Acceptor:
             self._proceed(arrival)
         return True
 
-    def _proceed(self, arrival: Handshake) -> bool:
+    def _proceed(self, arrival: _Arrival) -> bool:
         """Returns whether it is no longer pending."""
         try:
             if not arrival.proceed():
@@ -232,65 +226,33 @@ class Acceptor:
             self._epoll.close()
 
 
+class Request(NamedTuple):
+    """What ``MessageLane.call`` was given."""
+
+    message: Message
+    deadline: float
+    caller_waits: bool
+    on_released: Released
+
+
 class ClosedWhileIdle(Exception):
     """Nothing was sent: the connection has just been closed, and another one can be made."""
 
 
-class _Unsent(NamedTuple):
-    """A request that waits until its connection stands."""
-
-    deadline: float
-    buffers: list[Any]
-    take_back: Callable[[], object]
-    """See Message."""
-
-
-class ConnectionPending(Pending):
-    """One call in flight on a connection."""
-
-    __slots__ = ("connection",)
-
-    connection: Any
-
-    def withdraw(self) -> bool:
-        withdrawn: bool = self.connection.withdraw(self)
-        return withdrawn
-
-
 class Connection(ABC):
-    """One connection of a lane. Sends requests and receives replies (``peer`` is set), or receives requests.
+    """One connection of a lane. Sends requests and receives replies (``peer`` is set), or receives requests."""
 
-    One to a peer takes requests before it stands. Threads that read it make it, each as far as that takes no waiting:
-    they connect and authenticate, and again where the peer breaks an attempt off, as it may while many connect to it.
-    """
-
-    # What few connections change is set here: an object with more than 30 attributes of its own is slower.
-    _cause: BaseException | None = None
-    """Of the end."""
-    _next_attempt, _pause_s = 0.0, _PAUSE_S
-    _why = "it did not answer"
-    """It does not stand yet."""
-
-    def __init__(self, lane: Any, peer: str | None = None) -> None:
-        """``lane``: the ConnectedLane."""
-        self.peer, self._lane = peer, lane
+    def __init__(self, peer: str | None) -> None:
+        self.peer = peer
         self._state = threading.Lock()
         self._pending: dict[int, Any] = {}
         """By number: the calls in flight."""
         self._number = 0
         """Of the last call."""
+        self.first: Pending | None = None
+        """The call whose request was sent with the handshake."""
         self._seen, self._used = -1, 0.0  # see last_used
         self._ended: str | None = None
-        self.stands = False
-        """Whether both ends are authenticated, so that it carries frames."""
-        self._unsent: dict[int, _Unsent] = {}
-        """By number, in order: requests that wait until it stands."""
-        self._leaving = 0
-        """The number of the one that may have been sent all the same: with the handshake, or just now."""
-        self._making = threading.Lock()
-        """Held by the thread that makes it."""
-        self._handshake: Handshake | None = None
-        """Of the present attempt."""
 
     @abstractmethod
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
@@ -306,7 +268,7 @@ class Connection(ABC):
         if self._ended is _IDLE:
             raise ClosedWhileIdle
         if self._ended is not None:
-            raise self._lost(may_have_run=False)
+            raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
         self._number += 1
         self._pending[self._number] = pending
         return self._number
@@ -334,197 +296,6 @@ class Connection(ABC):
     def _busy(self) -> RpcTimeout:
         return RpcTimeout(f"the route to {self.peer or 'the caller'} was busy until the deadline")
 
-    def _lost(self, may_have_run: bool) -> PeerLost:
-        lost = PeerLost(self.peer or "?", self._ended or "", may_have_run)
-        lost.__cause__ = self._cause
-        return lost
-
-    # --- before it stands ------------------------------------------------------------------------------------
-
-    def _wait_in_line(self, number: int, deadline: float, buffers: list[Any], message: Message, waits: bool) -> bool:
-        """Have a request sent once the connection stands. Returns False if it does. Raises PeerLost.
-
-        ``waits``: the caller will come to ``make``.
-        """
-        own = [bytes(part) for part in buffers]  # the caller may change its tensors
-        with self._state:
-            if self.stands:
-                return False
-            if self._ended is not None:
-                raise self._lost(may_have_run=False)
-            self._unsent[number] = _Unsent(deadline, own, message.take_back)
-        if waits:
-            self._lane.wake_at(time.monotonic() + _UNWAITED_S)
-        self.proceed(polled=not waits)
-        return True
-
-    def withdraw(self, pending: Pending | None = None) -> bool:
-        """End this call, or those whose deadlines have passed, if their requests wait: they will not be sent.
-
-        Returns whether there were any.
-        """
-        now, over = time.monotonic(), []
-        with self._state:
-            for number, unsent in list(self._unsent.items()):
-                is_over = unsent.deadline <= now if pending is None else self._pending.get(number) is pending
-                if is_over and number != self._leaving and (one := self._pending.pop(number, None)) is not None:
-                    over.append((one, self._unsent.pop(number)))
-        for one, unsent in over:
-            run_reported(unsent.take_back)
-            late = f"no connection to {self.peer!r} by the deadline: {self._why}"
-            one.settle(None, self._busy() if self.stands else RpcTimeout(late))
-        if not self.stands:
-            self.end_idle()
-        return bool(over)
-
-    def proceed(self, *, polled: bool = True) -> None:
-        """Make the connection, unless another thread does, as far as that takes no waiting. ``polled``: and have the
-        lane go on with it.
-        """
-        if is_mine := self._making.acquire(False):
-            try:
-                self._connect()
-            finally:
-                self._making.release()
-        self._leave(polled=is_mine and polled)
-
-    def make(self, pending: Pending, deadline: float) -> None:
-        """As the thread that waits for a call, make the connection, unless another thread does."""
-        if not self._making.acquire(False):
-            return
-        try:
-            while not (self.stands or pending.done) and (now := time.monotonic()) < deadline:
-                patience_s = max(0.0, min(deadline, self._due) - now)
-                if self._handshake is None:
-                    threads.pause(patience_s)
-                else:
-                    poll = select.poll()
-                    poll.register(self._handshake.sock, self._handshake.events)
-                    poll.poll(patience_s * 1000)
-                self._connect()
-        finally:
-            self._making.release()
-            self._leave(polled=True)
-
-    def _leave(self, *, polled: bool) -> None:
-        """Have the lane see to it that the connection is made, and that calls end at their deadlines."""
-        self.withdraw()
-        with self._state:
-            if self._ended is None and not self.stands:
-                if polled and self._handshake is not None:
-                    self._lane.poll(self, self._handshake)
-                self._lane.wake_at(self._due if polled else max(self._due, time.monotonic() + _UNWAITED_S))
-                return
-        if self._ended is not None:
-            self._drop_attempt()
-
-    @property
-    def _due(self) -> float:
-        """When there is something to do even if no data arrives (``time.monotonic``)."""
-        handshake = self._handshake
-        attempt = self._next_attempt if handshake is None else handshake.since + CONNECT_TIMEOUT_S
-        return min([attempt, *(unsent.deadline for unsent in list(self._unsent.values()))])
-
-    def _connect(self) -> None:
-        """As the thread that makes it, go on as far as that takes no waiting."""
-        self.withdraw()
-        now, handshake = time.monotonic(), self._handshake
-        waits = handshake is None and now < self._next_attempt
-        if self.stands or self._ended is not None or not self._pending or waits:
-            return
-        try:
-            if handshake is None:
-                handshake = self._handshake = self._lane.dial(self.peer, self._first)
-            elif now >= handshake.since + CONNECT_TIMEOUT_S:
-                raise Unfinished("it did not complete the handshake in time")
-            if handshake.proceed():
-                self._lane.stop_polling(handshake)
-                self._stand(handshake)
-        except BaseException as error:
-            self._break_off(error)
-            if not isinstance(error, Exception):
-                raise
-
-    def _break_off(self, error: BaseException) -> None:
-        """The present attempt has failed: make another one soon, if the peer listens."""
-        error = error.with_traceback(None)  # its frames lead to those of the caller
-        # The peer reads no request before it has confirmed the handshake. Only on a path between hosts may a
-        # confirmation be lost when the connection is reset.
-        local = self._handshake is not None and self._handshake.sock.family == socket.AF_UNIX
-        unread = isinstance(error, (HungUp, BrokenPipeError)) or (local and isinstance(error, ConnectionResetError))
-        self._close_attempt()
-        may_try = isinstance(error, _BROKEN_OFF) or not isinstance(error, Exception)
-        if not may_try and getattr(error, "errno", None) in _NO_ROOM:
-            may_try = self._lane.close_idle()
-        pending = None
-        with self._state:
-            if self._ended is not None:  # by this process, so the request may be read
-                return
-            if unread or may_try:
-                number, self._leaving = self._leaving, 0
-                if not unread and (pending := self._pending.pop(number, None)) is not None:
-                    self._unsent.pop(number, None)  # it may have run: its tensors stay
-        if pending is not None:
-            pending.settle(None, PeerLost(self.peer or "?", f"its connection broke: {error}"))
-        if not may_try:
-            reason = error.cause if isinstance(error, PeerLost) else f"no connection to it: {error}"
-            self._end(reason, lambda: True, error)
-            return
-        self._why, self._next_attempt = str(error), time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-    def _close_attempt(self) -> None:
-        with self._state:
-            if self._handshake is not None:
-                self._lane.stop_polling(self._handshake)
-                self._handshake.sock.close()
-                self._handshake = None
-
-    def _drop_attempt(self) -> None:
-        """After the end: close what is left, unless a thread makes the connection, which comes here then."""
-        if self._making.acquire(False):
-            self._close_attempt()
-            self._making.release()
-
-    def _first(self) -> bytes:
-        """Return the first request, if it is small enough to be sent with the handshake; it is leaving then."""
-        return b""
-
-    @abstractmethod
-    def _stand(self, handshake: Handshake) -> None:
-        """Carry frames on the authenticated socket from now on, first the requests that wait. Does not block.
-
-        Raises OSError or RayTorchRpcError; then another attempt may follow.
-        """
-
-    def _next_unsent(self) -> _Unsent | None:
-        """The first request that waits, which is leaving from now on; None if there is none to be sent."""
-        with self._state:
-            for number, unsent in self._unsent.items():
-                if number in self._pending and self._ended is None:
-                    self._leaving = number
-                    return unsent
-        return None
-
-    def _send_unsent(self, send: Callable[[list[Any], float], object]) -> None:
-        """As the only thread that sends, send the requests that wait, in order. ``send(buffers, deadline)`` raises
-        RpcTimeout at the deadline if it has sent nothing.
-        """
-        while True:
-            self.withdraw()
-            if (unsent := self._next_unsent()) is None:
-                return
-            is_sent = False
-            with contextlib.suppress(RpcTimeout):
-                send(unsent.buffers, unsent.deadline)
-                is_sent = True
-            with self._state:
-                number, self._leaving = self._leaving, 0
-                if is_sent:
-                    self._unsent.pop(number, None)
-
-    # --- the end ---------------------------------------------------------------------------------------------
-
     def end_idle(self) -> bool:
         """Close it if no call is in flight, and if it has carried one. Returns whether it did.
 
@@ -537,26 +308,18 @@ class Connection(ABC):
         """Close it; calls in flight fail with PeerLost. Idempotent. Not to be called while sending."""
         self._end(reason, lambda: True)
 
-    def _end(self, reason: str, may: Callable[[], bool], cause: BaseException | None = None) -> bool:
+    def _end(self, reason: str, may: Callable[[], bool]) -> bool:
         with self._state:
             if self._ended is not None or not may():
                 return False
-            self._ended, self._cause = reason, cause
+            self._ended = reason
         try:  # even if memory runs out, both the other end and the waiting callers must be told
-            self._lane.discard(self)
-            if self.stands:
-                self._detach()
+            self._detach()
         finally:
             try:
-                if self.stands:
-                    self._close()
-                else:
-                    with self._state, contextlib.suppress(OSError):
-                        if self._handshake is not None:
-                            self._handshake.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that makes it
-                    self._drop_attempt()
+                self._close()
             finally:
-                self._fail_calls()
+                self._fail_calls(reason)
         return True
 
     @abstractmethod
@@ -567,19 +330,14 @@ class Connection(ABC):
     def _close(self) -> None:
         """Tell the other end, and release the socket."""
 
-    def _fail_calls(self) -> None:
+    def _fail_calls(self, reason: str) -> None:
         while self._pending:
             try:
-                number, pending = self._pending.popitem()
+                _, pending = self._pending.popitem()
             except KeyError:  # another thread has just abandoned the last one
                 return
             try:
-                with self._state:
-                    unsent = None if number == self._leaving else self._unsent.pop(number, None)
-                if unsent is not None:
-                    run_reported(unsent.take_back)
-                lost = self._lost(may_have_run=unsent is None)
-                pending.settle(None, self._cause if isinstance(self._cause, MemoryError) else lost)
+                pending.settle(None, PeerLost(self.peer or "?", reason))
             except MemoryError as error:  # the call ends at its deadline
                 threads.report(error, "a call could not be told that its connection ended")
 
@@ -600,40 +358,45 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._me, self._credentials = me, credentials
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
         self._addresses: dict[str, SocketAddress] = {}
-        self._made: dict[str, C] = {}  # by peer; some may not stand yet, or have ended
+        self._made: dict[str, C] = {}  # by peer; some may have ended
+        self._connecting: dict[str, threading.Lock] = {}  # by peer; held while a connection is made
         self._made_lock = threading.Lock()
-        self._timer, self._wakes_at, self._sweeps_at = Timer(SWEEP_S), math.inf, math.inf
-        self._steps, self._attempts = select.epoll(), dict[int, C]()  # by descriptor: the connections in the making
-        self._steps.register(self._timer.fd, select.EPOLLIN)
+        self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
     def _readable(self, fd: int) -> bool:
         """Call this when a descriptor of ``_polled`` is readable. Returns False if it is to be called again after a
         pause: the process has no descriptor left.
         """
-        if fd != self._acceptor.fd:
-            with self._made_lock:
-                events = [] if self._steps.closed else self._steps.poll(0)
-            for each, _ in events:
-                if each == self._timer.fd:
-                    self._wake()
-                elif (connection := self._attempts.get(each)) is not None:
-                    connection.proceed()
+        if fd == self._sweeps.fd:
+            self._sweep()
             return True
-        has_room = self._acceptor.handle() or self.close_idle()
+        has_room = self._acceptor.handle() or self._close_idle()
         self._sweep_later()
         return has_room
 
     @property
     def _polled(self) -> tuple[int, int]:
-        return self._steps.fileno(), self._acceptor.fd
-
-    #: What makes a connection of the lane to a peer.
-    connection: Any
+        return self._sweeps.fd, self._acceptor.fd
 
     @abstractmethod
-    def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
-        """Take over a connection whose other end has authenticated itself. Must not block; may raise to refuse it."""
+    def _register(
+        self,
+        sock: socket.socket,
+        protection: Protection | None,
+        peer: str | None,
+        first: Request | None,
+        deadline: float,
+    ) -> C:
+        """Make the connection of an authenticated socket, which the caller closes if this raises.
+
+        ``peer``: the member at the other end; None if that made the connection. ``first``: it has been sent. Raises
+        PeerLost, Refused or OSError.
+        """
+
+    def _pack_first(self, message: Message) -> bytes:
+        """Return the first request of a connection, if it is small enough to be sent with the handshake."""
+        return b""
 
     def _listen(self, begin: Callable[[Any], SocketAddress], tcp_host: str | None) -> SocketAddress:
         try:
@@ -650,11 +413,11 @@ class ConnectedLane(MessageLane, Generic[C]):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
             self._addresses[peer.peer] = peer.address
+            self._connecting.setdefault(peer.peer, threading.Lock())
 
     def disconnect(self, peer: str) -> None:
-        with self._made_lock:
-            self._addresses.pop(peer, None)
-            connection = self._made.pop(peer, None)
+        self._addresses.pop(peer, None)
+        connection = self._made.pop(peer, None)
         if connection is not None:
             connection.end("it was removed from the group")
 
@@ -664,103 +427,29 @@ class ConnectedLane(MessageLane, Generic[C]):
         deadline = time.monotonic() + timeout_s
         while True:
             connection = self._made.get(peer)
-            if connection is None or connection._ended is not None:
-                connection = self._connection_to(peer)
             try:
-                return connection.call(message, deadline, caller_waits, on_released)
+                if connection is not None and connection._ended is None:
+                    return connection.call(message, deadline, caller_waits, on_released)
+                pending = self._connect_in_turn(peer, Request(message, deadline, caller_waits, on_released))
+                if pending is not None:
+                    return pending
             except ClosedWhileIdle:
                 continue
 
-    def _connection_to(self, peer: str) -> C:
-        with self._made_lock:
-            connection = self._made.get(peer)
-            if connection is None or connection.ended:
-                self._address_of(peer)
-                connection = self._made[peer] = self.connection(self, peer)
-        self._sweep_later()
-        return connection
-
-    def _address_of(self, peer: str) -> SocketAddress:
-        if (address := self._addresses.get(peer)) is None:
-            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
-        if self._acceptor.closed:
-            raise self.left(peer)
-        return address
-
-    def dial(self, peer: str, first: Callable[[], bytes]) -> Handshake:
-        """Begin to connect to a peer, and to authenticate both ends; ``first``: see ``secure``. Does not block.
-
-        Raises PeerLost, Refused or OSError.
-        """
-        address, by_tcp = self._address_of(peer), peer in self._by_tcp
-        if by_tcp and address.tcp is None:
-            raise Refused("it does not listen for other hosts")
-        where: Any = address.tcp if by_tcp else "\0" + address.unix
-        family = _family(where[0]) if by_tcp else socket.AF_UNIX
-        own = self._acceptor.address
-        me, its = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
-        sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            if (error := sock.connect_ex(where)) not in (0, errno.EINPROGRESS):
-                raise OSError(error, os.strerror(error))
-            if by_tcp:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return Handshake(sock, secure(sock, self._credentials, me, its, first))
-        except BaseException:
-            sock.close()
-            raise
-
-    def poll(self, connection: C, handshake: Handshake) -> None:
-        """Have ``proceed`` called once, when there is something to do for this attempt."""
-        fd, events = handshake.sock.fileno(), handshake.events | select.EPOLLONESHOT
-        self._attempts[fd] = connection
-        with self._made_lock, contextlib.suppress(ValueError):  # the lane was closed meanwhile
-            try:
-                self._steps.modify(fd, events)
-            except FileNotFoundError:
-                self._steps.register(fd, events)
-
-    def stop_polling(self, handshake: Handshake) -> None:
-        if self._attempts.pop(handshake.sock.fileno(), None) is not None:
-            with self._made_lock, contextlib.suppress(OSError, ValueError):
-                self._steps.unregister(handshake.sock)
-
-    def wake_at(self, when: float) -> None:
-        """Look after what is due then (``time.monotonic``): connections that do not stand, or a sweep."""
-        if when >= self._wakes_at:
-            return
-        with self._made_lock:
-            if when < self._wakes_at and self._timer.fd >= 0:  # else the lane was closed meanwhile
-                self._wakes_at = when
-                self._timer.set(max(1e-6, when - time.monotonic()))
-
-    def _wake(self) -> None:
-        with self._made_lock:
-            if self._timer.fd < 0:
-                return
-            self._timer.clear()
-            self._wakes_at = math.inf
-            made = list(self._made.values())
-        try:
-            if self._sweeps_at <= time.monotonic():
-                self._sweep()
-            self.wake_at(self._sweeps_at)
-            for connection in made:
-                if not connection.stands:
-                    connection.proceed()
-        except BaseException:
-            self.wake_at(time.monotonic() + _LONGEST_PAUSE_S)
-            raise
-
     def _sweep_later(self) -> None:
-        if self._sweeps_at == math.inf:
-            self._sweeps_at = time.monotonic() + SWEEP_S
-            self.wake_at(self._sweeps_at)
+        with self._made_lock:
+            if not self._is_sweep_due and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
+                self._is_sweep_due = True
+                self._sweeps.set()
 
     def _sweep(self) -> None:
         """Close connections that have been idle for long, and those idle longest beyond the limit."""
-        self._sweeps_at = math.inf
-        made = list(self._made.values())
+        with self._made_lock:
+            if self._sweeps.fd < 0:
+                return
+            self._sweeps.clear()
+            self._is_sweep_due = False
+            made = list(self._made.values())
         if self._acceptor.drop_late() or made:
             self._sweep_later()
         now = time.monotonic()
@@ -772,34 +461,119 @@ class ConnectedLane(MessageLane, Generic[C]):
             if number < len(idle) - MOST_IDLE or now - used >= IDLE_S:
                 connection.end_idle()
 
-    def close_idle(self) -> bool:
+    def _close_idle(self) -> bool:
         """Close all connections that carry no call; returns whether that freed a descriptor."""
         return any([connection.end_idle() for connection in list(self._made.values())])
 
-    def _close_made(self) -> None:
-        """After the acceptor was closed: end all connections to peers."""
+    def _close_timer(self) -> None:
         with self._made_lock:
-            self._timer.close()
-            made = list(self._made.values())
-        for connection in made:
-            connection.end("this member left the group")
-        with self._made_lock:
-            self._steps.close()
+            self._sweeps.close()
 
-    def discard(self, connection: C) -> None:
+    def _connect_in_turn(self, peer: str, request: Request) -> Pending | None:
+        """Make the connection to a peer, unless another thread has just done so. Blocks until the deadline at most.
+
+        Returns None if the request is still to be sent. Raises PeerLost and RpcTimeout.
+        """
+        if (lock := self._connecting.get(peer)) is None:
+            raise self._unknown(peer)
+        if not lock.acquire(timeout=max(0.0, request.deadline - time.monotonic())):
+            raise RpcTimeout(f"no connection to {peer!r} by the deadline: other calls have been waiting for it too")
+        try:
+            connection = self._made.get(peer)
+            if connection is not None and not connection.ended:
+                return None
+            connection = self._connect_in_time(peer, request)
+            with self._made_lock:
+                self._made[peer] = connection
+            self._sweep_later()
+            pending, connection.first = connection.first, None
+            return pending
+        finally:
+            lock.release()
+
+    def _connect_in_time(self, peer: str, request: Request) -> C:
+        """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
+        pause_s = _PAUSE_S
+        while True:
+            if (address := self._addresses.get(peer)) is None:
+                raise self._unknown(peer)
+            if self._acceptor.closed:
+                raise self._left(peer)
+            try:
+                return self._connect(peer, address, request)
+            except (PeerLost, RpcTimeout):  # they are OSErrors too
+                raise
+            except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError) as error:
+                if time.monotonic() + pause_s >= request.deadline:
+                    raise RpcTimeout(f"no connection to {peer!r} by the deadline: {error}") from error
+            except (OSError, Refused) as error:
+                if getattr(error, "errno", None) not in _NO_ROOM or not self._close_idle():
+                    raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+            threads.pause(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _connect(self, peer: str, address: SocketAddress, request: Request) -> C:
+        """Connect, and authenticate both ends. A small request goes with the handshake.
+
+        Raises Refused or OSError if the request has not run, else PeerLost or RpcTimeout.
+        """
+        by_tcp = peer in self._by_tcp
+        if by_tcp and address.tcp is None:
+            raise Refused("it does not listen for other hosts")
+        where: Any = address.tcp if by_tcp else "\0" + address.unix
+        family = _family(where[0]) if by_tcp else socket.AF_UNIX
+        own = self._acceptor.address
+        me, its = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
+        deadline = min(request.deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+        frame, sent = self._pack_first(request.message), False
+
+        def first() -> bytes:
+            nonlocal sent
+            sent = bool(frame)
+            return frame
+
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
+            sock.settimeout(left if by_tcp else None)
+            sock.connect(where)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
+            if by_tcp:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            steps = secure(sock, self._credentials, me, its, first)
+            protection = run(sock, steps, max(0.001, deadline - time.monotonic()))
+            return self._register(sock, protection, peer, request if sent else None, deadline)
+        except BaseException as error:
+            sock.close()
+            # The peer reads no request before it has confirmed the handshake. Only on a path between hosts may a
+            # confirmation be lost when the connection is reset.
+            refused = (HungUp, BrokenPipeError) if by_tcp else (HungUp, BrokenPipeError, ConnectionResetError)
+            if not sent or isinstance(error, refused) or not isinstance(error, (OSError, Refused)):
+                raise
+            if time.monotonic() >= request.deadline:
+                raise RpcTimeout(f"{peer!r} did not confirm its connection by the deadline") from error
+            raise PeerLost(peer, f"its connection broke: {error}") from error
+
+    def _discard(self, connection: C) -> None:
         """Forget a connection to a peer, if it is still the current one."""
         with self._made_lock:
             if connection.peer is not None and self._made.get(connection.peer) is connection:
                 del self._made[connection.peer]
 
-    def left(self, peer: str | None) -> PeerLost:
+    def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
+        """Take over a connection whose other end has authenticated itself. Must not block; may raise to refuse it."""
+        self._register(sock, protection, None, None, time.monotonic() + CONNECT_TIMEOUT_S)
+
+    def _unknown(self, peer: str) -> PeerLost:
+        return PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
+
+    def _left(self, peer: str | None) -> PeerLost:
         return PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)
 
     def _tcp_addresses(self) -> list[fork.Address]:
-        """In a forked child, close connections that may have no address yet, and return the addresses of all others."""
-        for connection in self._made.values():
-            if connection._handshake is not None:
-                connection._handshake.sock.close()
+        """Return the addresses of all connections over TCP, for ``after_fork``."""
         known = (self._acceptor.address, *self._addresses.values())
         return [address.tcp for address in known if address.tcp is not None]
 

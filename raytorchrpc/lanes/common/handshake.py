@@ -21,6 +21,7 @@ import hmac
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -158,6 +159,31 @@ def receive(size: int, *sending: bytes) -> Steps[bytes]:
         data += yield sending, size - len(data)
         sending = ()
     return data
+
+
+def run(sock: socket.socket, steps: Steps[T], timeout_s: float) -> T:
+    """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds.
+
+    Raises Refused or OSError; close the connection then.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        sending, size = next(steps)
+        while True:
+            if data := b"".join(sending):
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                sock.sendall(data)
+            if size:
+                sock.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (data := sock.recv(size)):
+                    raise HungUp("it hung up")
+            sending, size = steps.send(data)
+    except StopIteration as done:
+        sock.settimeout(None)
+        outcome: T = done.value
+        return outcome
+    except TimeoutError:
+        raise Unfinished("it did not complete the handshake in time") from None
 
 
 def check_user(sock: socket.socket, credentials: Credentials) -> None:

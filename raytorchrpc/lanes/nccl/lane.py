@@ -273,12 +273,11 @@ class NcclLane(TensorLane):
         return refusal
 
     def _watch(self, peer: str, deadline: float) -> Pending:
-        """Have this lane notice when the process of a peer ends. Raises PeerLost, RpcTimeout or TimedOut."""
+        """Have this lane notice when the process of a peer ends. Raises PeerLost or RpcTimeout."""
         with self._lock:
             watch = self._watches.get(peer)
         if watch is None:
             watch = self._begin(peer, (WATCH,), deadline, caller_waits=False)
-            self._ask(peer, (DISCARD, 0), deadline)  # is answered once the watch has arrived
             with self._lock:
                 self._watches[peer] = watch  # of two threads that begin one, either does
             watch.add_done_callback(partial(self._lose, peer, watch))
@@ -356,9 +355,8 @@ class NcclLane(TensorLane):
             raise LaneUnavailable(self.name, f"both ends are on GPU {gpu} and NCCL needs two; allow cuda_ipc")
         try:
             watch = self._watch(peer, time.monotonic() + self._timeout_s)
-        except (PeerLost, RpcTimeout, TimedOut) as error:
-            why = str(error) or "it does not answer"
-            raise LaneUnavailable(self.name, f"no connection to {peer!r}: {why}") from error
+        except (PeerLost, RpcTimeout) as error:
+            raise LaneUnavailable(self.name, f"no connection to {peer!r}: {error}") from error
         pieces = [piece for piece in packing.pack(tensors)[1] if piece.nbytes]
         kept = Kept(peer, pieces, self._carrier.mark(source))
         number = next(self._numbers)

@@ -7,14 +7,12 @@ member; methods run on the member's own threads.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +20,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import ConnectedLane, ConnectionPending, Handshake, SocketAddress
+from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng import sockets
@@ -44,77 +42,33 @@ _BATCH = 64
 class Connection(connections.Connection):
     """One thread reads it."""
 
-    sock: PairSocket
-    """Once it stands."""
-    _seal = _incoming = _decrypt = None
-
-    def __init__(self, lane: NngLane, peer: str | None = None) -> None:
-        super().__init__(lane, peer)
+    def __init__(
+        self, sock: PairSocket, protection: Protection | None, peer: str | None, on_end: Callable[[Connection], None]
+    ) -> None:
+        """``protection``: of each nng message. ``on_end``: called once, before the socket is closed, to stop
+        reading.
+        """
+        super().__init__(peer)
+        self.sock = sock
+        self._seal = None if protection is None else protection.seal
+        self._incoming = None if protection is None else protection.incoming
+        self._decrypt = None if protection is None else protection.decrypt
+        self._on_end = on_end
         self._reader = frames.FrameReader()
         self._sending = threading.Lock()
 
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
         sockets.check_process()
         check_carried(message.body)
-        pending = ConnectionPending(on_released)
-        pending.connection = self
+        pending = Pending(on_released)
         with self._state:
             number = self._begin(pending)
         try:
-            buffers = frames.pack(frames.REQUEST, number, message)
-            if self.stands or not self._wait_in_line(number, deadline, buffers, message, False):
-                self._send(buffers, deadline, lambda: deadline)
+            self._send(frames.pack(frames.REQUEST, number, message), deadline, lambda: deadline)
         except BaseException:
             self._pending.pop(number, None)
-            self._unsent.pop(number, None)
             raise
         return pending
-
-    def _stand(self, handshake: Handshake) -> None:
-        self._handshake, self._next_attempt = None, math.inf
-        try:
-            self._lane.start_handover(partial(self._hand_over, handshake))
-        except BaseException:
-            handshake.sock.close()
-            raise
-
-    def _hand_over(self, handshake: Handshake) -> None:
-        try:
-            self.carry(handshake.sock, handshake.protection)
-        except BaseException as error:
-            handshake.sock.close()
-            self._break_off(error)
-            self._leave(polled=True)
-
-    def carry(self, connected: socket.socket, protection: Protection | None) -> None:
-        """Have nng carry frames over an authenticated socket, which the caller closes if this raises. Blocks.
-
-        Raises PeerLost, Refused or OSError.
-        """
-        deadline = time.monotonic() + connections.CONNECT_TIMEOUT_S
-        if connected.family != socket.AF_UNIX:
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tcp.detect_silence(connected)
-        connected.settimeout(connections.CONNECT_TIMEOUT_S)
-        if self.peer is None:
-            connected.sendall(_BEGIN)
-        elif connected.recv(len(_BEGIN)) != _BEGIN:
-            raise HungUp("it hung up")
-        if protection is not None:  # of each nng message
-            self._seal, self._incoming, self._decrypt = protection.seal, protection.incoming, protection.decrypt
-        self.sock, reason = PairSocket(connected, deadline), ""
-        with self._sending:
-            with self._state:
-                if self._ended is not None or not self._lane.add(self):
-                    self.sock.close()
-                    raise self._lane.left(self.peer)
-                self.stands = True
-            try:
-                self._send_unsent(lambda buffers, deadline: self.sock.send(buffers, lambda: deadline, self._seal))
-            except (OSError, MemoryError) as error:
-                self._leaving, reason = 0, str(error)
-        if reason:
-            self.end(reason)
 
     def reply(self, number: int, message: Message, patience_s: float) -> None:
         """Answer a request; each piece may take ``patience_s``. Raises LaneUnavailable, PeerLost, RpcTimeout."""
@@ -174,7 +128,7 @@ class Connection(connections.Connection):
 
     def _detach(self) -> None:
         self.sock.hang_up()
-        self._lane.forget(self)
+        self._on_end(self)
 
     def _close(self) -> None:
         with self._sending:  # a thread that was sending has been woken
@@ -193,7 +147,6 @@ class NngLane(ConnectedLane[Connection]):
     """One per member. ``call`` and ``reply`` block until nng has taken the data."""
 
     name: ClassVar[str] = "nng"
-    connection = Connection
     capabilities: ClassVar[Capabilities] = Capabilities(
         in_band_bytes=None, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
@@ -240,10 +193,12 @@ class NngLane(ConnectedLane[Connection]):
                 return
             self._closed = True
             os.eventfd_write(self._bell, 1)
+            connections = set(self._by_fd.values())
         self._acceptor.close()
-        self._close_made()
-        for connection in set(self._by_fd.values()):
+        self._close_timer()
+        for connection in connections:
             connection.end("this member left the group")
+        self._made.clear()
         if self._reader is None:
             self._free()
         elif self._reader is not threading.current_thread():
@@ -261,33 +216,48 @@ class NngLane(ConnectedLane[Connection]):
     # --- connections -----------------------------------------------------------------------------------------
 
     def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
-        def admit() -> None:
+        def admit() -> None:  # nng's own greetings take a round trip
             try:
-                Connection(self).carry(sock, protection)
+                super(NngLane, self)._admit(sock, protection)
             except Exception as error:
                 self._acceptor.refuse(sock, error)
 
-        self.start_handover(admit)
+        threads.start(admit, name=f"raytorchrpc-{self._me}-handshake")
 
-    def start_handover(self, work: Callable[[], None]) -> None:
-        """Run what gives a connection to nng on a thread: nng's greetings take a round trip. Raises ThreadShortage."""
-        threads.start(work, name=f"raytorchrpc-{self._me}-handshake")
-
-    def add(self, connection: Connection) -> bool:
-        """Read a connection from now on. Returns False after ``close``."""
+    def _register(
+        self,
+        connected: socket.socket,
+        protection: Protection | None,
+        peer: str | None,
+        first: Request | None,
+        deadline: float,
+    ) -> Connection:
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tcp.detect_silence(connected)
+        connected.settimeout(max(0.001, deadline - time.monotonic()))
+        if peer is None:
+            connected.sendall(_BEGIN)
+        elif connected.recv(len(_BEGIN)) != _BEGIN:
+            raise HungUp("it hung up")
+        sock = PairSocket(connected, deadline)
+        connection = Connection(sock, protection, peer, self._forget)
         with self._lock:
-            if not self._closed:
-                for fd in (connection.sock.recv_fd, connection.sock.gone_fd):
-                    self._by_fd[fd] = connection
-                    self._epoll.register(fd, select.EPOLLIN)
-            return not self._closed
+            if self._closed:
+                sock.close()
+                raise self._left(peer)
+            for fd in (sock.recv_fd, sock.gone_fd):
+                self._by_fd[fd] = connection
+                self._epoll.register(fd, select.EPOLLIN)
+        return connection
 
-    def forget(self, connection: Connection) -> None:
+    def _forget(self, connection: Connection) -> None:
         with self._lock:
             for fd in (connection.sock.recv_fd, connection.sock.gone_fd):
                 self._by_fd.pop(fd, None)
                 with contextlib.suppress(OSError, ValueError):
                     self._epoll.unregister(fd)
+            self._discard(connection)
 
     # --- the reader ------------------------------------------------------------------------------------------
 

@@ -13,20 +13,21 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, ClassVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import ConnectedLane, SocketAddress
+from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.polling import AnyReadable, PromptSocket
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.selector import Selector, Spinner, Task
 from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.tensors.codec import body_bytes
 
 #: CPU tensors up to this size travel in band: two copies through the kernel cost less than a second message (bytes).
 IN_BAND_BYTES = 256 * 1024
@@ -58,14 +59,28 @@ def _timeval(seconds: int) -> bytes:
 class Connection(connections.Connection):
     """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which."""
 
-    def __init__(self, lane: SocketLane, peer: str | None = None) -> None:
-        super().__init__(lane, peer)
-        self._selector = lane._selector
+    def __init__(
+        self,
+        selector: Selector,
+        sock: socket.socket,
+        peer: str | None,
+        protection: Protection | None,
+        on_end: Callable[[Connection], None],
+        first: Request | None = None,
+    ) -> None:
+        """``on_end(connection)`` is called once, when it ends. ``first``: has been sent as the call number 1."""
+        super().__init__(peer)
+        self._selector, self.sock, self._on_end = selector, sock, on_end
         self.accepted = peer is None
         """Whether the peer opened it, so that it receives requests."""
+        self.fd = sock.fileno()
+        self._prompt = PromptSocket(sock)
+        self._readable = AnyReadable(self.fd, selector.fd)
+        self._protection = protection
+        self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
         self._reading = False
-        self.enabled = self.accepted
+        self.enabled = self.accepted or (first is not None and not first.caller_waits)
         """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
         that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
         its own reply, and those of others meanwhile.
@@ -75,16 +90,10 @@ class Connection(connections.Connection):
         """A caller has read it and is likely to again: the leader need not poll it."""
         self._callbacks = 0  # calls in flight that have a callback
         self._spinner = Spinner()
-
-    def carry(self, sock: socket.socket, protection: Protection | None) -> None:
-        """Carry frames on this authenticated socket."""
-        tune(sock)
-        self.sock, self.fd = sock, sock.fileno()
-        self._prompt = PromptSocket(sock)
-        self._readable = AnyReadable(self.fd, self._selector.fd)
-        self._protection = protection
-        self._reader = frames.FrameReader(protection)
-        self.stands = True
+        if first is not None:
+            self.first = pending = SocketPending(first.on_released, self._state)
+            pending.connection = self
+            self._begin(pending)
 
     # Calls.
 
@@ -95,14 +104,11 @@ class Connection(connections.Connection):
         try:
             with self._state:
                 number = self._begin(pending)
-                if not caller_waits and self.stands:
+                if not caller_waits:
                     self._ensure_reader()
-            buffers = frames.pack(frames.REQUEST, number, message)
-            if self.stands or not self._wait_in_line(number, deadline, buffers, message, caller_waits):
-                self.send(buffers, deadline)
+            self.send(frames.pack(frames.REQUEST, number, message), deadline)
         except BaseException:
             self._pending.pop(number, None)
-            self._unsent.pop(number, None)
             raise
         return pending
 
@@ -129,7 +135,7 @@ class Connection(connections.Connection):
 
     def _enable(self) -> None:
         """Under ``_state``: have the leader poll it, unless a thread reads it."""
-        if not self.enabled and not self._reading and self._ended is None and self.stands:
+        if not self.enabled and not self._reading and self._ended is None:
             self.enabled = True
             self._selector.enable(self.fd)
 
@@ -185,7 +191,6 @@ class Connection(connections.Connection):
         except RayTorchRpcError:
             raise
         except OSError as error:  # also TimeoutError
-            self._leaving = 0
             self.end(str(error))
             # A partial request does not run.
             raise PeerLost(self.peer or "the caller", self._ended or str(error), may_have_run=False) from error
@@ -225,60 +230,21 @@ class Connection(connections.Connection):
             sent = self._send_at_once(parts)
 
     def _finish(self, rest: list[memoryview]) -> None:
-        """Send the rest of a late request, or those that have waited. ``_sending`` is held for it."""
+        """Send the rest of a late request. ``_sending`` is held for it."""
         try:
             if self._send_rest(rest, 0, time.monotonic() + FINISH_S):
                 self.end(_NOT_TAKEN)
-            self._send_unsent(self._send_whole)
         except OSError as error:
             self.end(str(error))
         finally:
             self._end_send()
 
-    # Before it stands.
-
-    def _first(self) -> bytes:
-        unsent = self._next_unsent()
-        if unsent is None or sum(map(len, unsent.buffers)) <= FIRST_BYTES:
-            return b"" if unsent is None else b"".join(unsent.buffers)
-        self._leaving = 0
-        return b""
-
-    def _stand(self, handshake: connections.Handshake) -> None:
-        handshake.sock.settimeout(None)
-        self._sending.acquire()
-        waits = False
-        try:
-            with self._state:
-                if self._ended is not None:
-                    raise self._lost(may_have_run=True)
-                self.carry(handshake.sock, handshake.protection)
-                self._handshake = None
-                self._unsent.pop(self._leaving, None)
-                self._leaving = 0
-                if self._selector.add(self):  # else the lane ends it
-                    self._ensure_reader()
-                waits = bool(self._unsent)
-        finally:
-            if not waits:
-                self._end_send()
-        if waits:
-            try:
-                threads.start(self._finish, [], name="raytorchrpc-rest")
-            except threads.ThreadShortage:
-                self._finish([])
-
-    def _send_whole(self, buffers: list[Any], deadline: float) -> None:
-        if (rest := self._send_by(deadline, buffers)) and self._send_rest(rest, 0, time.monotonic() + FINISH_S):
-            self._leaving = 0
-            self.end(_NOT_TAKEN)
-
     # Reading.
 
     def acquire_read(self) -> bool:
-        """Become the thread that reads. Returns False if another one reads, or if there is nothing to be read."""
+        """Become the thread that reads. Returns False if another one reads, or if the connection has ended."""
         with self._state:
-            if self._reading or self._ended is not None or not self.stands:
+            if self._reading or self._ended is not None:
                 return False
             self._reading = True
             return True
@@ -359,6 +325,7 @@ class Connection(connections.Connection):
 
     def _detach(self) -> None:
         self._selector.remove(self)
+        self._on_end(self)
 
     def _close(self) -> None:
         try:
@@ -399,10 +366,10 @@ def _why(error: Exception) -> str:
     return f"connection broke: {error}"
 
 
-class SocketPending(connections.ConnectionPending):
-    """One call in flight on a connection, which the thread that waits for it makes and reads."""
+class SocketPending(Pending):
+    """One call in flight on a connection."""
 
-    __slots__ = ()
+    __slots__ = ("connection",)
 
     connection: Connection
 
@@ -410,9 +377,6 @@ class SocketPending(connections.ConnectionPending):
         if self.done:
             return True
         connection, deadline = self.connection, time.monotonic() + timeout_s
-        if not connection.stands and timeout_s > 0:
-            connection._selector.step_down()
-            connection.make(self, deadline)
         if connection.acquire_read():
             try:
                 if timeout_s > 0:
@@ -436,7 +400,6 @@ class SocketLane(ConnectedLane[Connection]):
     """One per member. ``serve`` may return work, which a thread of the selector then runs."""
 
     name: ClassVar[str] = "socket"
-    connection = Connection
     capabilities: ClassVar[Capabilities] = Capabilities(
         in_band_bytes=IN_BAND_BYTES, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
@@ -464,16 +427,16 @@ class SocketLane(ConnectedLane[Connection]):
         if not self._selector.close():
             return
         self._acceptor.close()
-        self._close_made()
+        self._close_timer()
         for connection in list(self._selector.connections.values()):
             connection.end("this member left the group")
+        self._made.clear()
         self._selector.retire(0)  # frees the descriptors if no thread is left to do it
 
     def after_fork(self) -> list[fork.Address]:
         addresses = [] if self._selector.closed else self._tcp_addresses()
         self._selector.after_fork()
-        self._timer.close()
-        self._steps.close()
+        self._sweeps.close()
         for connection in self._selector.connections.values():
             connection.after_fork()
         self._made.clear()
@@ -481,11 +444,25 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- connections -----------------------------------------------------------------------------------------
 
-    def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
-        connection = Connection(self)
-        connection.carry(sock, protection)
+    def _pack_first(self, message: Message) -> bytes:
+        if body_bytes(message.body) > FIRST_BYTES:
+            return b""
+        frame = b"".join(frames.pack(frames.REQUEST, 1, message))
+        return frame if len(frame) <= FIRST_BYTES else b""
+
+    def _register(
+        self,
+        sock: socket.socket,
+        protection: Protection | None,
+        peer: str | None,
+        first: Request | None,
+        deadline: float,
+    ) -> Connection:
+        tune(sock)
+        connection = Connection(self._selector, sock, peer, protection, self._discard, first)
         if not self._selector.add(connection):
-            raise self.left(None)
+            raise self._left(peer)
+        return connection
 
     # --- serving ---------------------------------------------------------------------------------------------
 
