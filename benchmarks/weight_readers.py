@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Line, Pick, await_gpu, each, gpu_count, group_of, interleaved, on, show
+from benchmarks._harness import Line, Pick, await_gpu, each, gpu_count, group_of, on, show
 from benchmarks._weights import publish, size_of, sums
 
 #: Tensors of 32 MiB on GPUs, of 4 MiB on CPUs.
@@ -28,24 +29,31 @@ def load(end: Any, store: Any, device: str, count: int) -> int:
     return size_of(end.model)
 
 
-def pull(end: Any, rounds: int, begin: float, period_s: float) -> list[float]:
-    """Milliseconds of each round, of which the first begins at ``begin`` (``time.monotonic``)."""
+def pull(end: Any) -> None:
+    end.store.pull(end.model)
+
+
+def join(end: Any) -> None:
+    """Put the model into one tensor, and meet the other members."""
+    end.whole = torch.cat([tensor.view(-1) for tensor in end.model.values()])
+    broadcast(end)
+    await_gpu()
+
+
+def broadcast(end: Any) -> None:
+    torch.distributed.broadcast(end.whole, group_src=0, group=rtr.process_group())
+
+
+def paced(end: Any, work: Callable[[Any], None], rounds: int, begin: float, period_s: float) -> list[float]:
+    """Milliseconds of each round of ``work``, of which the first begins at ``begin`` (``time.monotonic``)."""
     took = []
     for number in range(rounds):
         at = begin + number * period_s
         time.sleep(max(0.0, at - time.monotonic()))
-        end.store.pull(end.model)
+        work(end)
         await_gpu()
         took.append((time.monotonic() - at) * 1e3)
     return took
-
-
-def broadcast(end: Any, rounds: int) -> float:
-    """Median milliseconds of a broadcast of the model, in one tensor."""
-    group: Any = rtr.process_group()
-    whole = torch.cat([tensor.view(-1) for tensor in end.model.values()])
-    run = {"broadcast": lambda: torch.distributed.broadcast(whole, group_src=0, group=group)}
-    return interleaved(run, rounds, warmup=1)["broadcast"]
 
 
 def main(pick: Pick) -> None:
@@ -60,17 +68,21 @@ def main(pick: Pick) -> None:
         store = rtr.WeightStore("whole", home="publisher")
         size, *_ = each([publisher, *readers], load, store, device, pick(TENSORS[device], TENSORS[device], 1))
         on(publisher, publish)
-        took: dict[int, float] = {}
-        for count in READERS:
+
+        def measure(members: list[Any], work: Callable[[Any], None]) -> float:
+            """Median milliseconds of a round, by its slowest member."""
             for repeats in (pick(3, 3, 1), rounds):  # at first they get to know one another
-                pulls = each(readers[:count], pull, repeats, time.monotonic() + pick(0.5, 0.5, 0.1), period_s)
-            took[count] = statistics.median(map(max, zip(*pulls, strict=True)))
+                its = each(members, paced, work, repeats, time.monotonic() + pick(0.5, 0.5, 0.1), period_s)
+            return statistics.median(map(max, zip(*its, strict=True)))
+
+        took = {count: measure(readers[:count], pull) for count in READERS}
         if any(arrived != on(publisher, sums) for arrived in each(readers, sums)):
             raise RuntimeError("the weights arrived changed")
         alone = min(len(readers), gpus - 1) if device == "cuda" else len(readers)
         members = ["publisher", *names[:alone]]
         group.process_group("nccl" if device == "cuda" else "gloo", members=members)
-        by_broadcast = max(each([ends[name] for name in members], broadcast, rounds))
+        each([ends[name] for name in members], join)
+        by_broadcast = measure([ends[name] for name in members], broadcast)
     lines = []
     for count, ms in took.items():
         what = f"{count} reader{'s' if count > 1 else ''}, {size / 1e9:.3g} GB"
