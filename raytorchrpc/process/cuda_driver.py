@@ -257,6 +257,12 @@ class _On:
 
 
 @functools.cache
+def identity_of(device: int) -> str:
+    """A globally unique identity of a GPU; empty if torch does not tell it."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+@functools.cache
 def driver() -> Driver:
     """Return this process's driver. Raises LaneUnavailable if there is none."""
     return Driver()

@@ -22,6 +22,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process import threads
+from raytorchrpc.process.cuda_driver import identity_of
 from raytorchrpc.tensors.dtypes import Shape
 
 #: Whether a device has reached a point in its queue of work. Never waits.
@@ -100,7 +101,7 @@ class Carrier:
 
     def open(self, devices: Sequence[int]) -> Mapping[int, str]:
         """Return a globally unique identity of each device."""
-        return {index: str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in devices}
+        return {index: identity_of(index) for index in devices}
 
     def device(self, index: int) -> torch.device:
         return torch.device("cuda", index)

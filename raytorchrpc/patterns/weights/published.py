@@ -472,19 +472,19 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         layout: int,
         seconds: float,
         device_type: str | None,
-        signature: str | None,
+        what: tuple[str, str] | None,
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
         """Lease a version to a peer, with its memory if the peer can read all tensors in place on ``device_type``.
 
-        ``signature``: of a pull that is worth a turn.
+        ``what``: the signature of a pull that is worth a turn, and its GPU.
         """
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
             return None
         if device_type is not None:  # it copies from here as fast; see ``_deltas``
             lease = lease._replace(deltas=None)
-        if signature is not None and lease.lease and lease.rows is None and lease.changed is None:
-            turn = self.relays.take_turn(lease.version, signature, caller)
+        if what is not None and lease.lease and lease.rows is None and lease.changed is None:
+            turn = self.relays.take_turn(lease.version, *what, caller)
             if turn is not None:
                 return tuple(lease._replace(turn=(turn.source, turn.leads))), []
         if not lease.lease or device_type is None:

@@ -32,8 +32,8 @@ class RelayPlan:
         self._lock = threading.Lock()
         self._rounds: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
         """For what members pull alike: the leaders by node, in the order in which they came."""
-        self._readers: OrderedDict[str, set[int]] = OrderedDict()
-        """Who has pulled with the same signature; see ``Selection.signature``."""
+        self._readers: OrderedDict[str, dict[int, str]] = OrderedDict()
+        """Who has pulled with the same signature, and to which GPU; see ``Selection.signature``."""
 
     def ask(self, what: Hashable, node: str, rank: int, pieces: int) -> Advice:
         """Where ``rank``, on ``node``, pulls ``what`` from, in so many pieces. A leader that asks again: from the home.
@@ -54,16 +54,21 @@ class RelayPlan:
             place = len(before)
             return Advice(before[place - 1 if place < pieces else (place - 1) // 2], True)
 
-    def take_turn(self, version: int, signature: str, rank: int) -> Advice | None:
-        """On one host: return where ``rank`` pulls a version from; None if it alone pulls what the signature names."""
+    def take_turn(self, version: int, signature: str, gpu: str, rank: int) -> Advice | None:
+        """On one host: return where ``rank`` pulls a version from.
+
+        None if no other GPU pulls what the signature names, or if another reader on the same one takes its turn: they
+        would share that GPU's time.
+        """
         with self._lock:
-            readers = self._readers.setdefault(signature, set())
-            readers.add(rank)
+            readers = self._readers.setdefault(signature, {})
+            readers[rank] = gpu
             if len(self._readers) > _REMEMBERED:
                 self._readers.popitem(last=False)
-            if len(readers) == 1:
+            if len({*readers.values()}) == 1:
                 return None
-        return self.ask((version, signature), f"{rank}", rank, sys.maxsize)
+        advice = self.ask((version, signature), gpu, rank, sys.maxsize)
+        return advice if advice.leads else None
 
     def failed(self, what: Hashable, rank: int) -> None:
         """Note that a leader could not pull it, or does not have it any more."""
@@ -77,7 +82,7 @@ class RelayPlan:
             for leaders in self._rounds.values():
                 _remove(leaders, rank)
             for readers in self._readers.values():
-                readers.discard(rank)
+                readers.pop(rank, None)
 
 
 def _remove(leaders: dict[str, int], rank: int) -> None:

@@ -30,6 +30,7 @@ from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Ti
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.cuda_driver import identity_of
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -154,11 +155,13 @@ class SourcePull:
             if found is not None:
                 self._take(found)
             return
-        signature = None
+        what = None
         if self.planned is not None and (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
-            signature = alike[0]
+            signature, device = alike
+            gpu = identity_of(device.index) if device.type == "cuda" else ""
+            what = signature, gpu or f"rank {self._local.me.rank}"
             self.feeds()  # before the home hears of it: others come at once
-        request = (*self._address, *args, left, self._device_type, signature)
+        request = (*self._address, *args, left, self._device_type, what)
         options: dict[str, Any] = {"caller_waits": caller_waits, "into": self.memory}
         self._asked = self.store._send(self._local, published.LEASE, request, left, **options)
 

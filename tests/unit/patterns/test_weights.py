@@ -257,6 +257,16 @@ def test_a_leader_that_asks_again_is_not_fed_by_those_that_it_feeds() -> None:
     assert relays.ask("v1", "node 1", 1, 16) == Advice(None, leads=True)
 
 
+def test_one_reader_of_each_gpu_takes_its_turn() -> None:
+    relays = RelayPlan()
+    assert [relays.take_turn(1, "s", "gpu 1", rank) for rank in (1, 2, 1)] == [None] * 3, "no other GPU pulls"
+    assert relays.take_turn(1, "s", "gpu 2", 3) == Advice(None, leads=True)
+    assert relays.take_turn(1, "s", "gpu 1", 1) == Advice(3, leads=True)
+    assert relays.take_turn(1, "s", "gpu 1", 2) is None, "another one feeds the next GPU"
+    relays.lose(3)
+    assert relays.take_turn(2, "s", "gpu 1", 2) is None, "no other GPU is left"
+
+
 def test_what_is_remembered_is_bounded() -> None:
     relays = RelayPlan()
     for what in range(1000):
