@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
+from raytorchrpc._compat import torch_internals
 from raytorchrpc.process.completion import nothing
+
+#: The handle of the default stream.
+_DEFAULT = 0
 
 
 def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -78,12 +83,26 @@ def own_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], AbstractContext
     return enter
 
 
+class _Current(threading.local):
+    main: int | None = None
+    """The handle of the stream beside which this thread uses another one of ``SideStreams``."""
+
+
+_current = _Current()
+
+
+def runs_beside(stream: int) -> bool:
+    """Whether what this thread queues on its current stream, of that handle, runs beside what the program computes."""
+    return (stream if _current.main is None else _current.main) != _DEFAULT
+
+
 class SideStreams:
     """Other streams for this thread, beside its current one on a GPU. What each is given runs at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         """They follow what has been queued on the current stream so far."""
         self._device, self._follow = device, follow_streams([device])
+        self._main = torch_internals.current_cuda_stream(device.index)
         self._ends: list[Callable[[], None]] = []
 
     @contextmanager
@@ -91,9 +110,11 @@ class SideStreams:
         """Within, this thread has another stream. The memory that is used there must outlive ``join``."""
         with torch.cuda.stream(_side_stream(self._device, len(self._ends))):
             self._follow()
+            _current.main = self._main
             try:
                 yield
             finally:
+                _current.main = None
                 self._ends.append(follow_streams([self._device]))
 
     def join(self) -> None:

@@ -48,12 +48,11 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.tensors.cuda_streams import runs_beside
 from raytorchrpc.tensors.dtypes import Shape, span_of, within
 
 #: Most allocations of peers kept mapped; beyond that, the least recently used is unmapped.
 MAPPINGS = 256
-#: The default stream. On another, copies run beside what the program computes.
-_DEFAULT = 0
 
 
 class CudaIpcLane(WindowLane):
@@ -217,14 +216,15 @@ class CudaIpcLane(WindowLane):
         index = offer.target
         kernel = partial(COPY_ROWS.on, index, cuda)
         with cuda.on(index), self._reading(peer, offer) as (page, mapped, stream, raw):
+            beside = runs_beside(raw)
             for mapping, (_, begin, _, piece) in zip(mapped, offer.places, strict=True):
                 if mapping is None:
                     continue
                 for number in piece:
                     its, size = parts[number], sizes[number]
                     address = mapping.at(begin, size)
-                    make = partial(Scatter.of, its, size, stream.device, raw != _DEFAULT)
-                    scatter = prepared(its, (self.name, index, size, raw != _DEFAULT), make)
+                    make = partial(Scatter.of, its, size, stream.device, beside)
+                    scatter = prepared(its, (self.name, index, size, beside), make)
                     left += scatter.queue(its, address, stream.device, cuda, kernel, raw)
                     begin += size
             _read_on(raw, page, offer)
@@ -265,7 +265,7 @@ class CudaIpcLane(WindowLane):
         stream: int,
     ) -> list[torch.Tensor]:
         arrived: list[torch.Tensor] = []
-        copies, cuda = Copies(beside=stream != _DEFAULT), driver()
+        copies, cuda = Copies(beside=runs_beside(stream)), driver()
         for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
             tensor = packing.given(piece, into, device)
             if tensor is None:

@@ -406,11 +406,12 @@ class ModelPull:
             bringing[pull] = pull.bring(caller_waits=not at)
             with self._asking(pull):
                 next(bringing[pull], None)
-        ordered = sorted(pulls.values(), key=SourcePull.expect)
-        streams = self._side_streams() if len(ordered) > 1 else None
+        # The most comes on this stream, and first: a side stream follows only what is queued here before this.
+        streams = self._side_streams() if len(pulls) > 1 else None
+        ordered = sorted(pulls.values(), key=SourcePull.expect, reverse=True)
         try:
             for pull in ordered:
-                is_aside = pull is not ordered[-1] and pull.selection.nbytes >= _WORTH_A_STREAM
+                is_aside = pull is not ordered[0] and pull.selection.nbytes >= _WORTH_A_STREAM
                 with streams.one() if is_aside and streams is not None else nullcontext():
                     self._bring_from(pull, bringing[pull], version)
         finally:
