@@ -172,6 +172,9 @@ class Channel(Handle):
         batches: list[Batch] = []
         missing, most = least, limit
         batch: Any = None
+        if not at_home:  # items that go back come before those that wait there
+            for returned in [*self._returning]:
+                yield self._wait_until_returned(local, returned, until)
         try:
             while missing > 0 and (not batches or time.monotonic() < until):
                 returning = [*self._returning]  # before the home looks: they may be back when its answer comes

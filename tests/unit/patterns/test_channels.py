@@ -300,6 +300,25 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         assert failed and queue.get_many(9) == [1, 2]
 
 
+def test_a_get_after_a_cancelled_one_keeps_the_order(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> list[Any]:
+        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
+        put_at_home(members, 1)
+        await until(lambda: len(lane.held) == 2)
+        put_at_home(members, 2)
+        getting = asyncio.create_task(queue.aget())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(getting), 0.1)
+        lane.release()
+        return [await getting, await queue.aget()]
+
+    with members.acting("a"):
+        queue = made()
+        assert asyncio.run(act()) == [1, 2]
+
+
 @pytest.mark.parametrize("error", [MemoryError("no memory"), rtr.RayTorchRpcError("torchrpc failed: MemoryError")])
 def test_an_item_goes_back_to_a_home_that_had_no_memory_for_it_at_first(members: Members, error: Exception) -> None:
     lane = members.lanes["a"]
@@ -529,6 +548,10 @@ def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members, 
         with pytest.raises(asyncio.CancelledError):
             await waiting
 
+    def found_empty() -> None:
+        with pytest.raises(rtr.Empty):
+            queue.get_nowait()
+
     with members.acting("a"):
         queue = made()
         queue.put(1)
@@ -536,14 +559,15 @@ def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members, 
         lane.delays = lambda method: method == TAKE
         asyncio.run(cancelled())
         lane.delays = lambda method: late and method == TAKE
-        if not late:
-            with pytest.raises(rtr.Empty):
-                queue.get_nowait()
-        taking = in_thread(lambda: list(queue))
+        looking = in_thread(found_empty)
         if late:
             assert wait_until(lambda: len(lane.answers) == 2, LONG)
             lane.answers.pop(0)()
             assert wait_until(lambda: at_home(members).stats()["items"] == 1, LONG)
+            lane.deliver_answers()
+        looking()
+        lane.delays = lambda method: False
+        taking = in_thread(lambda: list(queue))
         lane.deliver_answers()
         assert taking() == [1]
         with pytest.raises(rtr.Closed):
