@@ -50,7 +50,7 @@ class Workers:
         self._stopped = False
         if keep:
             self._threads = self._idle = 1
-            threads.start(self._work, name=f"{name}-1")
+            self._start(1)
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         """Run ``function(*args)``, which must not raise, on a worker. Does not block.
@@ -95,7 +95,7 @@ class Workers:
     def _start_one(self) -> bool:
         """Start a thread that was counted already; if that fails, undo the count."""
         try:
-            threads.start(self._work, name=f"{self._name}-{self._threads}")
+            self._start(self._threads)
         except ThreadShortage as error:
             threads.report(error, f"{self._name}: tasks wait for a thread")
             with self._lock:
@@ -134,8 +134,8 @@ class Workers:
                 self._is_waited_for()
                 return
 
-    def _work(self) -> None:
-        threads.serve(self._do_next, f"a worker of {self._name}")
+    def _start(self, number: int) -> None:
+        threads.start(threads.serve, self._do_next, f"a worker of {self._name}", name=f"{self._name}-{number}")
 
     def _do_next(self) -> bool:
         try:
@@ -190,7 +190,7 @@ class Deadlines:
         self._cancelled = 0
         self._stopped = False
         # Now, not with the first deadline: a member that cannot end its waits must not join.
-        threads.start(self._watch, f"the deadlines of {name}", name=f"{name}-deadlines")
+        threads.start(threads.serve, self._call_next, f"the deadlines of {name}", name=f"{name}-deadlines")
 
     def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
@@ -213,9 +213,6 @@ class Deadlines:
                     self._cancelled = 0
 
         return cancel
-
-    def _watch(self, who: str) -> None:
-        threads.serve(self._call_next, who)
 
     def _call_next(self) -> bool:
         with self._changed:
