@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.membership import join, restarted
 from raytorchrpc.membership.control_connections import Arguments
-from raytorchrpc.process.fan_out import Answers, Outcome, ask_all, in_thread
+from raytorchrpc.process import threads
+from raytorchrpc.process.fan_out import Answers, Outcome, ask_all
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +55,10 @@ def call_all(
     """
 
     def begin(member: str, answered: Callable[[Outcome], object]) -> None:
-        if (handle := handles[member]) is None:
-            in_thread(function, None, *arguments[member], name="raytorchrpc-step")(member, answered)
+        if (handle := handles[member]) is None:  # on a thread, so that Ctrl-C never breaks it off halfway
+            done: Future[Any] = Future()
+            done.add_done_callback(lambda done: answered(done.result))
+            threads.start(threads.settle, done, function, None, *arguments[member], name="raytorchrpc-step")
             return
         reference = ray_internals.call_actor(handle, function, *arguments[member])
         # Ray prints an error that is not retrieved, also one that comes when nobody waits for it any more.

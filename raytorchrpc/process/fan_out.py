@@ -6,7 +6,6 @@ import math
 import queue
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
 from typing import Any
 
 from raytorchrpc.errors import RpcTimeout
@@ -99,14 +98,3 @@ def ask_all(
         if gap_s < math.inf:
             until = min(deadline, time.monotonic() + gap_s)
     return results, failures
-
-
-def in_thread(function: Callable[..., Any], *args: Any, name: str) -> Begin:
-    """Begins by running ``function(*args)`` on a thread of that name, so that Ctrl-C never breaks it off halfway."""
-
-    def begin(_: str, answered: Callable[[Outcome], object]) -> None:
-        done: Future[Any] = Future()
-        done.add_done_callback(lambda done: answered(done.result))
-        threads.start(threads.settle, done, function, *args, name=name)
-
-    return begin
