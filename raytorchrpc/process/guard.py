@@ -432,16 +432,15 @@ def _connection(fd: int) -> Connection | None:
 
 
 def made_here(connections: Collection[Connection]) -> list[Connection]:
-    """Those of the connections that this process made."""
-    return [*_still(own_connections(), connections)]
-
-
-def _still(own: Mapping[Connection, int], connections: Iterable[Connection]) -> Iterator[Connection]:
-    """Those that exist now: the port of one that was reset may be another process's, while we have its descriptor."""
+    """Those of the connections that this process made, and that exist now: the port of one that was reset may be
+    another process's, while we have its descriptor.
+    """
+    own, found = own_connections(), []
     for connection in connections:
         with contextlib.suppress(OSError, KeyError):
             if _connection(own[connection]) == connection:
-                yield connection
+                found.append(connection)
+    return found
 
 
 def address(name: tuple[str, int]) -> fork.Address:
