@@ -111,12 +111,11 @@ def with_named_maps(config: GroupConfig, participants: Mapping[str, Any]) -> Gro
         for rank, (name, actor) in enumerate(zip(participants, actors, strict=True))
         for key in keys_of(rank, name, actor)
     }
-    maps = device_map.given_maps(config, lambda target: find(target, by_key, lambda: _listed(participants)))
-    return replace(config, device_maps=maps)
 
+    def name_of(target: Any) -> str:
+        return find(target, by_key, lambda: described("the group", enumerate(participants)))
 
-def _listed(participants: Mapping[str, Any]) -> str:
-    return described("the group", enumerate(participants))
+    return replace(config, device_maps=device_map.given_maps(config, name_of))
 
 
 def _generated_name(handle: Any, rank: int, taken: Collection[str]) -> str:
@@ -133,22 +132,20 @@ class Formation:
         roster: Roster,
         participants: dict[str, Any],
         timeout_s: float,
-        call_all: Callable[..., Answers] = ray_calls.call_all,
+        call_all: Callable[..., Answers] | None = None,
         undo_s: float = _UNDO_S,
         *,
         deadline: float | None = None,
         patience: ray_calls.Patience | None = None,
-        by_reference: bool = True,
         attempt: str | None = None,
         leaves_out_failures: bool = False,
         uses_known: bool = False,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
-        ``call_all``: calls the participants, as ``ray_calls.call_all`` does. ``undo_s``:
-        how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on, or that of ``patience``,
-        which ``call_all`` then takes. ``by_reference``: ``call_all`` takes references to Ray's objects.
-        ``attempt``: see JoinSpec; None: a new one.
+        ``call_all``: calls the participants, as ``ray_calls.call_all`` does, but without Ray's references to objects;
+        None: that. ``undo_s``: how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on, or
+        that of ``patience``, which ``call_all`` then takes. ``attempt``: see JoinSpec; None: a new one.
         ``leaves_out_failures``: the others join without members that cannot be probed or prepared, unless that is all
         of them. ``uses_known``: probe no actors that all were probed for an earlier group; if they have changed, this
         attempt fails.
@@ -165,7 +162,7 @@ class Formation:
         self.timeout_s = timeout_s
         self._began, self._patience = time.monotonic(), patience
         self._deadline = self._began + timeout_s if deadline is None else deadline
-        self._call_all, self._undo_s, self._by_reference = call_all, undo_s, by_reference
+        self._call_all, self._undo_s, self._by_reference = call_all or ray_calls.call_all, undo_s, call_all is None
         self._attempt = attempt or uuid.uuid4().hex[:12]
         self._restarting = False
         """Ray reported that a participant restarts when the attempt was rolled back."""
@@ -393,9 +390,7 @@ def form_group(
     try:
         with ray_calls.Patience(roster.name, timeout_s) as patience:
             while True:
-                formation = Formation(
-                    roster, participants, timeout_s, ray_calls.call_all, patience=patience, uses_known=True
-                )
+                formation = Formation(roster, participants, timeout_s, patience=patience, uses_known=True)
                 try:
                     formation.probe()
                     formation.assign(roster)

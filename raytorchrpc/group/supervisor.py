@@ -225,7 +225,7 @@ class Supervisor:
             self._strike_ended(request.name)
             call_all, attempt = self._restarts.call_all, request.attempt
             with self._joining_as(lambda: newcomer, time.monotonic() + patience_s):
-                formation = Formation(self.roster, newcomer, patience_s, call_all, by_reference=False, attempt=attempt)
+                formation = Formation(self.roster, newcomer, patience_s, call_all, attempt=attempt)
                 self._admit("added", formation)
             # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
             with contextlib.suppress(RayTorchRpcError):  # it is found lost like others
@@ -574,9 +574,7 @@ class Supervisor:
         handles = {name: record.handle for name, record in there.items() if record.member.rank == its.ranks[name]}
         patience_s = its.patience_s + _ADMIT_EACH_S * len(roster.records)
         call_all = self._restarts.call_all
-        formation = Formation(
-            roster, handles, patience_s, call_all, _UNDO_S, by_reference=False, leaves_out_failures=True
-        )
+        formation = Formation(roster, handles, patience_s, call_all, _UNDO_S, leaves_out_failures=True)
         failed, later = list(its.ranks), list(its.ranks)
         try:
             self._admit("back", formation)
