@@ -120,8 +120,15 @@ class Roster:
                 incarnation=max(before.incarnation if before else -1, self.tried.get(ranks[name], -1)) + 1,
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
-        admitted = replace(self, records=records, highest_id=max(highest, *ids.values()), next_rank=next(fresh))
-        return admitted._decided(probes)
+        endpoints = {name: record.probe.endpoint for name, record in records.items()}
+        if not self.config.across_users and not self.config.always_tcp:
+            _check_users({**endpoints, "the process that forms the group": self.watcher})
+        device_map.check(self.config, endpoints)
+        plan = planner.plan(endpoints, self.config)
+        if self.plan.kind_of:  # the agents of running processes stay as they are
+            plan = self.plan.merged(plan.part(probes), endpoints)
+        highest = max(highest, *ids.values())
+        return replace(self, records=records, plan=plan, highest_id=highest, next_rank=next(fresh))
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
         """This roster after an attempt to admit these members, which some member may know: ids and ranks are taken."""
@@ -183,15 +190,6 @@ class Roster:
         gone = set(names)
         left = {name: record for name, record in self.records.items() if name not in gone}
         return replace(self, records=left, plan=self.plan.part(left))
-
-    def _decided(self, fresh: Iterable[str]) -> Roster:
-        endpoints = {name: record.probe.endpoint for name, record in self.records.items()}
-        if not self.config.across_users and not self.config.always_tcp:
-            _check_users({**endpoints, "the process that forms the group": self.watcher})
-        device_map.check(self.config, endpoints)
-        plan = planner.plan(endpoints, self.config)
-        # The agents of running processes stay as they are.
-        return replace(self, plan=self.plan.merged(plan.part(fresh), endpoints) if self.plan.kind_of else plan)
 
     @property
     def handles(self) -> dict[str, Any]:
