@@ -55,6 +55,7 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
     import torch
 
     transports, channels = tensorpipe_backends()
+    gpus = torch.cuda.device_count() if wants_gpu and torch.cuda.is_available() else 0
     return Endpoint(
         **file_facts(root),
         name=name,
@@ -63,7 +64,7 @@ def probe(*, name: str = "", node_ip: str, wants_gpu: bool = True, root: Path = 
         uid=os.getuid(),
         node_ip=node_ip,
         interfaces=_interfaces(root),
-        gpus=tuple(_gpu(root, index) for index in range(_gpu_count())) if wants_gpu else (),
+        gpus=tuple(_gpu(root, index) for index in range(gpus)),
         memlock_bytes=sysfs.memlock_bytes(root),
         huge_pages=_huge_pages(root),
         torch_version=str(torch.__version__),
@@ -138,12 +139,6 @@ def _try_huge_pages(size: int) -> Literal["used", "unused"] | None:
     if faults == 0:  # memory that was in use before, or a kernel that does not count
         return None
     return "used" if faults <= _FEW_FAULTS else "unused"
-
-
-def _gpu_count() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _gpu(root: Path, index: int) -> Gpu:
