@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.membership import join, restarted
+from raytorchrpc.membership import join
 from raytorchrpc.membership.control_connections import Arguments
 from raytorchrpc.process import threads
 from raytorchrpc.process.fan_out import Answers, Outcome, ask_all
@@ -191,8 +191,3 @@ def have_leave(
     _, failures = call_all(handles, join.leave, arguments, until)
     if busy := [name for name, error in failures.items() if isinstance(error, TimeoutError)]:
         logger.warning("group %r: leaving when their methods return: %s", group, ", ".join(busy))
-
-
-def wait_for_answers(handles: Mapping[str, Any], deadline: float) -> None:
-    """Block until each actor runs a call, or one cannot."""
-    call_all(handles, restarted.begin, dict.fromkeys(handles, ()), deadline, fail_fast=True, retry_restarting=True)

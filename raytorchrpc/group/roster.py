@@ -200,11 +200,6 @@ class Roster:
         """Members that joined by themselves: their processes may be busy for ever, and Ray may not reach them."""
         return {name for name, record in self.records.items() if isinstance(record.handle, JoinedProcess)}
 
-    @property
-    def local(self) -> dict[str, Any]:
-        """This process, if it is a member."""
-        return {name: None for name, record in self.records.items() if record.handle is None}
-
     def reached_by_tcp(self, member: str, endpoint: Endpoint | None = None) -> bool:
         """Whether the process that ``endpoint`` describes (None: the supervisor's) needs TCP to reach this member."""
         its = self.records[member].probe.endpoint

@@ -31,7 +31,7 @@ from raytorchrpc.group.roster import Directory, Roster
 from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.lanes.common.protection import make_identity
-from raytorchrpc.membership import join
+from raytorchrpc.membership import join, restarted
 from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.membership.here import endpoint
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
@@ -136,7 +136,9 @@ class Supervisor:
         self._check_running()
         while True:
             waiting = self.roster.check_newcomers(self._newcomers(actors))
-            ray_calls.wait_for_answers(waiting, deadline)  # they may be busy, or restart
+            # Until each runs a call, or one cannot: they may be busy, or restart.
+            asked = dict.fromkeys(waiting, ())
+            ray_calls.call_all(waiting, restarted.begin, asked, deadline, fail_fast=True, retry_restarting=True)
             with self._joining_as(partial(self._newcomers, actors), deadline) as newcomers:
                 formation = Formation(self.roster, newcomers, timeout_s, deadline=deadline)
                 try:
@@ -327,10 +329,10 @@ class Supervisor:
 
     def _dismiss(self, until: float, but: Collection[str]) -> Collection[str]:
         """Have all members leave; returns their names."""
-        roster = self.roster
-        # Calling actors of a session that has ended could start another one.
-        reachable = roster.handles if self._session_lasts() else roster.local
+        roster, lasts = self.roster, self._session_lasts()
         left_out = {*but, *roster.by_themselves}
+        # This process (None) at least: calling actors of a session that has ended could start another one.
+        reachable = {name: handle for name, handle in roster.handles.items() if lasts or handle is None}
         asked = {name: handle for name, handle in reachable.items() if name not in left_out}
         try:
             ray_calls.have_leave(roster.name, roster.generation, asked, until, for_good=True)
