@@ -222,13 +222,15 @@ class Collectives:
             store.set_timeout(timedelta(seconds=meeting.timeout_s))
             store.shortest_wait_s = meeting.timeout_s
             torch_internals.number_process_groups_anew()
+            # An actor sees the GPUs that Ray gave it. With one, NCCL connects at once, not at the first collective.
+            has_one_gpu = info.backend == "nccl" and torch.cuda.device_count() == 1
             dist.init_process_group(
                 info.backend,
                 store=store,
                 rank=info.ranks[self._name],
                 world_size=info.world_size,
                 timeout=timedelta(seconds=info.timeout_s),
-                device_id=_only_gpu() if info.backend == "nccl" else None,
+                device_id=torch.device("cuda", 0) if has_one_gpu else None,
             )
         except Exception as error:  # torch's own are RuntimeError and ValueError, NCCL's DistBackendError
             end.close()
@@ -324,11 +326,6 @@ def _environment(info: ProcessGroupInfo, meeting: Meeting) -> Callable[[], None]
                 del os.environ[name]
 
     return undo
-
-
-def _only_gpu() -> torch.device | None:
-    """An actor sees the GPUs that Ray gave it. With one, NCCL connects at once instead of at the first collective."""
-    return torch.device("cuda", 0) if torch.cuda.device_count() == 1 else None
 
 
 def _abort(made: _Made, keys: KeyTable | None, cause: str) -> None:
