@@ -21,6 +21,7 @@ CPU_CHANNELS = ("cma", "mpt_uv", "basic")
 CUDA_CHANNELS = (*CPU_CHANNELS, "cuda_xth", "cuda_ipc", "cuda_gdr", "cuda_basic")
 
 Cluster = dict[str, Endpoint]
+Hcas = tuple[Hca, ...]
 
 
 def gid_table() -> dict[str, list[Gid]]:
@@ -149,32 +150,22 @@ def two_pods_one_host(*, gpus: bool = True) -> Cluster:
     )
 
 
-def public_nodes(hcas: Callable[[int], tuple[Hca, ...]] | None = None, **changes: Any) -> Cluster:
-    """Two of the public eight-GPU nodes, one member on each; ``hcas`` gives host number -> adapters."""
-    adapters = hcas or (lambda host: infiniband_hcas())
-    return group(
-        *(
-            member(
-                host,
-                host=host,
-                **{
-                    "cuda": True,
-                    "gpus": a100s(host=host),
-                    "hcas": adapters(host),
-                    "peer_memory": True,
-                    **changes,
-                },
-            )
-            for host in range(2)
-        )
-    )
+def public_nodes(hcas: Hcas | Callable[[int], Hcas] | None = None, **changes: Any) -> Cluster:
+    """Two of the public eight-GPU nodes, one member on each; ``hcas``: adapters, or host number -> adapters."""
+    own = infiniband_hcas() if hcas is None else hcas
+
+    def node(host: int) -> Endpoint:
+        adapters = own(host) if callable(own) else own
+        fields = {"cuda": True, "gpus": a100s(host=host), "hcas": adapters, "peer_memory": True, **changes}
+        return member(host, host=host, **fields)
+
+    return group(node(0), node(1))
 
 
-def small_bar1_nodes() -> Cluster:
-    gpus = tuple(gpu.changed({"bar1_bytes": 256 * MIB}) for gpu in a100s())
-    return public_nodes(gpus=gpus)
+def gpus_with(**changes: Any) -> tuple[Gpu, ...]:
+    """The GPUs of a public node, all changed."""
+    return tuple(gpu.changed(changes) for gpu in a100s())
 
 
-def no_resource1_nodes() -> Cluster:
-    gpus = tuple(gpu.changed({"resource1_present": False}) for gpu in a100s())
-    return public_nodes(gpus=gpus)
+def with_nixl(cluster: Cluster) -> Cluster:
+    return {name: each.changed({"nixl": True}) for name, each in cluster.items()}

@@ -6,7 +6,6 @@ import itertools
 import pickle
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,42 +22,27 @@ from tests.unit.clusters import (
     CPU_CHANNELS,
     MIB,
     Cluster,
+    Hcas,
     a100s,
     efa_hcas,
+    gpus_with,
     group,
     infiniband_hcas,
     member,
     public_nodes,
     roce_hcas,
+    with_nixl,
     with_port,
 )
-
-Hcas = Callable[[int], Any]
 
 #: The lanes between hosts or containers; likewise where NCCL has GPUDirect RDMA and torchrpc has not.
 APART, BY_NCCL = "socket torchrpc torchrpc", "socket torchrpc nccl"
 CUDA_LOCAL = ("basic", "cuda_xth", "cuda_basic")
-DMA_BUF = tuple(gpu.changed({"dma_buf": True}) for gpu in a100s())
+DMA_BUF = gpus_with(dma_buf=True)
 
 
-def same(adapters: Any) -> Hcas:
-    return lambda host: adapters
-
-
-def down(adapters: Any, name: str) -> Hcas:
-    return same(with_port(adapters, name, state="DOWN"))
-
-
-def two_subnets(host: int) -> Any:
-    return infiniband_hcas(f"fec0:0000:0000:000{host}")
-
-
-def two_fabrics(host: int) -> Any:
-    return (infiniband_hcas(), roce_hcas())[host]
-
-
-def on_the_first(host: int) -> Any:
-    return (infiniband_hcas(), ())[host]
+def down(adapters: Hcas, name: str) -> Hcas:
+    return with_port(adapters, name, state="DOWN")
 
 
 def neighbours(**changes: Any) -> Cluster:
@@ -70,10 +54,6 @@ def neighbours(**changes: Any) -> Cluster:
 def changed(*kinds: str) -> dict[str, str]:
     """A member's namespaces, of which some are others."""
     return member().namespaces | {kind: f"{kind}:[1]" for kind in kinds}
-
-
-def with_nixl(cluster: Cluster) -> Cluster:
-    return {name: each.changed({"nixl": True}) for name, each in cluster.items()}
 
 
 def lane(route: PairRoute, traffic: Traffic) -> str:
@@ -125,23 +105,23 @@ CLUSTERS: dict[str, Cluster] = {
     "InfiniBand": public_nodes(),
     "InfiniBand, first down": public_nodes(down(infiniband_hcas(), "mlx5_0")),
     "InfiniBand, another down": public_nodes(down(infiniband_hcas(), "mlx5_5")),
-    "small BAR1": clusters.small_bar1_nodes(),
-    "no resource1 file": clusters.no_resource1_nodes(),
-    "no verbs devices": public_nodes(same(tuple(hca.changed({"verbs_device": False}) for hca in infiniband_hcas()))),
+    "small BAR1": public_nodes(gpus=gpus_with(bar1_bytes=256 * MIB)),
+    "no resource1 file": public_nodes(gpus=gpus_with(resource1_present=False)),
+    "no verbs devices": public_nodes(tuple(hca.changed({"verbs_device": False}) for hca in infiniband_hcas())),
     "InfiniBand, only one and down": public_nodes(down(infiniband_hcas()[:1], "mlx5_0")),
-    "InfiniBand on one side": public_nodes(on_the_first),
-    "InfiniBand, two subnets": public_nodes(two_subnets),
-    "InfiniBand and RoCE": public_nodes(two_fabrics),
-    "RoCE": public_nodes(same(roce_hcas())),
+    "InfiniBand on one side": public_nodes(lambda host: (infiniband_hcas(), ())[host]),
+    "InfiniBand, two subnets": public_nodes(lambda host: infiniband_hcas(f"fec0:0000:0000:000{host}")),
+    "InfiniBand and RoCE": public_nodes(lambda host: (infiniband_hcas(), roce_hcas())[host]),
+    "RoCE": public_nodes(roce_hcas()),
     "RoCE, first down": public_nodes(down(roce_hcas(), "mlx5_0")),
     "RoCE, another down": public_nodes(down(roce_hcas(), "mlx5_3")),
-    "RoCE, unrouted": public_nodes(same(with_port(roce_hcas()[:1], "mlx5_0", **UNROUTED))),
-    "EFA": public_nodes(same(efa_hcas())),
-    "no adapters": public_nodes(same(())),
+    "RoCE, unrouted": public_nodes(with_port(roce_hcas()[:1], "mlx5_0", **UNROUTED)),
+    "EFA": public_nodes(efa_hcas()),
+    "no adapters": public_nodes(()),
     "8 MiB memlock": public_nodes(memlock_bytes=8 * MIB),
     "no GPUDirect": public_nodes(peer_memory=False),
     "DMA-BUF": public_nodes(peer_memory=False, gpus=DMA_BUF),
-    "RoCE with DMA-BUF": public_nodes(same(roce_hcas()), peer_memory=False, gpus=DMA_BUF),
+    "RoCE with DMA-BUF": public_nodes(roce_hcas(), peer_memory=False, gpus=DMA_BUF),
     "NIXL on one side": public_nodes() | {"worker_0": public_nodes()["worker_0"].changed({"nixl": True})},
 }
 CLUSTERS |= {f"{name} + nixl": with_nixl(cluster) for name, cluster in CLUSTERS.items()}
@@ -699,7 +679,7 @@ def test_forced_backends_are_taken_as_given() -> None:
 
 
 def test_forced_ibv_that_may_fail_is_a_warning() -> None:
-    (warning,) = plan(public_nodes(same(roce_hcas())), GroupConfig(transports=("ibv", "uv"))).warnings
+    (warning,) = plan(public_nodes(roce_hcas()), GroupConfig(transports=("ibv", "uv"))).warnings
     assert "ibv is forced, though it may fail: mlx5_0 is RoCE" in warning
 
 

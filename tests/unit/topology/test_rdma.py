@@ -4,7 +4,6 @@ what the doctor says, all from the same simulated evidence. docs/rdma.md has a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,13 +16,18 @@ from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import nccl_env
 from raytorchrpc.topology.endpoint import Hca
 from tests.unit import clusters
-from tests.unit.clusters import Cluster, a100s, efa_hcas, infiniband_hcas, member, public_nodes, roce_hcas, with_port
-
-DMA_BUF = tuple(gpu.changed({"dma_buf": True}) for gpu in a100s())
-
-
-def with_nixl(cluster: Cluster) -> Cluster:
-    return {name: each.changed({"nixl": True}) for name, each in cluster.items()}
+from tests.unit.clusters import (
+    Cluster,
+    a100s,
+    efa_hcas,
+    gpus_with,
+    infiniband_hcas,
+    member,
+    public_nodes,
+    roce_hcas,
+    with_nixl,
+    with_port,
+)
 
 
 def preferred(routes: RoutePlan, traffic: Any, a: str = "worker_0", b: str = "worker_1") -> str:
@@ -41,22 +45,18 @@ def findings(cluster: Cluster) -> dict[str, set[str]]:
     return found
 
 
-def both(hcas: tuple[Hca, ...]) -> Callable[[int], tuple[Hca, ...]]:
-    return lambda host: hcas
-
-
 def hidden(hcas: tuple[Hca, ...], name: str) -> tuple[Hca, ...]:
     return tuple(h.changed({"verbs_device": False}) if h.name == name else h for h in hcas)
 
 
 FIRST_UNUSABLE = {
-    "down on both hosts": (both(with_port(infiniband_hcas(), "mlx5_0", state="DOWN")), "rdma-first-unusable"),
+    "down on both hosts": (with_port(infiniband_hcas(), "mlx5_0", state="DOWN"), "rdma-first-unusable"),
     "down on one host": (
         lambda host: with_port(infiniband_hcas(), "mlx5_0", state="DOWN") if host else infiniband_hcas(),
         "rdma-first-unusable",
     ),
-    "not given to the container": (both(hidden(infiniband_hcas(), "mlx5_0")), "rdma-no-verbs-device"),
-    "EFA before InfiniBand": (both((*efa_hcas(), *infiniband_hcas()[1:])), "rdma-efa"),
+    "not given to the container": (hidden(infiniband_hcas(), "mlx5_0"), "rdma-no-verbs-device"),
+    "EFA before InfiniBand": ((*efa_hcas(), *infiniband_hcas()[1:]), "rdma-efa"),
 }
 
 
@@ -96,7 +96,7 @@ def test_roce_that_needs_another_gid_index() -> None:
 @pytest.mark.parametrize(
     ("gpus", "peer_memory", "cuda", "said"),
     [
-        (DMA_BUF, False, "nccl", "rdma-dma-buf-only"),
+        (gpus_with(dma_buf=True), False, "nccl", "rdma-dma-buf-only"),
         (a100s(), False, "torchrpc", "rdma-no-gpudirect"),
         (a100s(), True, "torchrpc", None),
     ],
@@ -132,7 +132,7 @@ def test_containers_that_share_a_host_but_not_its_gpus() -> None:
 
 
 def test_efa() -> None:
-    cluster = public_nodes(both(efa_hcas()))
+    cluster = public_nodes(efa_hcas())
     routes = plan(cluster, GroupConfig())
     assert routes.agents["worker_0"].transports == ("uv",)
     assert preferred(routes, "cuda") == "torchrpc"
