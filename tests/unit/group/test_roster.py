@@ -141,11 +141,7 @@ def test_a_law_has_no_negative_term() -> None:
 
 
 def form(first: Endpoint, second: Endpoint, watcher: Endpoint, across_users: bool = False) -> Roster:
-    endpoints = {"a": first, "b": second}
-    probes = {
-        name: Probe(endpoint, f"node-{endpoint.boot_id}", rank, None, None, None, None, None, "")
-        for rank, (name, endpoint) in enumerate(endpoints.items())
-    }
+    probes = probes_of({"a": first, "b": second})
     roster = Roster("default", GroupConfig(across_users=across_users), Owner("job", None), watcher)
     return roster.admit(dict.fromkeys(probes), probes)
 
