@@ -18,7 +18,6 @@ from typing import Any
 
 from raytorchrpc.bench.cases import Options, make_options
 from raytorchrpc.bench.reports import (
-    Table,
     check_plots,
     conclusion,
     document,
@@ -179,7 +178,13 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
 
 def _show(run: Run, *, against_published: bool) -> None:
     print("\n".join(("", *run.machine)))
-    _print_tables(tables(run, against_published=against_published))
+    shown = tables(run, against_published=against_published)
+    # On a terminal, columns that do not fit follow below; files and pipes get every column on one line.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for table in shown:
+        print(f"\n{plain(table, width)}")
+    notes = dict.fromkeys(note for table in shown for note in table.notes)
+    print("".join(f"\n{note if width is None else paragraph('', note, width)}" for note in notes), flush=True)
     if missing := not_measured(run):
         print("\n  ".join(("\nNot measured:", *missing)))
     if against_published:
@@ -187,14 +192,3 @@ def _show(run: Run, *, against_published: bool) -> None:
     print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
     if sentence := conclusion(run):
         print(f"\n{sentence}")
-
-
-def _print_tables(shown: Sequence[Table]) -> None:
-    """Print the tables, then what their columns mean. On a terminal, columns that do not fit follow below; files and
-    pipes get every column on one line.
-    """
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for table in shown:
-        print(f"\n{plain(table, width)}")
-    notes = dict.fromkeys(note for table in shown for note in table.notes)
-    print("".join(f"\n{note if width is None else paragraph('', note, width)}" for note in notes), flush=True)

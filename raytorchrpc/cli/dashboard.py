@@ -110,10 +110,11 @@ def build() -> dict[str, Any]:
         top = panels[-1]["gridPos"]["y"] + _HEIGHT
     for number, each in enumerate(panels, 1):
         each["id"] = number
+    source = {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0}
     return {
         **{"title": "raytorchrpc", "uid": "raytorchrpc", "tags": ["ray"], "schemaVersion": 39, "editable": True},
         **{"time": {"from": "now-30m", "to": "now"}, "refresh": "10s", "panels": panels},
-        "templating": {"list": [_source(), _variable("group"), _variable("member", _GROUP)]},
+        "templating": {"list": [source, _variable("group"), _variable("member", _GROUP)]},
     }
 
 
@@ -124,10 +125,6 @@ def _panel(panel: Panel, where: dict[str, int]) -> dict[str, Any]:
         "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
         "targets": [{"expr": panel.query, "legendFormat": legend, "refId": "A", "datasource": _SOURCE}],
     }
-
-
-def _source() -> dict[str, Any]:
-    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "hide": 0}
 
 
 def _variable(label: str, where: str = "") -> dict[str, Any]:
