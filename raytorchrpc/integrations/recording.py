@@ -12,6 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from raytorchrpc import ConfigurationError, Shard, WeightStore
 from raytorchrpc._compat import torch_internals
 
+#: Converting to or from these keeps the values, but for rounding.
+_PLAIN = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+
 
 class NoPlan(Exception):
     """The model's loaders do more with a tensor than to copy parts of it. Never leaves the integrations."""
@@ -101,7 +104,7 @@ class Recorder(torch_internals.DispatchMode):
             raise NoPlan(f"a loader copies {name!r} to a tensor of its own")
         if to.shape != source.shape:
             raise NoPlan(f"a loader reshapes {name!r}")
-        if to.dtype != source.dtype and not (_is_plain(to.dtype) and _is_plain(source.dtype)):
+        if to.dtype != source.dtype and not {to.dtype, source.dtype} <= _PLAIN:
             raise ConfigurationError(
                 f"{name!r} is {source.dtype} as published, and the engine's model loads it as {to.dtype}, so the model "
                 f"is quantised: publish the tensors of its quantised checkpoint, with their scales"
@@ -146,11 +149,6 @@ def check_filled(engine: str, model: Any, layout: Any, lacking: Sequence[str]) -
             f"the weights of {layout.store!r} do not fill {', '.join(map(repr, lacking[:5]))}{more} of {engine}'s "
             f"{type(model).__name__}: publish all tensors of its Hugging Face checkpoint, under their names there"
         )
-
-
-def _is_plain(dtype: torch.dtype) -> bool:
-    """Whether converting to or from it keeps the values, but for rounding."""
-    return dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef:
