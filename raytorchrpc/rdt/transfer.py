@@ -353,18 +353,16 @@ def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadl
     targets = pull._targets
 
     def take() -> list[torch.Tensor]:
+        tensors: list[torch.Tensor]
         tensors, on_gpu = Codec(ray_internals.cloudpickler()).decode(*body)
-        return _placed(tensors, on_gpu) if targets is None else filled(targets, tensors)
+        if targets is not None:
+            return filled(targets, tensors)
+        if on_gpu and _uses_gpu():  # what the source has on a GPU goes to the GPU of this process
+            for position in on_gpu:
+                tensors[position] = tensors[position].cuda()
+        return tensors
 
     pull.settle(take)
-
-
-def _placed(tensors: list[torch.Tensor], on_gpu: Sequence[int]) -> list[torch.Tensor]:
-    """Move the tensors that the source has on a GPU to this process's GPU, if it uses one."""
-    if on_gpu and _uses_gpu():
-        for position in on_gpu:
-            tensors[position] = tensors[position].cuda()
-    return tensors
 
 
 def _uses_gpu() -> bool:
