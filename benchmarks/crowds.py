@@ -93,7 +93,7 @@ def _weights_to_all(actors: list[Any], pick: Pick) -> list[Line]:
         for name, some in (("all" if turn else "first", readers), ("one", readers[:1])):
             on(publisher, _weights.publish)
             took[name].append(timed(lambda some=some: each(some, _weights.pull)) * 1e3)  # type: ignore[misc]
-        if any(found != on(publisher, total) for found in each(readers[:1], total)):
+        if on(readers[0], _weights.sums) != on(publisher, _weights.sums):
             raise RuntimeError("the weights arrived changed")
     medians = {name: statistics.median(times) for name, times in took.items()}
     what = {"first": f"16 MB of weights to {len(readers)} readers at once, first time", "all": "the same, again"}
@@ -177,10 +177,6 @@ def listen(end: Any, items: int) -> float:
 
 def hold(end: Any, store: rtr.WeightStore, elements: int) -> None:
     end.store, end.model = store, {f"{number}": torch.rand(elements) for number in range(4)}
-
-
-def total(end: Any) -> dict[str, float]:
-    return _weights.sums(end)
 
 
 def reduced(end: Any) -> int:

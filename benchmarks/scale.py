@@ -126,7 +126,8 @@ class Measurement:
 
     def measure(self, sizes: Sequence[int], planned: tuple[int, int], tree: str | None) -> None:
         self.found |= described(tree)
-        self.found["planned"] = plan_alone(*planned)
+        me = probe.probe(name="member", node_ip="10.0.0.1", wants_gpu=False)
+        self.found["planned"] = simulate(me, *planned)
         for size in sizes:
             group: dict[str, Any] = {"members": size, "seconds": {}, "weights": {}, "forming": {}, "kills": []}
             self.found["groups"] = sorted([*self.found["groups"], group], key=lambda each: each["members"])
@@ -271,13 +272,8 @@ def _size(value: Any) -> int:
     return len(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
 
 
-def plan_alone(members: int, hosts: int) -> dict[str, float]:
-    """Time and bytes of the process that forms a group, for simulated members: copies of this one."""
-    return simulate(probe.probe(name="member", node_ip="10.0.0.1", wants_gpu=False), members, hosts)
-
-
 def simulate(me: endpoint.Endpoint, members: int, hosts: int) -> dict[str, float]:
-    """The same for copies of ``me``; seconds are those of this thread on a core.
+    """Time and bytes of the process that forms a group of copies of ``me``; seconds are those of this thread on a core.
 
     plan_s: the forming process decides everything. tables_s: it makes and packs what it sends. join_s: one member
     unpacks it and derives its settings. replan_s: one member comes back.
