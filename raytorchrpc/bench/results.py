@@ -104,11 +104,11 @@ class Run(BaseModel, frozen=True, extra="forbid"):
     def _cells(self) -> dict[tuple[str, str, str, str], Cell]:
         return {(cell.row, cell.device, cell.pattern, cell.label): cell for cell in self.cells}
 
-    def labels(self, device: Device | None = None, pattern: str = "", *, measured: bool = False) -> list[str]:
+    def labels(self, device: Device, pattern: str = "", *, measured: bool = False) -> list[str]:
         """The cases of a pattern, in the order of the run."""
         return list(dict.fromkeys(
             cell.label for cell in self.cells
-            if cell.pattern == pattern and device in (None, cell.device) and (cell.median is not None or not measured)
+            if cell.pattern == pattern and cell.device == device and (cell.median is not None or not measured)
         ))  # fmt: skip
 
     def points(self, row: RowResult) -> list[tuple[int, float]]:

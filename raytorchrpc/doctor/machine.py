@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterator
 
@@ -10,6 +9,7 @@ from raytorchrpc._compat.requirements import OLDEST, Package, is_older, missing
 from raytorchrpc.doctor.devices import MIB, limit_levels
 from raytorchrpc.doctor.report import Evidence, Finding, Level, finding, note, ok, problem, some, warning
 from raytorchrpc.lanes.torchrpc.backends import SMALL_SHM_BYTES
+from raytorchrpc.topology.endpoint import is_loopback
 from raytorchrpc.topology.rdma import MIN_MEMLOCK_BYTES, usable_ports
 
 GIB = 1 << 30
@@ -187,7 +187,7 @@ def network(evidence: Evidence) -> Iterator[Finding]:
 
 def _address(evidence: Evidence) -> Iterator[Finding]:
     endpoint = evidence.endpoint
-    if _is_loopback(endpoint.node_ip):
+    if is_loopback(endpoint.node_ip):
         yield finding(
             "problem" if evidence.hosts > 1 else "note",
             "address-loopback",
@@ -221,7 +221,7 @@ def _own_name(evidence: Evidence, addresses: tuple[str, ...]) -> Finding:
             f"add {name} with this machine's address to /etc/hosts, or export GLOO_SOCKET_IFNAME",
         )
     seen = f"the host name, {name}, resolves to {some(addresses)}"
-    if not all(_is_loopback(address) for address in addresses):
+    if not all(is_loopback(address) for address in addresses):
         return ok("own-name", seen)
     return finding(
         level,
@@ -250,10 +250,3 @@ def _selected(evidence: Evidence) -> Iterator[Finding]:
             "torch silently falls back to the address of the host name; with GLOO_SOCKET_IFNAME it fails",
             "unset the variable: interface names differ between nodes, and groups find their interface themselves",
         )
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return False

@@ -164,16 +164,20 @@ class Endpoint(_Evidence):
         for interface in self.interfaces:
             if address in interface.addresses:
                 return interface.name
-        try:
-            loopback = ipaddress.ip_address(address).is_loopback
-        except ValueError:
-            return None
-        return "lo" if loopback else None
+        return "lo" if is_loopback(address) else None
 
     def key(self) -> Hashable:
         """Equal for equal endpoints, and hashable."""
         values = (getattr(self, name) for name in _FIELDS)
         return tuple(frozenset(value.items()) if isinstance(value, dict) else value for value in values)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is an address of loopback, with or without an interface (``::1%lo``)."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
 
 
 _FIELDS = tuple(each.name for each in fields(Endpoint))
