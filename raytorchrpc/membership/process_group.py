@@ -389,7 +389,9 @@ class GuardedListeners:
             ) from error
         self._doors[name] = door
         guard.process_guard().watch(door.public, door.deliver, lambda head: 8, self._maker)
-        strangers = [f"{each.there[0]}:{each.there[1]}" for each in guard.own_connections() if each.here == name]
+        strangers = [
+            f"{each.there[0]}:{each.there[1]}" for each in guard.process_guard().own_connections() if each.here == name
+        ]
         if strangers:
             raise BootstrapError(
                 f"gloo accepted a connection from {', '.join(strangers)} before any member could connect: another "

@@ -293,8 +293,11 @@ class Guard:
         for sock, _ in pending.values():
             sock.close()
 
-    def look(self) -> Mapping[Connection, int]:
-        """See ``own_connections``."""
+    def own_connections(self) -> Mapping[Connection, int]:
+        """The TCP connections of this process, those that are being made included, with their descriptors.
+
+        Callers share a look that began after they came: many members may ask at once.
+        """
         came = time.monotonic()
         with self._looking:
             if self._looked_at <= came:
@@ -407,14 +410,6 @@ class Takeover:
                     held.enter_context(fork.borrowed(copy)).shutdown(socket.SHUT_RDWR)
 
 
-def own_connections() -> Mapping[Connection, int]:
-    """The TCP connections of this process, those that are being made included, with their descriptors.
-
-    Callers share a look that began after they came: many members may ask at once.
-    """
-    return process_guard().look()
-
-
 def _sockets(known: Mapping[tuple[int, int], Connection | None]) -> Iterator[tuple[tuple[int, int], Connection | None]]:
     """By descriptor and inode: this process's sockets, and what each is an end of. ``known``: found before."""
     for entry in os.listdir("/proc/self/fd"):
@@ -435,7 +430,7 @@ def made_here(connections: Collection[Connection]) -> list[Connection]:
     """Those of the connections that this process made, and that exist now: the port of one that was reset may be
     another process's, while we have its descriptor.
     """
-    own, found = own_connections(), []
+    own, found = process_guard().own_connections(), []
     for connection in connections:
         with contextlib.suppress(OSError, KeyError):
             if _connection(own[connection]) == connection:

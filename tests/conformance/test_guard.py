@@ -320,12 +320,12 @@ def test_a_look_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(guard, "_sockets", fail)
         patched.setattr(time, "monotonic", lambda: 1e9)
         with pytest.raises(OSError):
-            guard.own_connections()
+            guard.process_guard().own_connections()
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as sock,
     ):
-        assert Connection(sock.getsockname(), listener.getsockname()) in guard.own_connections()
+        assert Connection(sock.getsockname(), listener.getsockname()) in guard.process_guard().own_connections()
 
 
 def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pyte
 
     def ask() -> list[Connection]:
         came.release()
-        return [*guard.own_connections()]
+        return [*guard.process_guard().own_connections()]
 
     monkeypatch.setattr(guard, "_sockets", sockets)
     with ThreadPoolExecutor(20) as threads:
@@ -350,7 +350,7 @@ def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pyte
         seen = [answer.result(30) for answer in answers]
     assert looks < len(seen), "not one look for each"
     assert {len(each) for each in seen} == {1}
-    assert set(guard.own_connections()) == {Connection(("192.0.2.1", looks), ("192.0.2.2", 1))}, (
+    assert set(guard.process_guard().own_connections()) == {Connection(("192.0.2.1", looks), ("192.0.2.2", 1))}, (
         "who comes later, looks anew"
     )
 
@@ -446,7 +446,7 @@ def test_a_default_timeout_changes_no_socket_of_this_process() -> None:
         ends = socket.socketpair()
         for end in ends:
             end.setblocking(True)
-        guard.own_connections()
+        guard.process_guard().own_connections()
         assert [os.get_blocking(end.fileno()) for end in ends] == [True, True]
     finally:
         socket.setdefaulttimeout(None)

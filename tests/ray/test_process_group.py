@@ -173,7 +173,7 @@ def listeners() -> set[tuple[str, int]]:
 
 def connections(addresses: set[tuple[str, int]]) -> int:
     """How many of this process's connections have these at one end."""
-    return sum(not addresses.isdisjoint(each) for each in guard.own_connections())
+    return sum(not addresses.isdisjoint(each) for each in guard.process_guard().own_connections())
 
 
 def send_from_one_to_zero() -> None:
