@@ -107,9 +107,8 @@ def _prefix(gid: Gid) -> str:
 
 def networks(port: HcaPort) -> tuple[Gid, ...]:
     """A port's GIDs without what tells the ports of one network apart."""
-    values = (ipaddress.IPv6Address(int(ipaddress.IPv6Address(gid.value)) >> 64 << 64) for gid in port.gids)
-    own = ({"value": str(value), "interface": None, "ipv4": None} for value in values)
-    return tuple(gid.changed(fields) for gid, fields in zip(port.gids, own, strict=True))
+    own = {"interface": None, "ipv4": None}
+    return tuple(gid.changed({**own, "value": _prefix(gid).removesuffix("/64")}) for gid in port.gids)
 
 
 def gpudirect_obstacle(endpoint: Endpoint, ibv: bool) -> str | None:
