@@ -334,9 +334,7 @@ class Formation:
         self, what: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
     ) -> dict[str, Any]:
         """Results by member. Raises ConfigurationError or BootstrapError; ``what``: what members failed to do."""
-        options: dict[str, Any] = {"fail_fast": True, "retry_restarting": retry_restarting}
-        if self._patience is not None:
-            options["patience"] = self._patience
+        options: dict[str, Any] = {"fail_fast": True, "retry_restarting": retry_restarting, "patience": self._patience}
         found, failures = self._call_all(self.participants, function, arguments, self.deadline, **options)
         if not failures:
             return found

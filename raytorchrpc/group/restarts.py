@@ -183,7 +183,7 @@ class RestartedActors:
             self.forget(key)
 
     def call_all(
-        self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: bool
+        self, handles: Mapping[str, Any], function: Callable[..., Any], arguments: Arguments, deadline: float, **_: Any
     ) -> Answers:
         """As ``ray_calls.call_all``, for processes that listen: works while they run a method.
 

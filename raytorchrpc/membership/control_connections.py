@@ -32,9 +32,6 @@ Arguments = Mapping[str, tuple[Any, ...]]
 #: Is called with the name of a member and what came of its request.
 Answered = Callable[[str, Outcome], object]
 
-#: See ``ControlConnections.watch``.
-Watch = Callable[[Callable[[str], None]], None]
-
 #: The supervisor's name, for those that connect to it.
 SUPERVISOR = "supervisor"
 _NO_RANK = -1
@@ -117,7 +114,7 @@ class ControlConnections:
         with suppress(RayTorchRpcError):
             self._send(protocol.ASK, name, _CONNECT_S, self._codec.encode((function, ()), own=True))
 
-    def watch(self, name: str, patience_s: float) -> Watch:
+    def watch(self, name: str, patience_s: float) -> Callable[[Callable[[str], None]], None]:
         """Connect to the member's process; returns what is called with ``ended``, which is then called with a cause, on
         a thread of the lane's, when that process has ended.
 
