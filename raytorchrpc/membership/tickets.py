@@ -14,7 +14,6 @@ import os
 import pickle
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -31,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: For a parent to hand over a ticket (seconds).
 _TICKET_S = 5.0
-#: Between attempts to accept while this process has no descriptor left, and for its thread to end (seconds).
-_PAUSE_S, _END_S = 0.05, 1.0
+#: For the thread that hands tickets over to end (seconds).
+_END_S = 1.0
 _TIMEVAL = struct.Struct("2l")  # seconds, microseconds
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LENGTH = struct.Struct("<I")
@@ -90,7 +89,7 @@ class Parent:
             except OSError as error:
                 if error.errno in (errno.EINVAL, errno.EBADF):  # it was closed
                     return
-                threading.Event().wait(_PAUSE_S)  # this process has no descriptor left: it is asked again
+                threads.pause()  # this process has no descriptor left: it is asked again
                 continue
             with sock:
                 try:
