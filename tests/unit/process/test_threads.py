@@ -137,13 +137,6 @@ def test_who_serves_gives_up_only_what_is_hopeless(monkeypatch: pytest.MonkeyPat
 # --- workers, deadlines, cleanup, callbacks ------------------------------------------------------------------------
 
 
-@pytest.fixture
-def deadlines(request: pytest.FixtureRequest) -> Iterator[Deadlines]:
-    deadlines = Deadlines(request.node.name)
-    yield deadlines
-    deadlines.stop()
-
-
 def test_tasks_wait_for_a_thread_that_exists_and_for_new_ones(
     deadlines: Deadlines, shortage: Shortage, request: pytest.FixtureRequest
 ) -> None:
