@@ -9,14 +9,13 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.group.status import PERIOD_S, ClusterWatch, GroupStatus
+from raytorchrpc.process.ray_session import running_cluster
 from raytorchrpc.text import paragraph, terminal_columns
-
-if TYPE_CHECKING:  # it loads Ray and torch
-    from raytorchrpc.group.status import ClusterWatch, GroupStatus
 
 #: How long to wait for the first status of a group (seconds).
 _FIRST_S = 6.0
@@ -35,8 +34,6 @@ def run(*, address: str | None, group: str | None, interval_s: float, once: bool
     try:
         if not 0.1 <= interval_s < math.inf:
             raise ConfigurationError("--interval must be a number of seconds, 0.1 or more")
-        from raytorchrpc.process.ray_session import running_cluster  # here: bad options are reported without it
-
         out = sys.stdout
         with running_cluster(address):
             _show(out, group, interval_s, once, as_json)
@@ -52,8 +49,6 @@ def _show(out: TextIO, name: str | None, interval_s: float, once: bool, as_json:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
-
-    from raytorchrpc.group.status import PERIOD_S, ClusterWatch
 
     watch = ClusterWatch()
     first = _watch(watch, name, _FIRST_S, until_found=True)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+import torch
 from pydantic import ValidationError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -233,8 +234,6 @@ def from_files(root: Path) -> tuple[Gpu, ...]:
 
 def cuda_works() -> bool | None:
     """``torch.cuda.is_available()``; None if this build has no CUDA."""
-    import torch
-
     return bool(torch.cuda.is_available()) if torch.version.cuda else None
 
 
@@ -251,8 +250,6 @@ def cuda_driver() -> str | None:
 
 def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
     """The link of each pair of this process's GPUs."""
-    import torch
-
     found = []
     for a, b in combinations(gpus, 2):
         active = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))

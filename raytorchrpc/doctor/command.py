@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raytorchrpc import __version__
+from raytorchrpc.doctor import collector
 from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.doctor.report import LEVELS, Evidence, Finding, NodeReport, Report
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
+from raytorchrpc.process.ray_session import running_cluster
 from raytorchrpc.text import terminal_columns
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -63,15 +65,10 @@ def _collect(
         raise ConfigurationError("--address requires --cluster or --actors")
     if not 0 < timeout_s < math.inf:
         raise ConfigurationError("--timeout must be a number of seconds above 0")
-    # Imported here: bad options are reported without loading Ray and torch.
-    from raytorchrpc.doctor import collector
-
     if sysfs_root is not None:
         return [collector.gather_from(sysfs_root)]
     if not cluster and not names:
         return [collector.gather()]
-    from raytorchrpc.process.ray_session import running_cluster
-
     with running_cluster(address):
         if names:
             return collector.collect_from_actors(names, timeout_s)

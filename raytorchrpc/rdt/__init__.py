@@ -13,6 +13,8 @@ import logging
 import time
 from typing import Any
 
+import ray
+
 from raytorchrpc._compat import ray_internals, requirements
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.process import threads
@@ -55,8 +57,6 @@ def load_where_possible() -> None:
 
 
 def _check_ray() -> None:
-    import ray
-
     requirements.require("objectrefs", ray.__version__)
 
 
@@ -65,8 +65,6 @@ async def get(refs: Any, timeout: float | None = None) -> Any:
 
     For methods of async actors. Ray's own ``await ref`` does not support tensor transports: it fails or never returns.
     """
-    import ray
-
     return await threads.in_thread(ray.get, refs, timeout=timeout)
 
 
@@ -77,8 +75,6 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
     may return a moment too early. An object whose method failed exists, too. Raises TimeoutError, and
     ConfigurationError if Ray is too old.
     """
-    import ray
-
     _check_ray()
     if timeout != 0:
         refuse_on_loop("raytorchrpc.rdt.wait", "`await asyncio.to_thread(raytorchrpc.rdt.wait, *refs)`")

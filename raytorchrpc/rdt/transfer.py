@@ -17,6 +17,7 @@ from concurrent import futures
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import ray
 import torch
 
 from raytorchrpc._compat import ray_internals, torch_internals
@@ -366,8 +367,6 @@ def _fetch_for(waiting: weakref.ref[Pull], source: Source, object_id: str, deadl
 
 
 def _uses_gpu() -> bool:
-    import ray
-
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     return torch.cuda.is_available() and bool(ray.get_runtime_context().get_accelerator_ids().get("GPU"))
