@@ -324,7 +324,7 @@ def _end(name: str, actor: Any) -> None:
         ray.kill(actor)  # takes effect later
         until = time.monotonic() + _GIVE_UP_S
         while not _has_ended(name, actor) and time.monotonic() < until:
-            time.sleep(_NAME_S)
+            threads.pause(_NAME_S)
     except Exception as error:
         logger.debug("a host actor could not be killed: %s", error)
 
