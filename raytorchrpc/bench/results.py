@@ -21,6 +21,9 @@ Device = Literal["cpu", "cuda"]
 Unit = Literal["ms", "calls/s", "% of a core"]
 FloatArray = NDArray[np.float64]
 
+#: Why there is no figure of what a run that Ctrl-C has ended had not measured.
+INTERRUPTED = "the run was interrupted"
+
 
 class Cell(BaseModel, frozen=True, extra="forbid"):
     """One row in one case: figures, or the reason why there are none."""

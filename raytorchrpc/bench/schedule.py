@@ -23,7 +23,7 @@ from raytorchrpc import __version__
 from raytorchrpc.bench.actors import Window
 from raytorchrpc.bench.cases import Case, Options, Row, Shape, case_obstacle, shape
 from raytorchrpc.bench.links import Failed, Stuck
-from raytorchrpc.bench.results import Cell, Device, RowResult, Run
+from raytorchrpc.bench.results import INTERRUPTED, Cell, Device, RowResult, Run
 from raytorchrpc.bench.site import MemoryLimits, Site, examine, needed, obstacle, size_obstacle
 from raytorchrpc.bench.teams import Place, Team, Turn
 
@@ -61,7 +61,8 @@ Key = TypeVar("Key", bound=Hashable)
 def measure(options: Options, command: str, report: Report) -> Run:
     """Take all measurements on an initialised Ray. Always ends the actors it started.
 
-    Blocks until the actors are up, and then for about ``options.budget_s`` at most. Raises ConfigurationError for a
+    Blocks until the actors are up, and then for about ``options.budget_s`` at most. KeyboardInterrupt ends it with the
+    figures so far, and leaves it only if there are none. Raises ConfigurationError for a
     host that Ray does not have, BootstrapError if a host does not answer.
     """
     started, began = datetime.now(timezone.utc), time.monotonic()
@@ -163,6 +164,22 @@ class Runner(ABC):
 
     def run(self) -> None:
         """Take every measurement that fits into time and memory."""
+        missing = OUT_OF_TIME
+        try:
+            self._run_blocks()
+        except KeyboardInterrupt:
+            missing = INTERRUPTED
+            for job, taken in self._taken.items():
+                self._note(job, self._figures(job[0], taken) or missing)
+            if all(isinstance(found, str) for found in self._found.values()):
+                raise
+        for series, case in self._jobs:
+            found = self._found.get((series, case), missing)
+            known: Any = {"pattern": case.pattern, "variant": case.variant, "bytes": case.size, "unit": case.unit}
+            known |= {"reason": found, "via": series.via} if isinstance(found, str) else found
+            self.cells.append(Cell(row=series.row.name, device=series.device, **known))
+
+    def _run_blocks(self) -> None:
         for job in self._jobs:
             if (reason := self._obstacle(*job)) is not None:
                 self._note(job, reason)
@@ -174,11 +191,6 @@ class Runner(ABC):
                     self._living.pop(key).end("no case needs it", wait=True)
                 for team in self._living.values() if cases[-1].size >= _LARGE else ():
                     team.drop(self._timeout())
-        for series, case in self._jobs:
-            found = self._found.get((series, case), OUT_OF_TIME)
-            known: Any = {"pattern": case.pattern, "variant": case.variant, "bytes": case.size, "unit": case.unit}
-            known |= {"reason": found, "via": series.via} if isinstance(found, str) else found
-            self.cells.append(Cell(row=series.row.name, device=series.device, **known))
 
     # --- what sizes and patterns differ in -----------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from raytorchrpc.bench.reports import (
     tables,
     to_csv,
 )
-from raytorchrpc.bench.results import Run, published, read_run, write_file
+from raytorchrpc.bench.results import INTERRUPTED, Run, published, read_run, write_file
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.text import paragraph
 
@@ -55,6 +55,7 @@ def run(
     Raises:
         ConfigurationError: an option is invalid, before anything starts, or names a cluster or host that is not there.
         RayTorchRpcError: the run failed, or no row produced a figure.
+        KeyboardInterrupt: somebody has ended the run; what it had measured is shown and written.
     """
     if against not in (None, "published"):
         raise ConfigurationError(f"--against {against!r} is unknown; known: published")
@@ -84,6 +85,8 @@ def run(
         write_file(markdown, document(runs, names or [None] * len(runs)))
     if not any(result.tables() for result in runs):
         raise RayTorchRpcError("no row produced a figure; the reasons are above")
+    if not results and any(cell.reason == INTERRUPTED for cell in runs[0].cells):
+        raise KeyboardInterrupt
 
 
 def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[Path]:

@@ -13,6 +13,7 @@ import pytest
 from raytorchrpc.bench.actors import Calls, Meter, Sample, Usage, Window, measure
 from raytorchrpc.bench.cases import PATTERN_ROWS, ROWS, Case, Options, Row, Shape, choose
 from raytorchrpc.bench.links import Failed, Stuck
+from raytorchrpc.bench.results import INTERRUPTED
 from raytorchrpc.bench.schedule import FEWEST, PatternsRunner, SizesRunner, lead_in, rounds, summarize
 from raytorchrpc.bench.teams import Place, Turn, summary
 from tests.unit.bench.test_bench import place, site
@@ -196,7 +197,7 @@ class World:
 
     def __init__(self, **script: Any) -> None:
         self.costs: dict[str, tuple[float, float]] = script.pop("costs", {})
-        self.breaks: dict[str, Exception] = script.pop("breaks", {})
+        self.breaks: dict[str, BaseException] = script.pop("breaks", {})
         self.carrier: str | None = script.pop("carrier", None)
         self.up_after: float = script.pop("up_after", 0.0)
         assert not script
@@ -335,6 +336,16 @@ def test_actors_that_do_not_connect_are_a_reason() -> None:
     cells = World(breaks={"open auto": Failed("no route")}).patterns()
     assert {cell.reason for (row, *_), cell in cells.items() if row == "auto"} == {"no route"}
     assert cells["ray", "fan-in", 0].repeats == 3
+
+
+def test_ctrl_c_leaves_the_figures_so_far() -> None:
+    world = World(breaks={"ray 0": KeyboardInterrupt()})
+    cells = world.patterns()
+    assert cells["auto", "quiet", 0].repeats == cells["auto", "quiet", 1250].repeats == 1
+    assert {cell.reason for cell in cells.values()} == {None, INTERRUPTED}
+    assert {cell.reason for (row, *_), cell in cells.items() if row == "ray"} == {INTERRUPTED}
+    with pytest.raises(KeyboardInterrupt):
+        World(breaks={"auto 0": KeyboardInterrupt()}).patterns()
 
 
 def test_without_time_every_case_says_so_and_nothing_starts() -> None:
