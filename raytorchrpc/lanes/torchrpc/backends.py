@@ -7,7 +7,6 @@ backend that would fail with any member it may connect to. That is always safe: 
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import re
 from collections import defaultdict
@@ -20,7 +19,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology import rdma
 from raytorchrpc.topology.device_map import gpu_count
-from raytorchrpc.topology.endpoint import Endpoint, kinds_of
+from raytorchrpc.topology.endpoint import Endpoint, is_loopback, kinds_of
 
 SMALL_SHM_BYTES = 256 << 20
 
@@ -299,7 +298,7 @@ def _listener(
             "GroupConfig(interface=...)"
         )
         warnings[text] += kind.names
-    far = others().named(lambda other: not endpoint.same_network(other)) if _is_loopback(address) else ""
+    far = others().named(lambda other: not endpoint.same_network(other)) if is_loopback(address) else ""
     if far:
         raise ConfigurationError(
             f"{endpoint.name} would listen on {address} ({name}), where {far} cannot reach it; "
@@ -321,13 +320,6 @@ def address_on(endpoint: Endpoint, name: str) -> str:
         return endpoint.node_ip if endpoint.node_ip in found.addresses else found.addresses[0]
     usable = ", ".join(i.name for i in endpoint.interfaces if i.up and i.addresses) or "none"
     raise ConfigurationError(f"interface={name!r}: {endpoint.name} {problem}; usable there: {usable}")
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_shm(endpoints: Sequence[Endpoint], warnings: Warnings) -> None:
