@@ -42,6 +42,11 @@ def actor() -> Any:
     return process_member().incoming.callee.instance
 
 
+def watches_everybody(group: Any) -> bool:
+    """Whether the supervisor in this process has connected to all members, which it does once a group has formed."""
+    return all(member.is_watched for member in group._own("a test")._core._members.values())
+
+
 def takes_turns() -> bool:
     """Whether the methods of the actor in this process, decorated or not, wait for each other."""
     return exposed._takes_turns

@@ -24,6 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 import raytorchrpc as rtr
 from benchmarks import _group_life as life
 from tests import insides
+from tests.polling import wait_until
 from tests.ray import children
 
 TIMEOUT_S = 60.0
@@ -175,6 +176,7 @@ class Tasks:
         self._group.on_change(
             lambda change: self._news.put([change.kind, change.members, change.cause, time.monotonic()])
         )
+        assert wait_until(lambda: insides.watches_everybody(self._group), TIMEOUT_S)  # before hosts fail
         return [member.name for member in self._group.members]
 
     def _spawn(self, places: dict[str, str]) -> dict[str, Any]:
