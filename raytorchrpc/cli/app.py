@@ -96,7 +96,7 @@ def demo(
 ) -> None:
     """Train a classifier with direct calls between Ray actors, then time the same calls through Ray."""
     given = {name: value for name, value in locals().items() if name != "quick"}
-    from raytorchrpc.cli.demo import run  # imported here, because --help needs neither Ray nor torch
+    from raytorchrpc.cli.demo import run  # here, as in each command: the others do not need it
 
     run(**given, exchanges=50 if quick else 200)
 

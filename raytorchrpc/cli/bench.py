@@ -131,7 +131,7 @@ def _repeat_command(asked: Mapping[str, Any], address: str | None) -> str:
 
 
 def _measure(options: Options, address: str | None, command: str) -> Run:
-    from raytorchrpc.bench.schedule import measure  # here: bad options are reported without loading Ray and torch
+    from raytorchrpc.bench.schedule import measure  # here: shown results need none of what measures
     from raytorchrpc.process.ray_session import ray_session
 
     if options.hosts and address is None:

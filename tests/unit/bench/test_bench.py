@@ -14,7 +14,18 @@ import pytest
 from raytorchrpc.bench import cases as bench_cases
 from raytorchrpc.bench.cases import PATTERN_ROWS, PATTERNS, ROWS, Case, Shape, case_obstacle, make_options, shape
 from raytorchrpc.bench.reports import conclusion, document, not_measured, plain, tables, to_csv
-from raytorchrpc.bench.results import Cell, Device, RowResult, Run, fit, published, read_run, show_size, write_file
+from raytorchrpc.bench.results import (
+    INTERRUPTED,
+    Cell,
+    Device,
+    RowResult,
+    Run,
+    fit,
+    published,
+    read_run,
+    show_size,
+    write_file,
+)
 from raytorchrpc.bench.site import Host, MemoryLimits, Site, find_node, free_memory, needed, obstacle, size_obstacle
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
@@ -357,6 +368,15 @@ def shown(run: Run, tmp_path: Path, *options: str, code: int = 0) -> str:
     ran = command_line.run("bench", "--from", str(tmp_path / "run.json"), *options)
     assert ran.exit_code == code, ran
     return ran.stderr if code else ran.stdout
+
+
+def test_a_run_that_ctrl_c_ended_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, file = result(rays=INTERRUPTED), tmp_path / "r.json"
+    monkeypatch.setattr("raytorchrpc.cli.bench._measure", lambda *_: run)
+    ran = command_line.run("bench", "--json", str(file))
+    assert ran.exit_code not in (0, 2) and "auto" in ran.stdout and INTERRUPTED in ran.stdout
+    assert read_run(file) == run
+    assert INTERRUPTED in shown(run, tmp_path), "shown again, it is a run like others"
 
 
 @pytest.mark.parametrize("run", [result(), result("cpu", "cuda"), pattern_result()])
