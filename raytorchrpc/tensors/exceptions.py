@@ -97,7 +97,7 @@ def _descriptions(codec: Codec, error: BaseException) -> Iterator[Any]:
     if _pickles_itself(cls, native):
         yield error
     _, made_from, *rest = native.__reduce__(error)
-    state = {key: value for key, value in ((rest and rest[0]) or {}).items() if key != "__notes__"}
+    state = (rest and rest[0]) or {}
     yield cls, made_from, error.args, state
     if not _pickles_itself(cls, native):
         yield error

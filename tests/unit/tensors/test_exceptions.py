@@ -301,6 +301,13 @@ def test_the_cause_of_a_remote_exception_is_in_its_text() -> None:
     assert "KeyError: 'the cause'" in str(arrived.__cause__)
 
 
+def test_notes_arrive_with_the_exception() -> None:
+    error: Any = Odd(1, 2, tag="t")
+    error.__notes__ = ["while step 3 ran"]  # as add_note of Python 3.11 does
+    arrived: Any = arrival(error)
+    assert (arrived.tag, arrived.__notes__) == ("t", ["while step 3 ran"])
+
+
 def test_an_error_that_passes_many_members_stays_small() -> None:
     error: BaseException = ValueError("at the very end")
     for _ in range(1000):
