@@ -23,6 +23,9 @@ from raytorchrpc.tensors.dtypes import Shape, view_at
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: Why a peer was disconnected. A lane is not told which.
+GONE = "it left the group, or its process ended"
+
 
 class Message(NamedTuple):
     """One request or one reply.
@@ -168,6 +171,9 @@ class MessageLane(PeerLane):
         LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor without a device map;
         PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
+
+    def _unknown(self, peer: str) -> PeerLost:
+        return PeerLost(peer, GONE, may_have_run=False)
 
 
 # --- tensor lanes ------------------------------------------------------------------------------------------

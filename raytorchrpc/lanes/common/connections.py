@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Pending, Released
+from raytorchrpc.lanes.base import GONE, Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished, run
 from raytorchrpc.lanes.common.polling import Timer
@@ -419,7 +419,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._addresses.pop(peer, None)
         connection = self._made.pop(peer, None)
         if connection is not None:
-            connection.end("it was removed from the group")
+            connection.end(GONE)
 
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
@@ -565,9 +565,6 @@ class ConnectedLane(MessageLane, Generic[C]):
     def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
         """Take over a connection whose other end has authenticated itself. Must not block; may raise to refuse it."""
         self._register(sock, protection, None, None, time.monotonic() + CONNECT_TIMEOUT_S)
-
-    def _unknown(self, peer: str) -> PeerLost:
-        return PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
 
     def _left(self, peer: str | None) -> PeerLost:
         return PeerLost(peer or "the caller", "this member has left the group", may_have_run=False)

@@ -27,7 +27,7 @@ import torch
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Into, PeerAddress, TensorCapabilities, TensorLane, checked
+from raytorchrpc.lanes.base import GONE, Export, Into, PeerAddress, TensorCapabilities, TensorLane, checked
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
@@ -331,7 +331,7 @@ class NixlLane(TensorLane):
     def disconnect(self, peer: str) -> None:
         link = self._links.pop(peer, None)
         if link is not None:
-            link.end("it left the group, or died")
+            link.end(GONE)
             self._drop(link)
 
     def close(self) -> None:

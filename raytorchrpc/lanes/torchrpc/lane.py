@@ -111,7 +111,7 @@ class TorchRpcLane(MessageLane):
             )
         name = self._rpc_names.get(peer)
         if name is None:  # lost while this message was prepared
-            raise PeerLost(peer, "it is not in the group (any more)", may_have_run=False)
+            raise self._unknown(peer)
         if self._broken and (broken := self._broken.get(peer)) is not None:
             # It may live: it had no descriptor left, or the network closed its connections. Do not renew them often,
             # because the supervisor soon announces a peer that is dead.
