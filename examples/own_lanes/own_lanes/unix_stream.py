@@ -206,7 +206,7 @@ class UnixStreamLane(MessageLane):
         self._addresses.pop(peer, None)
         stream = self._outgoing.pop(peer, None)
         if stream is not None:
-            stream.end("it was removed from the group")
+            stream.end("it left the group, or its process ended")
 
     def close(self) -> None:
         with self._lock:
