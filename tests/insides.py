@@ -52,6 +52,18 @@ def takes_turns() -> bool:
     return exposed._takes_turns
 
 
+def is_connecting(peer: str) -> bool:
+    """Whether calls to that peer wait for a connection of the socket lane."""
+    (lane,) = [lane for lane in process_member().lanes if lane.name == "socket"]
+    return peer in vars(lane)["_waiting"]
+
+
+def shared_bytes() -> int:
+    """What receivers have of this member's shared memory, as far as it knows."""
+    lane: Any = process_member().tensor_lanes["shm"]
+    return int(lane.in_use())
+
+
 def limit_nesting(most: int) -> int:
     """Let a chain of calls come back to this actor so many times at most; returns how many it could before."""
     before, gates.MOST_NESTED = gates.MOST_NESTED, most

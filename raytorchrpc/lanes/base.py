@@ -36,6 +36,7 @@ class Message(NamedTuple):
     make_current: the thread that will use the tensors calls it first; CUDA work that the lane queued then precedes that
         thread's own.
     unread_bytes: size of a message for which this process had no memory; its body is lost. 0 if the body arrived.
+    take_back: called once if ``MessageLane.call`` has returned, and the request is not sent after all.
     """
 
     header: tuple[Any, ...]
@@ -43,6 +44,7 @@ class Message(NamedTuple):
     make_current: Callable[[], None] = nothing
     manifests: tuple[Any, ...] = ()
     unread_bytes: int = 0
+    take_back: Callable[[], object] = nothing
 
 
 #: See ``MessageLane.call``.
@@ -56,6 +58,9 @@ class Pending(Completion):
     """
 
     __slots__ = ("_error", "_message", "_on_released")
+
+    unsent = False
+    """It waits for a connection, and will never be sent if it still does at its deadline."""
 
     def __init__(self, on_released: Released = None, lock: Any = None) -> None:
         """``on_released``: see MessageLane.call. ``lock``: see Completion."""
@@ -161,7 +166,7 @@ class MessageLane(PeerLane):
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
-        """Send a request. Returns before the reply.
+        """Send a request. Returns before the reply, and perhaps before there is a connection.
 
         ``caller_waits``: the caller will wait next, on this thread, so a lane may let that thread read the reply.
         ``on_released``: called when the call is over (answered, however late, or lost), before its reply is taken. It

@@ -38,6 +38,7 @@ from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.conformance.pipes import PipeCarrier
+from tests.handshakes import shake_hands
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
@@ -120,7 +121,7 @@ class Node:
     def prove(self, stream: socket.socket) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
-        return handshake.run(
+        return shake_hands(
             stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), PATIENCE_S
         )
 

@@ -13,12 +13,13 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+import torch
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.common import connections
 from tests.conformance import peers
 from tests.conformance.on_path import Relay
-from tests.conformance.peers import PATIENCE_S, Node
+from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, answer
 from tests.conformance.test_idle_connections import in_thread, spied_connects
 from tests.conformance.test_socket_strangers import dial, hears_nothing_and_is_hung_up_on
 from tests.polling import wait_until
@@ -118,6 +119,121 @@ def test_who_proves_nothing_is_hung_up_on_in_time(kind: str, monkeypatch: pytest
         with suppress(ConnectionError):  # it may have been hung up on already
             other.sendall(b"raytorchrpc/2\0\0\0")
         assert hears_nothing_and_is_hung_up_on(one) and hears_nothing_and_is_hung_up_on(other)
+
+
+# --- while it is made ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accepts(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The callee has no time for handshakes until this is set."""
+    accepts, handle = threading.Event(), connections.Acceptor.handle
+    monkeypatch.setattr(connections.Acceptor, "handle", lambda acceptor: accepts.wait(PATIENCE_S) and handle(acceptor))
+    yield accepts
+    accepts.set()
+
+
+class Sent:
+    """A request to keep some bytes, and how often it was over, and was taken back."""
+
+    def __init__(self, caller: Node, payload: bytes = b"", timeout_s: float = PATIENCE_S) -> None:
+        self.over: list[str] = []
+        message = Message(("keep",), EMPTY._replace(payload=payload), take_back=lambda: self.over.append("taken back"))
+        self.pending = caller.lane.call("b", message, timeout_s, on_released=lambda: self.over.append("released"))
+
+    def result(self) -> Any:
+        return answer(self.pending).header
+
+
+def kept(callee: Node) -> list[bytes]:
+    return [bytes(message.body.payload) for message in callee.served]
+
+
+def test_calls_return_soon_and_arrive_in_order(pair: tuple[Node, Node], accepts: threading.Event) -> None:
+    caller, callee = pair
+    attempts = spied_connects(caller)
+    payloads = [bytes([number]) * (0, 100, 20_000, 300_000)[number % 4] for number in range(40)]
+    sent = [Sent(caller, payload) for payload in payloads]
+    assert not any(each.pending.done for each in sent)
+    accepts.set()
+    assert [each.result() for each in sent] == [("kept",)] * len(sent)
+    assert kept(callee) == payloads and attempts == ["b"]
+    assert all(each.over == ["released"] for each in sent)
+
+
+def test_tensors_may_change_while_their_request_waits(pair: tuple[Node, Node], accepts: threading.Event) -> None:
+    caller, callee = pair
+    tensors = torch.zeros(2, 100)
+    pendings = [
+        caller.lane.call("b", Message(("keep",), EMPTY._replace(tensors=[tensor])), PATIENCE_S) for tensor in tensors
+    ]
+    tensors.fill_(1)
+    accepts.set()
+    assert [answer(pending).header for pending in pendings] == [("kept",)] * 2
+    assert not any(message.body.tensors[0].any() for message in callee.served)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_request_that_waits_until_its_deadline_is_never_sent(
+    pair: tuple[Node, Node], accepts: threading.Event, late: int
+) -> None:
+    caller, callee = pair
+    sent = [Sent(caller, bytes([number]), 0.05 if number == late else PATIENCE_S) for number in range(3)]
+    assert not sent[late].pending.wait(0.1) or late == 0
+    accepts.set()
+    with pytest.raises(RpcTimeout, match="no connection to 'b' by the deadline"):
+        sent.pop(late).result()
+    assert [each.result() for each in sent] == [("kept",)] * 2
+    assert kept(callee) == [bytes([number]) for number in range(3) if number != late]
+
+
+@pytest.mark.parametrize("end", ["it is removed from the group", "the caller leaves the group"])
+def test_requests_that_wait_as_the_peer_goes_did_not_run(
+    pair: tuple[Node, Node], accepts: threading.Event, end: str
+) -> None:
+    caller, callee = pair
+    first, *sent = (Sent(caller, bytes([number])) for number in range(3))
+    if end == "it is removed from the group":
+        caller.lane.disconnect("b")
+    else:
+        caller.lane.close()
+    for each in sent:
+        with pytest.raises(PeerLost) as lost:
+            each.result()
+        assert not lost.value.may_have_run and each.over == ["taken back", "released"]
+    accepts.set()
+    assert first.pending.wait(PATIENCE_S)
+    assert kept(callee) in ([], [b"\0"])
+
+
+def test_an_interrupt_ends_what_waits_behind_it(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, callee = pair
+    begun, interrupted = threading.Event(), threading.Event()
+    secure = connections.secure
+
+    def interrupt(*args: Any) -> Any:
+        if len(args) == 3:  # the accepting end
+            return secure(*args)
+        begun.set()
+        assert interrupted.wait(PATIENCE_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connections, "secure", interrupt)
+
+    def call() -> bool:
+        with pytest.raises(KeyboardInterrupt):
+            caller.call("keep")
+        return True
+
+    called = in_thread(call)
+    assert begun.wait(PATIENCE_S)
+    behind = Sent(caller)
+    interrupted.set()
+    assert called(PATIENCE_S)
+    with pytest.raises(PeerLost, match="interrupted"):
+        behind.result()
+    monkeypatch.setattr(connections, "secure", secure)
+    assert caller.call("keep").header == ("kept",) and len(callee.served) == 1
 
 
 # --- what follows a handshake that breaks off ----------------------------------------------------------------------

@@ -152,6 +152,8 @@ class OutgoingCall:
             lane, payload = calls.payloads.pack_request(route, method, body, options.share, in_context)
             started = time.monotonic()
             message = Message(tuple(header), payload.body, manifests=payload.manifests)
+            if payload.exports:
+                message = message._replace(take_back=payload.cancel)
             pending = lane.call(
                 peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
             )
@@ -230,7 +232,7 @@ class OutgoingCall:
     def _fail(self, error: Exception) -> None:
         """Under the lock: the request has failed."""
         if isinstance(error, RpcTimeout):
-            error = self._late()
+            error = RpcTimeout(*error.args)  # the lane's own leads to this call, once it is raised
         elif isinstance(error, RayTorchRpcError):
             error = self._after_reply(error) if self._is_fetched else error
         elif not isinstance(error, MemoryError):
@@ -406,6 +408,8 @@ class OutgoingCall:
         return None, late
 
     def _late(self) -> RpcTimeout:
+        if self._phase is SENT and self._pending.unsent:
+            return RpcTimeout(f"no connection to {self._route.member.name!r} by the deadline of {self.label}")
         why = f"at the last attempt: {self._error}" if self._phase is LOST else "it may still run there"
         return RpcTimeout(f"{self.label} did not answer by its deadline; {why}")
 

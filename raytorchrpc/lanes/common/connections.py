@@ -12,7 +12,8 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
@@ -22,6 +23,8 @@ from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, In
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
+from raytorchrpc.process.completion import run_reported
+from raytorchrpc.tensors.dtypes import copied
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,8 @@ CONNECT_TIMEOUT_S = 10.0
 #: Handshakes that may be pending, beyond one for each peer: all peers may connect at once, for instance to a member
 #: that has restarted.
 _HANDSHAKES = 16
+#: How long a caller's own thread waits for a connection (seconds). A peer that is busy answers sooner.
+_PATIENCE_S = 0.02
 #: Pause before the second attempt to connect, and the longest one (seconds): each is twice as long as the last.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 #: How often the connections to peers are looked at, and how long one may be idle (seconds).
@@ -226,13 +231,54 @@ class Acceptor:
             self._epoll.close()
 
 
-class Request(NamedTuple):
-    """What ``MessageLane.call`` was given."""
+class Request(Pending):
+    """A request that needs a connection first. It ends as its call on that connection does."""
 
-    message: Message
-    deadline: float
-    caller_waits: bool
-    on_released: Released
+    __slots__ = ("apart", "caller_waits", "deadline", "message", "on_released", "sent", "unsent")
+
+    def __init__(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> None:
+        super().__init__(on_released)
+        self.message, self.deadline, self.caller_waits, self.on_released = message, deadline, caller_waits, on_released
+        self.apart = False
+        """Another thread than the caller's sends it."""
+        self.sent: Pending | None = None
+        """Its call on the connection."""
+        self.unsent = True
+
+    def leave(self) -> None:
+        """Have another thread send it. The caller may change its tensors from now on."""
+        if self.sent is None and not self.done:
+            tensors = [copied(tensor) for tensor in self.message.body.tensors]
+            self.message = self.message._replace(body=self.message.body._replace(tensors=tensors))
+            self.apart, self.caller_waits = True, False
+
+    def is_due(self) -> bool:
+        """Whether to send it now. One that is ``unsent`` at its deadline remains so."""
+        self.unsent = False
+        self.unsent = time.monotonic() >= self.deadline
+        return not self.unsent
+
+    def follow(self, sent: Pending) -> None:
+        self.sent, self._on_released = sent, None
+        del self.message
+        if self.apart:
+            sent.add_done_callback(lambda: self.settle(sent._message, sent._error))
+
+    def fail(self, error: Exception) -> None:
+        if self.apart:
+            run_reported(self.message.take_back)
+        self.settle(None, error)
+
+    def taken(self) -> Pending:
+        """What the caller waits for. Raises why it was not sent, if that is known."""
+        if self.done and not self.apart:
+            self.take()
+        return self.sent or self
+
+
+def fail_all(waiting: deque[Request], error: PeerLost) -> None:
+    while waiting:
+        waiting.popleft().fail(error)
 
 
 class ClosedWhileIdle(Exception):
@@ -359,7 +405,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
         self._addresses: dict[str, SocketAddress] = {}
         self._made: dict[str, C] = {}  # by peer; some may have ended
-        self._connecting: dict[str, threading.Lock] = {}  # by peer; held while a connection is made
+        self._waiting: dict[str, deque[Request]] = {}  # by peer: while a connection to it is made, what waits, in order
         self._made_lock = threading.Lock()
         self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
@@ -413,11 +459,12 @@ class ConnectedLane(MessageLane, Generic[C]):
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
             self._addresses[peer.peer] = peer.address
-            self._connecting.setdefault(peer.peer, threading.Lock())
 
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
-        connection = self._made.pop(peer, None)
+        with self._made_lock:
+            waiting, connection = self._waiting.pop(peer, deque()), self._made.pop(peer, None)
+        fail_all(waiting, self._unknown(peer))
         if connection is not None:
             connection.end(GONE)
 
@@ -425,16 +472,13 @@ class ConnectedLane(MessageLane, Generic[C]):
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
         deadline = time.monotonic() + timeout_s
-        while True:
-            connection = self._made.get(peer)
+        connection = self._made.get(peer)
+        if connection is not None and connection._ended is None:
             try:
-                if connection is not None and connection._ended is None:
-                    return connection.call(message, deadline, caller_waits, on_released)
-                pending = self._connect_in_turn(peer, Request(message, deadline, caller_waits, on_released))
-                if pending is not None:
-                    return pending
+                return connection.call(message, deadline, caller_waits, on_released)
             except ClosedWhileIdle:
-                continue
+                pass
+        return self._connect_first(peer, Request(message, deadline, caller_waits, on_released))
 
     def _sweep_later(self) -> None:
         with self._made_lock:
@@ -465,42 +509,87 @@ class ConnectedLane(MessageLane, Generic[C]):
         """Close all connections that carry no call; returns whether that freed a descriptor."""
         return any([connection.end_idle() for connection in list(self._made.values())])
 
-    def _close_timer(self) -> None:
+    def _end_waits(self) -> None:
         with self._made_lock:
             self._sweeps.close()
+            left, self._waiting = self._waiting, {}
+        for peer, waiting in left.items():
+            fail_all(waiting, self._left(peer))
 
-    def _connect_in_turn(self, peer: str, request: Request) -> Pending | None:
-        """Make the connection to a peer, unless another thread has just done so. Blocks until the deadline at most.
+    def _connect_first(self, peer: str, request: Request) -> Pending:
+        """Connect, unless another thread does, and send it after those that wait already.
 
-        Returns None if the request is still to be sent. Raises PeerLost and RpcTimeout.
+        Blocks for ``_PATIENCE_S``, or a little longer; then another thread goes on. Raises PeerLost and RpcTimeout.
         """
-        if (lock := self._connecting.get(peer)) is None:
-            raise self._unknown(peer)
-        if not lock.acquire(timeout=max(0.0, request.deadline - time.monotonic())):
-            raise RpcTimeout(f"no connection to {peer!r} by the deadline: other calls have been waiting for it too")
+        with self._made_lock:
+            if peer not in self._addresses:
+                raise self._unknown(peer)
+            if (waiting := self._waiting.get(peer)) is not None:
+                request.leave()
+                waiting.append(request)
+                return request
+            waiting = self._waiting[peer] = deque([request])
+        steps = self._open(peer, waiting)
         try:
-            connection = self._made.get(peer)
-            if connection is not None and not connection.ended:
-                return None
-            connection = self._connect_in_time(peer, request)
+            for _ in steps:
+                request.leave()
+                with contextlib.suppress(threads.ThreadShortage):  # then this thread goes on
+                    threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
+                    break
+            return request.taken()
+        except BaseException:  # an interrupt, perhaps
             with self._made_lock:
-                self._made[peer] = connection
-            self._sweep_later()
-            pending, connection.first = connection.first, None
-            return pending
-        finally:
-            lock.release()
+                if self._waiting.get(peer) is waiting:
+                    del self._waiting[peer]
+            fail_all(waiting, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
+            raise
 
-    def _connect_in_time(self, peer: str, request: Request) -> C:
-        """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
-        pause_s = _PAUSE_S
+    def _open(self, peer: str, waiting: deque[Request]) -> Iterator[None]:
+        """Connect, and send the requests that wait. Once none is left, others go directly.
+
+        Yields where it may take long from now on.
+        """
+        connection = self._made.get(peer)  # another thread may just have made it
         while True:
-            if (address := self._addresses.get(peer)) is None:
+            with self._made_lock:
+                if not waiting:
+                    if is_current := self._waiting.get(peer) is waiting:
+                        del self._waiting[peer]
+                        if connection is not None:
+                            self._made[peer] = connection
+                    break
+                request = waiting.popleft()
+            try:
+                call = None
+                if connection is None or connection.ended:
+                    connection = yield from self._connect_in_time(peer, waiting, request)
+                    call, connection.first = connection.first, None
+                if call is None:
+                    if not request.is_due():
+                        raise RpcTimeout(f"no connection to {peer!r} by the deadline: others have waited for it too")
+                    call = connection.call(request.message, request.deadline, request.caller_waits, request.on_released)
+                request.follow(call)
+            except ClosedWhileIdle:
+                waiting.appendleft(request)
+            except Exception as error:
+                request.fail(error)
+            if waiting:
+                yield
+        if is_current:
+            self._sweep_later()
+        elif connection is not None:
+            connection.end(GONE)
+
+    def _connect_in_time(self, peer: str, waiting: deque[Request], request: Request) -> Generator[None, None, C]:
+        """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
+        pause_s, patience_s = _PAUSE_S, _PATIENCE_S
+        while True:
+            if (address := self._addresses.get(peer)) is None or self._waiting.get(peer) is not waiting:
                 raise self._unknown(peer)
             if self._acceptor.closed:
                 raise self._left(peer)
             try:
-                return self._connect(peer, address, request)
+                return (yield from self._connect(peer, address, request, patience_s))
             except (PeerLost, RpcTimeout):  # they are OSErrors too
                 raise
             except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError) as error:
@@ -509,11 +598,14 @@ class ConnectedLane(MessageLane, Generic[C]):
             except (OSError, Refused) as error:
                 if getattr(error, "errno", None) not in _NO_ROOM or not self._close_idle():
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
+            yield
             threads.pause(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s, patience_s = min(2 * pause_s, _LONGEST_PAUSE_S), CONNECT_TIMEOUT_S
 
-    def _connect(self, peer: str, address: SocketAddress, request: Request) -> C:
-        """Connect, and authenticate both ends. A small request goes with the handshake.
+    def _connect(
+        self, peer: str, address: SocketAddress, request: Request, patience_s: float
+    ) -> Generator[None, None, C]:
+        """Connect within ``patience_s``, and authenticate both ends. A small request goes with the handshake.
 
         Raises Refused or OSError if the request has not run, else PeerLost or RpcTimeout.
         """
@@ -529,12 +621,12 @@ class ConnectedLane(MessageLane, Generic[C]):
 
         def first() -> bytes:
             nonlocal sent
-            sent = bool(frame)
-            return frame
+            sent = bool(frame) and request.is_due()
+            return frame if sent else b""
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            left = max(0.001, deadline - time.monotonic())
+            left = max(0.001, min(patience_s, deadline - time.monotonic()))
             # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
             sock.settimeout(left if by_tcp else None)
@@ -543,7 +635,7 @@ class ConnectedLane(MessageLane, Generic[C]):
             if by_tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             steps = secure(sock, self._credentials, me, its, first)
-            protection = run(sock, steps, max(0.001, deadline - time.monotonic()))
+            protection = yield from run(sock, steps, max(0.001, deadline - time.monotonic()), _PATIENCE_S)
             return self._register(sock, protection, peer, request if sent else None, deadline)
         except BaseException as error:
             sock.close()

@@ -161,8 +161,9 @@ def receive(size: int, *sending: bytes) -> Steps[bytes]:
     return data
 
 
-def run(sock: socket.socket, steps: Steps[T], timeout_s: float) -> T:
-    """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds.
+def run(sock: socket.socket, steps: Steps[T], timeout_s: float, patience_s: float) -> Generator[None, None, T]:
+    """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds. Yields when the other end has not answered
+    for ``patience_s``.
 
     Raises Refused or OSError; close the connection then.
     """
@@ -174,8 +175,14 @@ def run(sock: socket.socket, steps: Steps[T], timeout_s: float) -> T:
                 sock.settimeout(max(0.001, deadline - time.monotonic()))
                 sock.sendall(data)
             if size:
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-                if not (data := sock.recv(size)):
+                sock.settimeout(max(0.001, min(patience_s, deadline - time.monotonic())))
+                try:
+                    data = sock.recv(size)
+                except TimeoutError:
+                    yield
+                    sock.settimeout(max(0.001, deadline - time.monotonic()))
+                    data = sock.recv(size)
+                if not data:
                     raise HungUp("it hung up")
             sending, size = steps.send(data)
     except StopIteration as done:

@@ -195,7 +195,7 @@ class NngLane(ConnectedLane[Connection]):
             os.eventfd_write(self._bell, 1)
             connections = set(self._by_fd.values())
         self._acceptor.close()
-        self._close_timer()
+        self._end_waits()
         for connection in connections:
             connection.end("this member left the group")
         self._made.clear()

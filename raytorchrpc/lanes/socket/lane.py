@@ -427,7 +427,7 @@ class SocketLane(ConnectedLane[Connection]):
         if not self._selector.close():
             return
         self._acceptor.close()
-        self._close_timer()
+        self._end_waits()
         for connection in list(self._selector.connections.values()):
             connection.end("this member left the group")
         self._made.clear()
@@ -440,6 +440,7 @@ class SocketLane(ConnectedLane[Connection]):
         for connection in self._selector.connections.values():
             connection.after_fork()
         self._made.clear()
+        self._waiting.clear()
         return addresses
 
     # --- connections -----------------------------------------------------------------------------------------
