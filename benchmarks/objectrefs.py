@@ -115,7 +115,7 @@ def main(pick: Pick) -> None:
 
 def _compare(title: str, rows: list[Row], device: Device, pick: Pick) -> None:
     sizes = [*(Case(size=size) for size in pick(SIZES[device], SIZES[device], (20_000,))), MANY]
-    run = engine(rows, sorted(sizes, key=lambda case: case.size), device, budget_s=pick(1800, 1800, 30))
+    run = engine(rows, sorted(sizes, key=lambda case: case.size), device, budget_s=pick(1800, 1800, 60))
     for table in tables(run)[:1]:
         print(f"\n{plain(table._replace(title=f'{title}: milliseconds'))}")
     peers = {row.name: row.name for row in rows if row.name != OURS}
