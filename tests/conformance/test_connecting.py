@@ -187,6 +187,25 @@ def test_a_request_that_waits_until_its_deadline_is_never_sent(
     assert kept(callee) == [bytes([number]) for number in range(3) if number != late]
 
 
+def test_a_request_that_fails_at_once_costs_those_behind_it_nothing(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, callee = pair
+    refused, behind = Failing([ConnectionRefusedError("for the first")], callee.address._replace), list[Sent]()
+    lane: Any = caller.lane
+    connect = lane._connect
+
+    def refuse(peer: str, address: Any, *rest: Any) -> Any:
+        if not behind:  # a call that another thread makes meanwhile
+            behind.append(Sent(caller))
+        return connect(peer, refused(), *rest)
+
+    monkeypatch.setattr(lane, "_connect", refuse)
+    with pytest.raises(PeerLost, match="for the first"):
+        caller.call("keep")
+    assert behind[0].result() == ("kept",) and len(callee.served) == 1
+
+
 @pytest.mark.parametrize("end", ["it is removed from the group", "the caller leaves the group"])
 def test_requests_that_wait_as_the_peer_goes_did_not_run(
     pair: tuple[Node, Node], accepts: threading.Event, end: str

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
@@ -536,45 +536,51 @@ class ConnectedLane(MessageLane, Generic[C]):
                 with contextlib.suppress(threads.ThreadShortage):  # then this thread goes on
                     threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
                     break
-            return request.taken()
-        except BaseException:  # an interrupt, perhaps
-            with self._made_lock:
-                if self._waiting.get(peer) is waiting:
-                    del self._waiting[peer]
-            fail_all(waiting, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
+        except BaseException:
+            steps.close()
             raise
+        return request.taken()
 
-    def _open(self, peer: str, waiting: deque[Request]) -> Iterator[None]:
+    def _open(self, peer: str, waiting: deque[Request]) -> Generator[None, None, None]:
         """Connect, and send the requests that wait. Once none is left, others go directly.
 
         Yields where it may take long from now on.
         """
         connection = self._made.get(peer)  # another thread may just have made it
-        while True:
+        try:
+            while True:
+                with self._made_lock:
+                    if not waiting:
+                        if is_current := self._waiting.get(peer) is waiting:
+                            del self._waiting[peer]
+                            if connection is not None:
+                                self._made[peer] = connection
+                        break
+                    request = waiting.popleft()
+                try:
+                    call = None
+                    if connection is None or connection.ended:
+                        connection = yield from self._connect_in_time(peer, waiting, request)
+                        call, connection.first = connection.first, None
+                    if call is None:
+                        if not request.is_due():
+                            raise RpcTimeout(f"no connection to {peer!r} by the deadline: others waited for it too")
+                        call = connection.call(
+                            request.message, request.deadline, request.caller_waits, request.on_released
+                        )
+                    request.follow(call)
+                except ClosedWhileIdle:
+                    waiting.appendleft(request)
+                except Exception as error:
+                    request.fail(error)
+                if waiting:
+                    yield
+        except BaseException:  # an interrupt, perhaps: nothing may wait behind it for ever
             with self._made_lock:
-                if not waiting:
-                    if is_current := self._waiting.get(peer) is waiting:
-                        del self._waiting[peer]
-                        if connection is not None:
-                            self._made[peer] = connection
-                    break
-                request = waiting.popleft()
-            try:
-                call = None
-                if connection is None or connection.ended:
-                    connection = yield from self._connect_in_time(peer, waiting, request)
-                    call, connection.first = connection.first, None
-                if call is None:
-                    if not request.is_due():
-                        raise RpcTimeout(f"no connection to {peer!r} by the deadline: others have waited for it too")
-                    call = connection.call(request.message, request.deadline, request.caller_waits, request.on_released)
-                request.follow(call)
-            except ClosedWhileIdle:
-                waiting.appendleft(request)
-            except Exception as error:
-                request.fail(error)
-            if waiting:
-                yield
+                if self._waiting.get(peer) is waiting:
+                    del self._waiting[peer]
+            fail_all(waiting, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
+            raise
         if is_current:
             self._sweep_later()
         elif connection is not None:
