@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import threading
 import time
 from collections import deque
@@ -16,7 +17,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.bench.cases import Busy, Case
-from raytorchrpc.bench.links import LINKS, Calls, Digest, Link, digest, take
+from raytorchrpc.bench.links import LINKS, Calls, Digest, Failed, Link, digest, take
 from raytorchrpc.bench.results import Device
 
 #: Fewest samples of one measurement, however long they take.
@@ -43,11 +44,14 @@ class Meter:
         self._switches, self._cpu_s = self._read()
 
     def used(self) -> Usage:
-        """What it has used. Switches of threads that have ended are not counted."""
+        """What it has used. Of another process, switches of threads that have ended are not counted."""
         switches, cpu_s = self._read()
         return Usage(sum(n - self._switches.get(task, 0) for task, n in switches.items()), cpu_s - self._cpu_s)
 
     def _read(self) -> tuple[dict[str, int], float]:
+        if self._pid == os.getpid():  # in one step: a thread of a busy process waits for the lock at each file
+            own = resource.getrusage(resource.RUSAGE_SELF)
+            return {"": own.ru_nvcsw + own.ru_nivcsw}, own.ru_utime + own.ru_stime
         switches = {}
         for task in Path(f"/proc/{self._pid}/task").iterdir():
             with contextlib.suppress(OSError):  # the thread has ended
@@ -81,6 +85,7 @@ class Window(NamedTuple):
     seconds: float
     start: float = 0.0
     end: float = math.inf
+    """When what makes the callee busy ends: later samples do not count."""
     fewest: int = FEWEST
     """Samples that are taken even if the time is over."""
     lead: int = FEWEST
@@ -93,7 +98,7 @@ def measure(
     """Make calls in that window, after a lead-in.
 
     ``make(*args)`` returns one call with these arguments for each peer. ``callee``: the process whose usage counts as
-    the callee's; None measures no usage.
+    the callee's, unless it is busy; None measures no usage. Raises Failed if no call of a busy callee ends in time.
     """
     if window.start:
         time.sleep(max(0.0, window.start - time.monotonic()))
@@ -103,17 +108,21 @@ def measure(
     for slow in make(SLOW_S) if case.slow_calls else ():
         for _ in range(case.slow_calls):
             slow.call()
-    meters = [] if callee is None else [Meter(os.getpid()), Meter(callee)]
+    meters = [] if callee is None else [Meter(os.getpid())] if case.busy else [Meter(os.getpid()), Meter(callee)]
     start = time.perf_counter()
-    seconds = _repeat(step, min(window.seconds, window.end - time.monotonic()), case.interval_s, window.fewest)
+    seconds = _repeat(step, window.seconds, case.interval_s, window.fewest, window.end)
     elapsed_s = time.perf_counter() - start
-    caller_used, callee_used = [meter.used() for meter in meters] or [Usage(0, 0.0)] * 2
+    caller_used, callee_used = ([meter.used() for meter in meters] + [Usage(0, 0.0)] * 2)[:2]
     drain()
+    if not seconds:
+        raise Failed("no call ended while the callee was busy")
     return Sample(seconds, elapsed_s, caller_used, callee_used)
 
 
-def _repeat(step: Callable[[], Any], window_s: float, interval_s: float, fewest: int) -> list[float]:
-    """Run a step until the time is over; returns the seconds of each run."""
+def _repeat(
+    step: Callable[[], Any], window_s: float, interval_s: float, fewest: int, end: float = math.inf
+) -> list[float]:
+    """Run a step until the time is over; returns the seconds of each run, but of none that ended after ``end``."""
     seconds: list[float] = []
     begin = time.perf_counter()
     while len(seconds) < fewest or time.perf_counter() - begin < window_s:
@@ -121,7 +130,10 @@ def _repeat(step: Callable[[], Any], window_s: float, interval_s: float, fewest:
             time.sleep(max(0.0, begin + len(seconds) * interval_s - time.perf_counter()))
         start = time.perf_counter()
         step()
-        seconds.append(time.perf_counter() - start)
+        took = time.perf_counter() - start
+        if time.monotonic() > end:
+            break
+        seconds.append(took)
     return seconds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,14 +80,21 @@ def test_pauses_slow_calls_and_the_lead_in_are_not_in_the_time() -> None:
 
 
 def test_a_measurement_ends_with_its_window() -> None:
-    window = Window(0.2, end=time.monotonic() + 0.1)
-    assert 2 <= len(taken(Case("quiet"), [Peer([], "a", took=0.02)], window).seconds) <= 5
+    window = Window(0.8, end=time.monotonic() + 0.6)
+    assert 1 <= len(taken(Case("quiet"), [Peer([], "a", took=0.02)], window).seconds) <= 25
+
+
+def test_a_call_that_ends_when_its_callee_is_busy_no_longer_gives_no_figure() -> None:
+    window = Window(0.1, end=time.monotonic() + 0.01, lead=0)
+    with pytest.raises(Failed, match="no call ended while the callee was busy"):
+        taken(Case("busy-callee", busy="Python"), [Peer([], "a", took=0.02)], window)
 
 
 def test_usage_grows_with_work_and_with_sleeps() -> None:
     meter = Meter(os.getpid())
-    for _ in range(20):
-        time.sleep(0.001)
+    sleeper = threading.Thread(target=lambda: [time.sleep(0.001) for _ in range(20)])
+    sleeper.start()
+    sleeper.join()
     end = time.process_time() + 0.05
     while time.process_time() < end:
         pass
