@@ -90,13 +90,13 @@ class Sender:
         self.mapped = self.receiver.of("sender", address.tag)
 
     def send(self, stream: int = SENDING, *, shared: bool = False) -> tuple[int, Exported]:
-        number, out = self.exports.add("receiver", [torch.zeros(1)], shared, stream)
+        number, out = self.exports.add("receiver", [torch.zeros(1)], shared, stream, self.gpu)
         self.gpu.run(stream)
         return number, out
 
     def read(self, number: int, out: Exported) -> None:
         """As the receiver does: its copy is queued."""
-        self.mapped.copied.write(number, out.serial, RECEIVING)
+        self.mapped.copied.write(number, out.serial, RECEIVING, self.gpu)
         self.mapped.state[number] = QUEUED
 
     def await_ready(self, number: int, out: Exported, timeout_s: float = PATIENCE_S) -> None:
@@ -147,7 +147,7 @@ def dead_process(sender: Sender, name: str) -> None:
 
 
 def test_a_receiver_waits_for_what_the_sender_has_queued(sender: Sender, gpu: Gpu) -> None:
-    number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING)
+    number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING, gpu)
     join = in_thread(sender.await_ready, number, out)
     with pytest.raises(RpcTimeout, match=r"the GPU of 'sender' has not computed its tensors within 0\.03 s"):
         sender.await_ready(number, out, 0.03)
@@ -158,7 +158,7 @@ def test_a_receiver_waits_for_what_the_sender_has_queued(sender: Sender, gpu: Gp
 
 def test_a_receiver_gives_up_on_a_sender_whose_process_has_ended(sender: Sender, gpu: Gpu) -> None:
     ready = sender.send()
-    number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING)
+    number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING, gpu)
     join = in_thread(sender.await_ready, number, out)
     dead_process(sender, "sender")
     with pytest.raises(PeerLost, match="'sender': its process ended, or left the group, before its GPU"):
@@ -183,7 +183,7 @@ def closes(sender: Sender) -> None:
 def test_a_receiver_gives_up_on_a_sender_that_is_no_longer_a_peer(
     sender: Sender, gpu: Gpu, change: Callable[[Sender], None]
 ) -> None:
-    number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING)
+    number, out = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING, gpu)
     join = in_thread(sender.await_ready, number, out)
     change(sender)
     with pytest.raises((PeerLost, Gone)):
@@ -221,7 +221,7 @@ def test_work_after_a_call_follows_the_copy(sender: Sender, gpu: Gpu) -> None:
 
 def test_work_after_a_call_follows_the_last_use_of_what_is_shared(sender: Sender, gpu: Gpu) -> None:
     number, out = sender.send(shared=True)
-    sender.mapped.used.write(number, out.serial, RECEIVING)
+    sender.mapped.used.write(number, out.serial, RECEIVING, gpu)
     sender.mapped.is_used[number] = True
     sender.exports.finish(number, out, SENDING)
     assert not gpu.run(SENDING)
@@ -237,7 +237,7 @@ def test_work_after_a_call_follows_the_last_use_of_what_is_shared(sender: Sender
 def test_streams_go_on_when_the_receiver_ends_before_it_has_read(sender: Sender, gpu: Gpu, shared: bool) -> None:
     number, out = sender.send(shared=shared)
     if shared:
-        sender.mapped.used.write(number, out.serial, RECEIVING)
+        sender.mapped.used.write(number, out.serial, RECEIVING, gpu)
         sender.mapped.is_used[number] = True
     else:
         sender.read(number, out)
@@ -283,7 +283,7 @@ def all_numbers(sender: Sender) -> set[int]:
 
 def test_a_number_is_used_again_only_when_no_gpu_will_write_to_it(sender: Sender, gpu: Gpu) -> None:
     """A GPU that is late would set the word of another export back."""
-    late, _ = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING)
+    late, _ = sender.exports.add("receiver", [torch.zeros(1)], False, SENDING, gpu)
     sender.exports.cancel(late)  # not sent, and still to be written
     departed, out = sender.send(OTHER)
     sender.read(departed, out)
@@ -352,7 +352,7 @@ def test_a_page_stays_registered_as_long_as_it_is_used(sender: Sender, gpu: Gpu)
     """A tensor that is shared returns its memory by the page, also after its owner has left."""
     kept = [sender.mapped]
     del sender.mapped
-    kept[0].copied.write(1, 1, RECEIVING)
+    kept[0].copied.write(1, 1, RECEIVING, gpu)
     before = len(gpu.registered)
     sender.receiver.forget("sender", keep_page=False)
     assert not wait_until(lambda: len(gpu.registered) < before, 0.1)

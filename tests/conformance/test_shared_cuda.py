@@ -401,3 +401,34 @@ def test_a_message_with_too_little_data_or_for_another_gpu_is_refused(pair: tupl
     a, b = pair
     sent, shapes, _ = a.run(_export, _small, False)
     b.run(_refused, sent, shapes)
+
+
+def _many_small() -> list[tuple[Any, list[Any]]]:
+    sent = []
+    for value in range(200):
+        made = [torch.full((size,), value, dtype=torch.uint8, device="cuda") for size in (1250, 1251, 40_000, 1)]
+        torch.cuda.synchronize()
+        exported = tensors().lane.export(made, "b", {0: 0})
+        sent.append((exported.descriptor, [(tensor.dtype, tuple(tensor.shape)) for tensor in made]))
+    return sent
+
+
+def _received_in_a_row(sent: list[tuple[Any, list[Any]]]) -> list[bool]:
+    """Receive all on two streams, which are idle or not, before looking at any."""
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    arrived = []
+    for number, (descriptor, shapes) in enumerate(sent):
+        with torch.cuda.stream(streams[number % 2]):
+            if number % 20 == 7:
+                torch.cuda._sleep(2_000_000)
+            arrived.append(tensors().lane.fetch("a", descriptor, shapes))
+    torch.cuda.synchronize()
+    return [all(bool((tensor == value).all()) for tensor in its) for value, its in enumerate(arrived)]
+
+
+def test_small_tensors_that_arrive_one_after_another_keep_their_data(pair: tuple[Process, Process]) -> None:
+    """The copies are queued, from memory that the next message needs too."""
+    a, b = pair
+    sent = a.run(_many_small)
+    assert all(type(descriptor[0]) is bytes for descriptor, _ in sent)
+    assert b.run(_received_in_a_row, sent) == [True] * len(sent)

@@ -13,6 +13,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.common.shared_memory import SharedAddress, is_gone
 from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS, OUT, QUEUED, SERIALS, UNUSED, Pages
+from raytorchrpc.process.cuda_driver import Driver
 from raytorchrpc.tensors.dtypes import within
 
 #: Pause between two rounds of the janitor; the same while only shared tensors are out, which may stay long (seconds).
@@ -78,8 +79,10 @@ class Exports:
     def __len__(self) -> int:
         return len(self._out)
 
-    def add(self, peer: str, tensors: Sequence[torch.Tensor], shared: bool, stream: int) -> tuple[int, Exported]:
-        """Keep tensors, which are ready behind what is queued on ``stream``; returns their number.
+    def add(
+        self, peer: str, tensors: Sequence[torch.Tensor], shared: bool, stream: int, cuda: Driver
+    ) -> tuple[int, Exported]:
+        """Keep tensors, which are ready behind what is queued on ``stream``, by ``cuda``; returns their number.
 
         Raises LaneUnavailable if all numbers are in use.
         """
@@ -90,7 +93,7 @@ class Exports:
             page.state[number], page.is_used[number] = OUT, False
             self._out[number] = out
         try:
-            page.ready.write(number, out.serial, stream)
+            page.ready.write(number, out.serial, stream, cuda)
         except BaseException:
             page.ready.set(number, out.serial)
             self.cancel(number)

@@ -1,61 +1,89 @@
 """Small CUDA tensors that travel in the message itself, by way of the CPU.
 
-Two copies of a few kilobytes take less time than the events that order the use of shared GPU memory. The first one has
-to wait for the GPU, so it is only made if that has no other work.
+Two copies of a few kilobytes take less time than the words that order the use of shared GPU memory. The first one has
+to wait for the GPU, so it is only made if that has no other work. Copy engines make both: unlike a copy within the GPU,
+they do not wait for the kernels of other processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from raytorchrpc.lanes.base import Into
 from raytorchrpc.lanes.common import packing
-from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.lanes.cuda_ipc.pages import SERIALS
+from raytorchrpc.process.cuda_driver import driver, is_idle, quick_driver
 from raytorchrpc.tensors.dtypes import Shape, within
 
 #: Most bytes of one message that travel so.
 MOST_BYTES = 64 * 1024
+#: Looks at the GPU before a thread sleeps: a copy has arrived after about eight.
+_LOOKS = 30
+_WORD = 4
 
 
-class _Room(threading.local):
-    """Where this thread's tensors arrive on the CPU: locked memory, so that the GPU writes it directly."""
+class _Room:
+    """Host memory for one message. It is locked, so that the GPU accesses it directly."""
 
-    memory: torch.Tensor | None = None
+    def __init__(self) -> None:
+        memory = torch.empty(MOST_BYTES + _WORD, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self.address, self._word, self._value = memory.data_ptr(), memory.numpy()[MOST_BYTES:].view(numpy.uint32), 0
+        self._word[0] = 0
 
-    def address(self) -> int:
-        if self.memory is None:
-            self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return self.memory.data_ptr()
+    def is_free(self) -> bool:
+        """Whether the GPU has made all copies out of it."""
+        return int(self._word[0]) == self._value
+
+    def bring(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Queue copies (target, offset, bytes) out of it on an idle stream."""
+        self._value, cuda = (self._value + 1) % SERIALS, quick_driver()
+        for target, offset, size in copies:
+            cuda.copy_in_by_engine(target, self.address + offset, size, stream)
+        cuda.write(self.address + MOST_BYTES, self._value, stream)
 
 
-_room = _Room()
+#: Those that no thread uses; the GPU may still read them.
+_rooms: deque[_Room] = deque()
 
 
-def suits(tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> bool:
-    """Whether these tensors are to travel in the message: they are small, and the current stream of their GPU is idle.
+def _room() -> _Room:
+    with contextlib.suppress(IndexError):  # other threads have taken them
+        for _ in range(len(_rooms)):
+            room = _rooms.popleft()
+            if room.is_free():
+                return room
+            _rooms.append(room)
+    return _Room()
 
-    While a CUDA graph is captured, the stream may not be asked.
-    """
-    if len(tensors) > packing.FEW or sum(tensor.nbytes for tensor in tensors) > MOST_BYTES:
-        return False
-    return not torch.cuda.is_current_stream_capturing() and stream.query()
+
+def suits(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these tensors are small enough to travel in the message, if the current stream of their GPU is idle."""
+    return len(tensors) <= packing.FEW and sum(tensor.nbytes for tensor in tensors) <= MOST_BYTES
 
 
 def descriptor(tensors: Sequence[torch.Tensor], target: int, stream: torch.cuda.Stream) -> tuple[bytes, int]:
-    """Return the tensors' data, and the receiver's GPU. Blocks for the copy, for about 10 microseconds."""
-    room, begin, kept = _room.address(), 0, []
+    """Return the tensors' data, and the receiver's GPU. Blocks for the copy, for about 10 microseconds.
+
+    ``stream``: the current one, which is idle.
+    """
+    room, begin, kept = _room(), 0, []
     for tensor in tensors:
         if size := tensor.nbytes:
             kept.append(packing.joined([tensor]))
-            driver().copy_out(room + begin, kept[-1].data_ptr(), size, stream.cuda_stream)
+            quick_driver().copy_out(room.address + begin, kept[-1].data_ptr(), size, stream.cuda_stream)
             begin += size
-    stream.synchronize()
-    return ctypes.string_at(room, begin), target
+    if not any(stream.query() for _ in range(_LOOKS)):  # a sleep would cost a busy process its interpreter lock
+        stream.synchronize()
+    data = ctypes.string_at(room.address, begin)
+    _rooms.append(room)
+    return data, target
 
 
 def has(descriptor: Any) -> bool:
@@ -78,7 +106,8 @@ def received(
     devices.index(target)
     device, arrived, begin = torch.device("cuda", target), [], 0
     with driver().on(target):
-        stream = current(target)[1]
+        stream, raw = current(target)
+        room, copies = _room() if len(data) <= MOST_BYTES and is_idle(stream) else None, []
         address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
         for index, shape in enumerate(shapes):
             tensor = packing.given((index,), into, device)
@@ -86,7 +115,14 @@ def received(
                 tensor = packing.room([shape], device)
             if size := tensor.nbytes:
                 within(begin, size, len(data))
-                driver().copy_in(tensor.data_ptr(), address + begin, size, stream)  # has read the data when it returns
+                copies.append((tensor.data_ptr(), begin, size))
                 begin += size
             arrived.append(tensor)
+        if room is None:
+            for to, offset, size in copies:
+                driver().copy_in(to, address + offset, size, raw)  # has read the data when it returns
+        elif copies:
+            ctypes.memmove(room.address, address, begin)
+            room.bring(copies, raw)
+            _rooms.append(room)
     return arrived

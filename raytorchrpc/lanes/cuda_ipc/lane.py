@@ -47,7 +47,7 @@ from raytorchrpc.lanes.cuda_ipc.pages import OUT, QUEUED, UNUSED, Page, Pages
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
-from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.process.cuda_driver import Driver, driver, is_idle, quick_driver
 from raytorchrpc.tensors.cuda_streams import runs_beside
 from raytorchrpc.tensors.dtypes import Shape, span_of, within
 
@@ -111,7 +111,8 @@ class CudaIpcLane(WindowLane):
         found: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
             stream, raw = self._current(source)
-            if not shared and in_message.suits(tensors, stream):
+            idle = is_idle(stream)
+            if idle and not shared and in_message.suits(tensors):
                 return Export(in_message.descriptor(tensors, devices[source], stream), nothing)
             if shared:
                 own = [self._place(tensor, found) for tensor in tensors]
@@ -120,7 +121,7 @@ class CudaIpcLane(WindowLane):
                 packed = zip(*packing.pack(tensors), strict=True)
                 placed = [(*self._place(tensor, found), piece) for piece, tensor in packed]
             kept = [tensor for tensor, *_ in placed]
-            number, out = self._exports.add(peer, kept, shared, raw)
+            number, out = self._exports.add(peer, kept, shared, raw, quick_driver() if idle else driver())
         places = tuple(tuple(place) for _, *place in placed)
         offer = Offer(number, devices[source], out.serial, places, shared, self._pages.tag)
         return Export(tuple(offer), partial(self._exports.cancel, number), partial(self._finish, source, number, out))
@@ -186,8 +187,9 @@ class CudaIpcLane(WindowLane):
         with driver().on(target):
             with self._reading(peer, offer) as (page, mapped, stream, raw):
                 if not offer.shared:
-                    arrived = self._copy(mapped, offer.places, shapes, into, device, raw)
-                    _read_on(raw, page, offer)
+                    cuda = quick_driver() if is_idle(stream) else driver()
+                    arrived = self._copy(mapped, offer.places, shapes, into, device, raw, cuda)
+                    _read_on(raw, page, offer, cuda)
                     return arrived
             # Prepare what the release needs: a finalizer does it, and may take no lock.
             page.shared.on_gpus()
@@ -227,7 +229,7 @@ class CudaIpcLane(WindowLane):
                     scatter = prepared(its, (self.name, index, size, beside), make)
                     left += scatter.queue(its, address, stream.device, cuda, kernel, raw)
                     begin += size
-            _read_on(raw, page, offer)
+            _read_on(raw, page, offer, cuda)
         return left
 
     @contextlib.contextmanager
@@ -263,9 +265,10 @@ class CudaIpcLane(WindowLane):
         into: Into,
         device: torch.device,
         stream: int,
+        cuda: Driver,
     ) -> list[torch.Tensor]:
         arrived: list[torch.Tensor] = []
-        copies, cuda = Copies(beside=runs_beside(stream)), driver()
+        copies = Copies(beside=runs_beside(stream))
         for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
             tensor = packing.given(piece, into, device)
             if tensor is None:
@@ -274,7 +277,7 @@ class CudaIpcLane(WindowLane):
                 within(0, size, tensor.nbytes)
                 copies.rows.append(Rows(tensor.data_ptr(), mapping.at(offset, size), size, 1, 0, 0))
             arrived.append(tensor)
-        copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, cuda), stream)
+        copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, driver()), stream)
         return packing.unpack(arrived, [place[3] for place in places], shapes)
 
     def used(self, peer: str, descriptor: Any) -> None:
@@ -287,7 +290,7 @@ class CudaIpcLane(WindowLane):
             page = self._pages.of(peer, offer.tag)
             if page.state[offer.number] == OUT:  # the method keeps some of the tensors
                 with driver().on(offer.target):
-                    page.used.write(offer.number, offer.serial, self._current(offer.target)[1])
+                    page.used.write(offer.number, offer.serial, self._current(offer.target)[1], driver())
                 page.is_used[offer.number] = True
 
     def prepare(self, peer: str, descriptor: Any) -> None:
@@ -324,9 +327,9 @@ class CudaIpcLane(WindowLane):
         self._pages.close()
 
 
-def _read_on(stream: int, page: Page, offer: Offer) -> None:
+def _read_on(stream: int, page: Page, offer: Offer, cuda: Driver) -> None:
     """Tell the sender that what is queued on this stream reads its memory for the last time."""
-    page.copied.write(offer.number, offer.serial, stream)
+    page.copied.write(offer.number, offer.serial, stream, cuda)
     page.state[offer.number] = QUEUED
 
 
@@ -335,7 +338,7 @@ def _release(page: Page, offer: Offer, stream: torch.cuda.Stream, returning: tor
     returning.wait_stream(stream)
     returning.wait_stream(torch.cuda.current_stream(stream.device))
     with driver().on(offer.target):
-        _read_on(returning.cuda_stream, page, offer)
+        _read_on(returning.cuda_stream, page, offer, driver())
 
 
 def make(setup: LaneSetup) -> CudaIpcLane:

@@ -18,7 +18,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.process import fork, threads
-from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.process.cuda_driver import Driver, driver
 
 #: Numbers for exports, and the serial numbers of the exports that have had one: as many as a word has values.
 NUMBERS, SERIALS = 1 << 14, 1 << 32
@@ -74,9 +74,9 @@ class Word:
         """Whether the word has reached this serial number, in the cyclic order of 32 bits."""
         return (int(self._words[number]) - serial) % SERIALS < SERIALS // 2
 
-    def write(self, number: int, serial: int, stream: int) -> None:
+    def write(self, number: int, serial: int, stream: int, cuda: Driver) -> None:
         """Have a stream of the GPU whose context is current set the word, behind all that is queued on it."""
-        driver().write(self._shared.on_gpus() + self._offset + _WORD * number, serial, stream)
+        cuda.write(self._shared.on_gpus() + self._offset + _WORD * number, serial, stream)
 
     def wait(self, number: int, serial: int, stream: int) -> None:
         """Have such a stream wait until the word has reached this serial number."""
