@@ -50,6 +50,8 @@ from raytorchrpc.tensors.exceptions import decode_exception
 
 #: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
 _NOTICE_S = 10.0
+#: A request that is packed in that time gets its whole timeout: to count it would take longer (seconds).
+_SOON_S = 0.005
 _NO_PAYLOAD = Payload(NOTHING)
 
 
@@ -128,6 +130,7 @@ class OutgoingCall:
 
     def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
         """Send its request."""
+        began = time.monotonic()
         calls, route, method, options = self._calls, self._route, self._method, self._options
         if calls.interval is not None and not calls.interval.used:
             calls.interval.shorten()
@@ -145,12 +148,15 @@ class OutgoingCall:
             if waited_s:
                 calls.peers.check_open()
                 calls.peers.check_present(route)
-                header = header._replace(seconds=max(0.001, header.seconds - waited_s))
             if span is not None:
                 header = header._replace(mark=span.mark)
                 span.lap()
             lane, payload = calls.payloads.pack_request(route, method, body, options.share, in_context)
             started = time.monotonic()
+            if (took := started - began) > _SOON_S:
+                if took >= header.seconds:
+                    raise RpcTimeout(f"{self.label} was not sent: its deadline passed before its arguments were packed")
+                header = header._replace(seconds=header.seconds - took)
             message = Message(tuple(header), payload.body, manifests=payload.manifests)
             if payload.exports:
                 message = message._replace(take_back=payload.cancel)

@@ -63,6 +63,35 @@ def test_a_nested_call_ends_no_later_than_the_call_that_it_serves(nested: Callab
         members.close()
 
 
+class Slow:
+    """Takes that many seconds to be packed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> Any:
+        time.sleep(self.seconds)
+        return Slow, (self.seconds,)
+
+
+def test_a_timeout_begins_before_its_arguments_are_packed() -> None:
+    ran = list[Any]()
+    members = Members(rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _, it: ran.append(it))})
+    try:
+        lane = members.lanes["a"]
+        lane.holds = lambda _: True
+        with members.acting("a"):
+            future = rtr.rpc_async("home", timeout=LONG).answer(Slow(0.2))
+            assert lane.held[0][0].args[1].header[5] <= LONG - 0.2
+            lane.release()
+            future.wait()
+            with pytest.raises(rtr.RpcTimeout, match="answer was not sent: its deadline passed before"):
+                rtr.rpc_sync("home", timeout=0.1).answer(Slow(0.2))
+        assert len(ran) == 1 and not lane.held
+    finally:
+        members.close()
+
+
 @pytest.mark.parametrize("wrong", ["x", float("nan"), float("inf"), [1]])
 @pytest.mark.parametrize("ask", ["result", "exception"])
 def test_what_is_no_time_to_wait_for_a_result_is_refused_by_name(ask: str, wrong: Any) -> None:
