@@ -187,7 +187,7 @@ class CudaIpcLane(WindowLane):
         with driver().on(target):
             with self._reading(peer, offer) as (page, mapped, stream, raw):
                 if not offer.shared:
-                    cuda = quick_driver() if is_idle(stream) else driver()
+                    cuda = quick_driver() if len(mapped) <= packing.FEW and is_idle(stream) else driver()
                     arrived = self._copy(mapped, offer.places, shapes, into, device, raw, cuda)
                     _read_on(raw, page, offer, cuda)
                     return arrived
