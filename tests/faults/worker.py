@@ -245,7 +245,7 @@ class Worker:
             what = torch.ones(size // 8, dtype=torch.int64) if tensor else bytes(size)
         except (MemoryError, RuntimeError):  # torch's; this process may be starved as well
             return came
-        with suppress(rtr.RayTorchRpcError):
+        with suppress(rtr.RayTorchRpcError, MemoryError):
             peer = rtr.rpc_async(target, timeout=seconds)
             for future in [peer.length(what) for _ in range(count)]:
                 with suppress(Exception):
