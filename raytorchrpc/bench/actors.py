@@ -98,7 +98,7 @@ def measure(
     """Make calls in that window, after a lead-in.
 
     ``make(*args)`` returns one call with these arguments for each peer. ``callee``: the process whose usage counts as
-    the callee's, unless it is busy; None measures no usage. Raises Failed if no call of a busy callee ends in time.
+    the callee's, unless it is busy; None: no process's. Raises Failed if no call of a busy callee ends in time.
     """
     if window.start:
         time.sleep(max(0.0, window.start - time.monotonic()))
@@ -108,11 +108,11 @@ def measure(
     for slow in make(SLOW_S) if case.slow_calls else ():
         for _ in range(case.slow_calls):
             slow.call()
-    meters = [] if callee is None else [Meter(os.getpid())] if case.busy else [Meter(os.getpid()), Meter(callee)]
+    mine, its = Meter(os.getpid()), None if callee is None or case.busy else Meter(callee)
     start = time.perf_counter()
     seconds = _repeat(step, window.seconds, case.interval_s, window.fewest, window.end)
     elapsed_s = time.perf_counter() - start
-    caller_used, callee_used = ([meter.used() for meter in meters] + [Usage(0, 0.0)] * 2)[:2]
+    caller_used, callee_used = mine.used(), Usage(0, 0.0) if its is None else its.used()
     drain()
     if not seconds:
         raise Failed("no call ended while the callee was busy")

@@ -115,10 +115,10 @@ class CreditWindows:
         window = self._by_rank.get(rank)
         return (0, 0) if window is None else (window.calls, window.bytes)
 
-    def take(self, peer: Member, method: str, size: int, patience_s: float) -> tuple[Credit, float]:
-        """Credit for a call, and the seconds it took to get it (0 if the window had room).
+    def take(self, peer: Member, method: str, size: int, deadline: float) -> tuple[Credit, bool]:
+        """Credit for a call, and whether it had to wait.
 
-        Blocks while the window is full, at most ``patience_s``. Raises PeerBusy, RpcTimeout.
+        Blocks while the window is full, at most until ``deadline``. Raises PeerBusy, RpcTimeout.
         """
         limit = current_scope.get().limit
         windows = self._by_rank if limit is None or limit.over else limit.windows
@@ -126,9 +126,11 @@ class CreditWindows:
         if window is None:
             window = windows.setdefault(peer.rank, CreditWindow(self._max_calls, self._max_bytes))
         credit = window.take(size)
-        return self._wait(window, peer.name, method, size, patience_s) if credit is None else (credit, 0.0)
+        if credit is None:
+            return self._wait(window, peer.name, method, size, deadline), True
+        return credit, False
 
-    def _wait(self, window: CreditWindow, peer: str, method: str, size: int, patience_s: float) -> tuple[Credit, float]:
+    def _wait(self, window: CreditWindow, peer: str, method: str, size: int, deadline: float) -> Credit:
         calls, many = window.calls, window.bytes
         in_flight = f"{calls} calls with {many / 2**20:.1f} MiB of arguments are in flight to {peer!r}"
         looping = on_loop()
@@ -141,12 +143,11 @@ class CreditWindows:
                 calls,
                 many,
             )
-        began = time.monotonic()
         queued = window.enqueue(size)
         try:
-            if not wait_serving(queued[1], patience_s):
+            if not wait_serving(queued[1], max(0.0, deadline - time.monotonic())):
                 raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {in_flight}")
         except BaseException:
             window.cancel(queued)
             raise
-        return queued[0], max(time.monotonic() - began, 1e-9)
+        return queued[0]

@@ -121,7 +121,7 @@ def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monk
     before = ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank]
     monkeypatch.setattr(guest, "LEASE_S", 0.6)
     home = local.peers.route("home").member
-    held = [local.credit.take(home, "get", 0, 1)[0] for _ in range(local.config.max_calls_in_flight)]
+    held = [local.credit.take(home, "get", 0, time.monotonic() + 1)[0] for _ in range(local.config.max_calls_in_flight)]
     one._renew(local)
     assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 30)
     for credit in held:

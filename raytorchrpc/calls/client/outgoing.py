@@ -50,7 +50,7 @@ from raytorchrpc.tensors.exceptions import decode_exception
 
 #: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
 _NOTICE_S = 10.0
-#: A request that is packed in that time gets its whole timeout: to count it would take longer (seconds).
+#: Packing that takes no longer than this is not counted, since every call would pay for it (seconds).
 _SOON_S = 0.005
 _NO_PAYLOAD = Payload(NOTHING)
 
@@ -142,10 +142,10 @@ class OutgoingCall:
         number = next(calls.numbers) if options.cancellable else 0
         header, body, in_context = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
         size = body_bytes(body)
-        credit, waited_s = calls.credit.take(route.member, method, size, header.seconds)
+        credit, has_waited = calls.credit.take(route.member, method, size, began + header.seconds)
         payload: Payload | None = None
         try:
-            if waited_s:
+            if has_waited:
                 calls.peers.check_open()
                 calls.peers.check_present(route)
             if span is not None:
@@ -157,9 +157,7 @@ class OutgoingCall:
                 if took >= header.seconds:
                     raise RpcTimeout(f"{self.label} was not sent: its deadline passed before its arguments were packed")
                 header = header._replace(seconds=header.seconds - took)
-            message = Message(tuple(header), payload.body, manifests=payload.manifests)
-            if payload.exports:
-                message = message._replace(take_back=payload.cancel)
+            message = Message(tuple(header), payload.body, manifests=payload.manifests, take_back=payload.cancel)
             pending = lane.call(
                 peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
             )

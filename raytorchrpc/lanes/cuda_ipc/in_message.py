@@ -1,8 +1,8 @@
 """Small CUDA tensors that travel in the message itself, by way of the CPU.
 
-Two copies of a few kilobytes take less time than the words that order the use of shared GPU memory. The first one has
-to wait for the GPU, so it is only made if that has no other work. Copy engines make both: unlike a copy within the GPU,
-they do not wait for the kernels of other processes.
+For a few kilobytes, two copies are faster than sharing GPU memory and ordering its use. The first one has to wait for
+the GPU, so it is only made if that has no other work. Copy engines make both: unlike a copy within the GPU, they do not
+wait for the kernels of other processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raytorchrpc.tensors.dtypes import Shape, within
 
 #: Most bytes of one message that travel so.
 MOST_BYTES = 64 * 1024
-#: Looks at the GPU before a thread sleeps: a copy has arrived after about eight.
+#: How often a thread looks whether a copy has arrived before it sleeps; eight times are usual.
 _LOOKS = 30
 _WORD = 4
 
@@ -49,7 +49,7 @@ class _Room:
         cuda.write(self.address + MOST_BYTES, self._value, stream)
 
 
-#: Those that no thread uses; the GPU may still read them.
+#: Rooms that no thread uses; the GPU may still read them.
 _rooms: deque[_Room] = deque()
 
 
