@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -288,6 +289,43 @@ def reduce_for_transports(kind: type[Any], reduce: Callable[[Any], Any]) -> bool
 
     cloudpickle.CloudPickler.dispatch[kind] = reducer
     return True
+
+
+class _PickledOnce:
+    """A function, pickled by value once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from ray import cloudpickle
+
+        self._function, self._pickled = function, cloudpickle.dumps(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self._pickled,)
+
+
+def pickle_function_once(kind: type[Any]) -> None:
+    """Spare Ray the pickling of a function by value with every object that it takes tensors out of (0.3 to 1 ms).
+
+    Call it once Ray has taken a tensor of ``kind`` out of some object. Objects stay as they are to their readers.
+    """
+    from ray import cloudpickle
+
+    table: Any = cloudpickle.CloudPickler.dispatch
+    reduce = table.get(kind)
+    if reduce is None or reduce.__module__ == __name__:
+        return
+    pickled: dict[Any, _PickledOnce] = {}
+
+    def reducer(tensor: Any) -> Any:
+        function, *rest = reduce(tensor)
+        if function.__module__ == "ray._private.serialization":  # a program's own may be another one next time
+            function = pickled.get(function) or pickled.setdefault(function, _PickledOnce(function))
+        return function, *rest
+
+    table[kind] = reducer
 
 
 def may_receive(actor: Any) -> bool:

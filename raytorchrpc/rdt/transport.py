@@ -90,6 +90,7 @@ class TorchRpcTransport(TensorTransportManager):
         check(rdt_object)
         if not rdt_object:
             return ObjectMeta([])
+        ray_internals.pickle_function_once(torch.Tensor)
         if strange := {tensor.device.type for tensor in rdt_object} - set(_DEVICES):
             raise ConfigurationError(
                 f"{TRANSPORT} carries tensors on {' and '.join(_DEVICES)}, not on {', '.join(sorted(strange))}: "
