@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -268,7 +267,7 @@ class Pull:
             elif left <= 0:
                 self._call = call  # for the next wait
                 return False
-        return bool(futures.wait([self._arrived], max(0.0, until - time.monotonic())).done)
+        return self._arrived.wait(max(0.0, until - time.monotonic()))
 
     def wait(self, timeout_s: float | None) -> list[torch.Tensor]:
         """Return the tensors, in order; to be called once, on the thread that will use them. Blocks.

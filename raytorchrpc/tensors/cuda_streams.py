@@ -11,6 +11,7 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.cuda_driver import is_idle
 
 #: The handle of the default stream.
 _DEFAULT = 0
@@ -46,7 +47,11 @@ def follow_streams(devices: Iterable[torch.device]) -> Callable[[], None]:
 
     Its streams then wait for the first one's. The memory must outlive what its streams do with it.
     """
-    made = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+    made = {}
+    for device in devices:
+        stream = torch.cuda.current_stream(device)
+        if not is_idle(stream):  # else the next thread has nothing to wait for
+            made[device] = stream.record_event()
 
     def make_current() -> None:
         for device, event in made.items():
