@@ -39,7 +39,8 @@ MANY = Case(size=4_000_000, tensors=1000, variant="1000 tensors")
 QUICK_STORE = 40_000_000
 TARGETS = {
     **{("20 KB", PLAIN): 1.5, ("40 MB", PLAIN): 0.3, ("40 MB", "RDT gloo"): 0.7},
-    **{(f"{MANY.label}", "RDT nixl"): 0.3, ("640 MB", "RDT nccl"): 0.6, ("640 MB", "RDT nixl"): 0.6},
+    **{(f"{MANY.label}", "RDT nixl"): 0.3, ("640 MB", "RDT nixl"): 0.6},
+    **{(size, "RDT nccl"): 1.0 for size in ("1.25 KB", "10 MB", "640 MB")},
 }
 
 
