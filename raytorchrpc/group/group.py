@@ -18,7 +18,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.guests import own_groups
 from raytorchrpc.calls.member import current_local, process_member
 from raytorchrpc.calls.metrics import GroupStats
-from raytorchrpc.calls.options import check_timeout, takes_timeout
+from raytorchrpc.calls.options import check_timeout, checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.calls.rejoin import formed_here
 from raytorchrpc.config import GroupConfig
@@ -118,7 +118,7 @@ class Group:
         weights. Members answer beside their methods, so a busy one is not waited for. A member that is away, or does
         not answer within ``timeout`` seconds, is listed in ``missing``.
         """
-        return self._own("stats").stats(timeout_s=timeout)
+        return self._own("stats").stats(timeout_s=checked_timeout(timeout))
 
     def trace(self, path: str | os.PathLike[str], *, events: int = 200_000) -> Trace:
         """Record calls for Perfetto or chrome://tracing: ``with group.trace("run.json"): ...``.
@@ -144,7 +144,7 @@ class Group:
 
     @takes_timeout
     def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """End the group. The actors keep running and can join another group. Idempotent, never raises.
+        """End the group. The actors keep running, and can join another. Idempotent; raises for a bad argument only.
 
         Blocks until every member has left, at most ``timeout`` seconds. A member that is busy in a method of a sync
         actor leaves when the method returns. Calls in flight fail with PeerLost, or still complete. The name of a
@@ -153,7 +153,7 @@ class Group:
         """
         if fork.forked():
             return  # the group is the parent's
-        host = self._own("shutdown")
+        host, timeout = self._own("shutdown"), checked_timeout(timeout)
         name = self._first_info.name
         if name in _groups and _groups[name]._host is host:
             del _groups[name]
@@ -257,6 +257,8 @@ class Group:
         Works in the process that formed the group, and for detached groups in any driver, which then asks the group's
         host over Ray. Callbacks end with the group, or with this process.
         """
+        if not callable(callback):
+            raise ConfigurationError(f"on_change takes a function of one change, not {callback!r}")
         return self._own("on_change").listen(callback)
 
     @takes_timeout

@@ -80,6 +80,23 @@ def test_a_removal_that_cannot_be_done_changes_nothing(
     trio.wait_ready(10)
 
 
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda group: group.shutdown("soon"), "timeout is a number of seconds.*'soon'"),
+        (lambda group: group.stats(timeout=None), "timeout is a number of seconds.*None"),
+        (lambda group: group.on_change("lost"), "takes a function.*'lost'"),
+    ],
+)
+def test_a_bad_argument_of_a_group_changes_nothing(
+    trio: rtr.Group, ask: Callable[[rtr.Group], object], said: str
+) -> None:
+    with pytest.raises(rtr.ConfigurationError, match=said):
+        ask(trio)
+    assert rtr.get_group() is trio
+    assert rtr.rpc_sync("a").double(2) == 4
+
+
 def test_the_last_members_cannot_be_removed(pair: tuple[Any, Any]) -> None:
     group = rtr.get_group()
     with pytest.raises(rtr.ConfigurationError, match=r"no member would be left.*shutdown\(\)"):
