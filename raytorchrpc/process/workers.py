@@ -20,6 +20,19 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 30.0
 
 
+class AtOnce:
+    """A task that waits for no other one to end: a reply. The methods that hold all workers may wait for it."""
+
+    may_not_wait = True
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self._function, self._args = function, args
+
+    def run(self) -> None:
+        """To be passed to ``Workers.submit``."""
+        self._function(*self._args)
+
+
 class Workers:
     """Runs tasks on daemon threads, which are started when none is idle and kept for a while. Hot path.
 

@@ -370,9 +370,9 @@ class Gate:
         """Log calls that one method keeps waiting, and refuse those whose deadlines pass. Returns when it is due again
         (``time.monotonic``).
         """
-        now, due, refused, slow = time.monotonic(), math.inf, [], None
+        due, refused, slow = math.inf, [], None
         with self.lock:
-            latest = self._latest
+            now, latest = time.monotonic(), self._latest
             runs_s = now - latest.since if latest is not None and latest.held else 0.0
             for queue in self._queues():
                 for queued in list(queue):

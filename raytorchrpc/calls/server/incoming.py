@@ -19,6 +19,7 @@ from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process.switch_interval import SwitchInterval
+from raytorchrpc.process.workers import AtOnce
 from raytorchrpc.tensors.codec import NOTHING
 
 Work = Callable[[], None]
@@ -82,7 +83,7 @@ class IncomingCalls:
             return self._answer(reply, replies.refusal(kind, error))
 
     def _answer(self, reply: Reply, message: Message) -> Work:
-        return partial(self.callee.replies.send, reply, lambda: message)
+        return AtOnce(self.callee.replies.send, reply, lambda: message).run
 
     def _control(self, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
         if header.kind == protocol.FETCH:

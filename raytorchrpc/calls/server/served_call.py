@@ -35,7 +35,7 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
-from raytorchrpc.process.workers import Deadlines, Workers
+from raytorchrpc.process.workers import AtOnce, Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -336,7 +336,7 @@ class ServedCall:
     def refuse(self, error: Exception) -> None:
         """Answer with this error, on another thread."""
         self._drop_arguments()
-        self.callee.workers.submit(self._refuse, error)
+        self.callee.workers.submit(AtOnce(self._refuse, error).run)
 
     def cancel(self) -> bool:
         """Do not run it, or cancel its coroutine; a method that runs on a thread continues. Quick.
