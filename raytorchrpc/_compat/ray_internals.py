@@ -141,13 +141,6 @@ def dead_jobs() -> frozenset[str]:
     return frozenset(job["JobID"] for job in jobs if job["IsDead"])
 
 
-def actor_is_dead(actor_id: str) -> bool:
-    """Whether Ray will not restart this actor."""
-    from ray._private.state import actors
-
-    return bool(actors(actor_id).get("State") == "DEAD")
-
-
 def was_killed(error: BaseException | None) -> bool:
     """Whether an error of a call says that the actor was ended by ``ray.kill``, which only its text tells."""
     from ray.exceptions import ActorDiedError

@@ -46,6 +46,9 @@ class Owner(NamedTuple):
     """Hex id of the Ray job."""
     actor: str | None
     """Hex id of the actor; None for a driver."""
+    pid: int = 0
+    node_id: str = ""
+    """With ``pid``, the actor's process: Ray may have restarted the actor since."""
 
 
 class Awaited(DeferredReply):

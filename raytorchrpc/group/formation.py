@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import time
 import uuid
@@ -26,6 +27,7 @@ from raytorchrpc.lanes import registry
 from raytorchrpc.membership import join
 from raytorchrpc.membership.control_connections import Arguments
 from raytorchrpc.membership.messages import GroupInfo, Listening, Prepared, Probe, packed
+from raytorchrpc.membership.restarted import lasts
 from raytorchrpc.process.fan_out import Answers
 from raytorchrpc.topology import device_map
 
@@ -48,7 +50,7 @@ _MOST_KNOWN = 4096
 def current_owner() -> Owner:
     """This process, as the owner of the groups it forms."""
     context = ray.get_runtime_context()
-    return Owner(context.get_job_id(), context.get_actor_id())
+    return Owner(context.get_job_id(), context.get_actor_id(), os.getpid(), context.get_node_id())
 
 
 def participants_of(
@@ -221,15 +223,13 @@ class Formation:
         taken = {member: probe for member, probe in probes.items() if probe.group is not None}
         if not taken:
             return
-        gone = ray_internals.dead_jobs()
+        ended: set[Owner | None] = {None}
         for member, probe in taken.items():
-            owner = probe.owner
             # Of this generation: it answered an earlier attempt too late. In all these cases prepare() leaves first.
-            if owner is None or probe.generation in (self.roster.generation, *ray_calls.ended_here):
+            if probe.owner in ended or probe.generation in (self.roster.generation, *ray_calls.ended_here):
                 continue
-            # A detached actor outlives its job.
-            ended = ray_internals.actor_is_dead(owner.actor) if owner.actor is not None else owner.job in gone
-            if not ended:
+            ended.add(probe.owner)
+            if probe.owner is not None and lasts(probe.owner):
                 raise BootstrapError(
                     f"{member!r} is already in group {probe.group!r}; end that one first "
                     f"(get_group({probe.group!r}).shutdown() in the process that formed it)",

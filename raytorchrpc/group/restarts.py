@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
@@ -68,8 +66,9 @@ class RestartedActors:
     def post(self, roster: Roster) -> None:
         """Post which actors the group readmits. Failures are only logged."""
         actors = tuple(ray_internals.actor_id_of(handle) for handle in roster.handles.values() if is_actor(handle))
-        place = os.getpid(), ray.get_runtime_context().get_node_id(), roster.watcher
-        self._post(Record(self._credentials, roster.config, actors, roster.owner, *place, self._address(roster)))
+        self._post(
+            Record(self._credentials, roster.config, actors, roster.owner, roster.watcher, self._address(roster))
+        )
 
     def _address(self, roster: Roster) -> SocketAddress | None:
         """Where processes ask to join: over TCP too if a member is on another host."""

@@ -43,19 +43,17 @@ class Record(NamedTuple):
     actors: tuple[str, ...]
     """Hex ids of those that may rejoin."""
     owner: Owner
-    pid: int
-    node_id: str
-    """With ``pid``, the supervisor's process: if ``owner`` is an actor, it may be restarted too."""
     supervisor: Endpoint
     door: SocketAddress | None = None
     """Where the supervisor takes requests of processes that join by themselves; None: it takes none."""
 
-    def lasts(self) -> bool:
-        """Whether the supervisor's process is alive, as far as Ray reports."""
-        if self.owner.actor is None:
-            return self.owner.job not in ray_internals.dead_jobs()
-        there = ray_internals.actor_state(self.owner.actor)
-        return there.state != "DEAD" and (there.pid, there.node_id) == (self.pid, self.node_id)
+
+def lasts(owner: Owner) -> bool:
+    """Whether the process that formed a group is alive, as far as Ray reports."""
+    if owner.actor is None:
+        return owner.job not in ray_internals.dead_jobs()
+    there = ray_internals.actor_state(owner.actor)
+    return there.state != "DEAD" and (there.pid, there.node_id) == (owner.pid, owner.node_id)
 
 
 def post_record(generation: str, record: Record | None) -> None:
@@ -83,7 +81,7 @@ def records() -> dict[str, Record]:
 
 def find_record(actor_id: str) -> Record | None:
     """The record of the group that this actor may rejoin, if there is one."""
-    return next((record for record in records().values() if actor_id in record.actors and record.lasts()), None)
+    return next((record for record in records().values() if actor_id in record.actors and lasts(record.owner)), None)
 
 
 class Process(NamedTuple):

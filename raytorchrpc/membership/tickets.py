@@ -23,7 +23,7 @@ import ray
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import BootstrapError, NotAMember
 from raytorchrpc.membership.here import Place, inherit, place
-from raytorchrpc.membership.restarted import Record, record_of, records
+from raytorchrpc.membership.restarted import Record, lasts, record_of, records
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def find_ticket(group: str | None, deadline: float) -> Ticket:
         its = record.credentials.group
         if record.config.joinable_by != "cluster":
             known.setdefault(its, "GroupConfig(joinable_by='cluster') would let this process join it")
-        elif record.lasts():
+        elif lasts(record.owner):
             known.setdefault(its, "this process can join it by its name")
             found += [record] if its == group else []
     if len(found) == 1:

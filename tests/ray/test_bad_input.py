@@ -605,15 +605,31 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
             ray.get(third.call.remote("wanted", "double", 1, timeout=60))
 
 
+def pid_of(actor: Any) -> int | None:
+    """None while Ray restarts it."""
+    try:
+        return int(ray.get(actor.run.remote(os.getpid)))
+    except ray.exceptions.ActorUnavailableError:
+        return None
+
+
 @pytest.mark.slow
-def test_a_group_whose_forming_actor_died_does_not_keep_its_members(spawn: Spawn, peers: list[Any]) -> None:
-    controller = spawn(Peer)
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_group_whose_forming_actor_died_does_not_keep_its_members(
+    spawn: Spawn, peers: list[Any], restarts: bool
+) -> None:
+    controller = spawn(Peer, max_restarts=int(restarts))
 
     def form(handles: list[Any]) -> None:
         rtr.init_group(handles, name="by the controller")
 
     ray.get(controller.run.remote(form, peers[:2]))
-    kill_for_good(controller)
+    if restarts:
+        before = ray.get(controller.run.remote(os.getpid))
+        ray.kill(controller, no_restart=False)
+        assert wait_until(lambda: pid_of(controller) not in (None, before), 30)
+    else:
+        kill_for_good(controller)
     try:
         assert_work(peers[:2])
     finally:

@@ -141,8 +141,8 @@ for _ in range(2):
         assert ids(group) == [0, 1], "the actors of the first group have ended"
     for actor in made:
         ray.kill(actor)
-    from raytorchrpc._compat.ray_internals import actor_id_of, actor_is_dead
-    assert settle(lambda: all(actor_is_dead(actor_id_of(actor)) for actor in made))
+    from raytorchrpc._compat.ray_internals import actor_id_of, actor_state
+    assert settle(lambda: all(actor_state(actor_id_of(actor)).state == "DEAD" for actor in made))
 with rtr.init_group(actors(1), include_driver=True) as group:
     assert ids(group) == [0, 1] and pids(0, 1) == [group.members[0].pid, os.getpid()]
 print("fine")

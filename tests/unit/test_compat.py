@@ -235,10 +235,10 @@ def test_backends_can_be_asked_for_by_name() -> None:
     assert not torch_internals.has_tensorpipe("channels", "carrier_pigeon")
 
 
-@pytest.mark.parametrize(("state", "dead"), [("ALIVE", False), ("RESTARTING", False), ("DEAD", True), (None, False)])
+@pytest.mark.parametrize(("state", "dead"), [("ALIVE", False), ("RESTARTING", False), ("DEAD", True), (None, True)])
 def test_an_actor_that_ray_gave_up_is_known(monkeypatch: pytest.MonkeyPatch, state: str | None, dead: bool) -> None:
     """ray._private.state.actors, its State and the name DEAD, over what the GCS would send: without it
-    (_compat.actor_is_dead) the members of a group whose owner, an actor, died can never join another."""
+    the members of a group whose owner, an actor, died can never join another."""
     from ray._private import state as ray_state
     from ray.core.generated.gcs_pb2 import ActorTableData
 
@@ -249,7 +249,7 @@ def test_an_actor_that_ray_gave_up_is_known(monkeypatch: pytest.MonkeyPatch, sta
 
     monkeypatch.setattr(ray_state.state, "_connect_and_get_accessor", Gcs, raising=False)
     monkeypatch.setattr(ray_state.state, "global_state_accessor", Gcs(), raising=False)  # before Ray 2.52
-    assert ray_internals.actor_is_dead("ab" * 16) is dead
+    assert (ray_internals.actor_state("ab" * 16).state == "DEAD") is dead
 
 
 def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> None:
