@@ -99,7 +99,7 @@ def _problem(item: Any, known: list[str], given: Mapping[str, str]) -> str:
         return f"{what} must be a list{_as_list(field, item['input'])}"
     if kind == "value_error":
         text = str(item["ctx"]["error"])
-        return f"{what} {text}" if text.startswith("must ") else f"{field}: {text}" if field else text
+        return f"{what} {text}" if text.startswith("must ") else f"{given.get(field, field)}: {text}" if field else text
     if kind not in _MUST:
         return f"{what} is not valid: {item['msg']}"
     bounds = {name: _number(bound) for name, bound in item.get("ctx", {}).items()}

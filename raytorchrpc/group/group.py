@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 #: How long ``shutdown`` waits for busy members (seconds); they leave when their methods return.
 SHUTDOWN_TIMEOUT_S = 10.0
+_LONGEST_NAME = 256
 STATS_TIMEOUT_S = 5.0
 
 
@@ -467,8 +469,10 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
 
 def _check_name(name: Any) -> None:
     _forget_ended(name)
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"a group's name is a non-empty string, not {name!r}")
+    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:  # it is part of each handshake
+        raise ConfigurationError(
+            f"a group's name is a string of 1 to {_LONGEST_NAME} characters, not {reprlib.repr(name)}"
+        )
     if name in _groups:
         raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
 

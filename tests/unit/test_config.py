@@ -122,6 +122,7 @@ def test_code_wins_over_the_environment() -> None:
         ({"RAYTORCHRPC_ZZZ": "3"}, "RAYTORCHRPC_ZZZ is not a setting; known: .*RAYTORCHRPC_RPC_TIMEOUT_S"),
         ({"RAYTORCHRPC_DEVICE_MAPS": "1_0_1"}, "RAYTORCHRPC_DEVICE_MAPS is not JSON"),
         ({"RAYTORCHRPC_LOCAL_DEVICES": "0;1"}, "RAYTORCHRPC_LOCAL_DEVICES='0;1': item '0;1' must be a whole number"),
+        ({"RAYTORCHRPC_LANES": "sockt"}, "RAYTORCHRPC_LANES='sockt': unknown lane 'sockt'"),
         ({"RAYTORCHRPC_RPC_TIMEOUT_S": "never"}, "RAYTORCHRPC_RPC_TIMEOUT_S='never' must be a number of seconds"),
     ],
 )
