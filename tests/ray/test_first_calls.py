@@ -28,7 +28,10 @@ class Still:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        suspend(pid)
+        self.stop()
+
+    def stop(self) -> None:
+        suspend(self._pid)
 
     def go_on(self) -> None:
         os.kill(self._pid, signal.SIGCONT)
@@ -88,6 +91,25 @@ def test_an_event_loop_that_calls_it_goes_on(actors: dict[str, Any], still: Stil
     assert ray.wait([first], timeout=0) == ([], [first])
     still.go_on()
     assert ray.get(first, timeout=LONG_S) == 42
+
+
+def call_often_with_much() -> None:
+    much = b" " * (1 << 20)  # more than a socket's buffer holds
+    insides.saved.futures = [rtr.rpc_async("still", timeout=LONG_S).keep(much) for _ in range(10)]
+
+
+async def await_results() -> list[int]:
+    return [await future for future in insides.saved.futures]
+
+
+def test_an_event_loop_goes_on_while_a_peer_does_not_read(actors: dict[str, Any], still: Still) -> None:
+    still.go_on()
+    assert ray.get(actors["loop"].call.remote("still", "double", 21), timeout=LONG_S) == 42
+    still.stop()
+    ray.get(actors["loop"].run.remote(call_often_with_much), timeout=LONG_S / 4)
+    assert rtr.rpc_sync("loop", timeout=LONG_S / 4).double(1) == 2
+    still.go_on()
+    assert ray.get(actors["loop"].arun.remote(await_results), timeout=LONG_S) == list(range(1, 11))
 
 
 def in_time(ask: Callable[[rtr.Future[int]], Any]) -> str:

@@ -12,6 +12,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Generator, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -34,7 +35,7 @@ CONNECT_TIMEOUT_S = 10.0
 #: that has restarted.
 _HANDSHAKES = 16
 #: How long a caller's own thread waits for a connection (seconds). A peer that is busy answers sooner.
-_PATIENCE_S = 0.02
+PATIENCE_S = 0.02
 #: Pause before the second attempt to connect, and the longest one (seconds): each is twice as long as the last.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 #: How often the connections to peers are looked at, and how long one may be idle (seconds).
@@ -285,6 +286,10 @@ class ClosedWhileIdle(Exception):
     """Nothing was sent: the connection has just been closed, and another one can be made."""
 
 
+class WouldBlock(Exception):
+    """Nothing was sent: this thread runs an event loop, and the peer does not read. Another thread has to wait."""
+
+
 class Connection(ABC):
     """One connection of a lane. Sends requests and receives replies (``peer`` is set), or receives requests."""
 
@@ -473,10 +478,10 @@ class ConnectedLane(MessageLane, Generic[C]):
     ) -> Pending:
         deadline = time.monotonic() + timeout_s
         connection = self._made.get(peer)
-        if connection is not None and connection._ended is None:
+        if connection is not None and connection._ended is None and peer not in self._waiting:
             try:
                 return connection.call(message, deadline, caller_waits, on_released)
-            except ClosedWhileIdle:
+            except (ClosedWhileIdle, WouldBlock):
                 pass
         return self._connect_first(peer, Request(message, deadline, caller_waits, on_released))
 
@@ -519,7 +524,7 @@ class ConnectedLane(MessageLane, Generic[C]):
     def _connect_first(self, peer: str, request: Request) -> Pending:
         """Connect, unless another thread does, and send it after those that wait already.
 
-        Blocks for ``_PATIENCE_S``, or a little longer; then another thread goes on. Raises PeerLost and RpcTimeout.
+        Blocks for ``PATIENCE_S``, or a little longer; then another thread goes on. Raises PeerLost and RpcTimeout.
         """
         with self._made_lock:
             if peer not in self._addresses:
@@ -548,6 +553,8 @@ class ConnectedLane(MessageLane, Generic[C]):
         """
         connection = self._made.get(peer)  # another thread may just have made it
         try:
+            if connection is not None and not connection.ended and _get_running_loop() is not None:
+                yield  # its peer does not read
             while True:
                 with self._made_lock:
                     if not waiting:
@@ -562,12 +569,15 @@ class ConnectedLane(MessageLane, Generic[C]):
                     if connection is None or connection.ended:
                         connection = yield from self._connect_in_time(peer, waiting, request)
                         call, connection.first = connection.first, None
-                    if call is None:
+                    while call is None:
                         if not request.is_due():
                             raise RpcTimeout(f"no connection to {peer!r} by the deadline: others waited for it too")
-                        call = connection.call(
-                            request.message, request.deadline, request.caller_waits, request.on_released
-                        )
+                        try:
+                            call = connection.call(
+                                request.message, request.deadline, request.caller_waits, request.on_released
+                            )
+                        except WouldBlock:
+                            yield
                     request.follow(call)
                 except ClosedWhileIdle:
                     waiting.appendleft(request)
@@ -588,7 +598,7 @@ class ConnectedLane(MessageLane, Generic[C]):
 
     def _connect_in_time(self, peer: str, waiting: deque[Request], request: Request) -> Generator[None, None, C]:
         """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
-        pause_s, patience_s = _PAUSE_S, _PATIENCE_S
+        pause_s, patience_s = _PAUSE_S, PATIENCE_S
         while True:
             if (address := self._addresses.get(peer)) is None or self._waiting.get(peer) is not waiting:
                 raise self._unknown(peer)
@@ -641,7 +651,7 @@ class ConnectedLane(MessageLane, Generic[C]):
             if by_tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             steps = secure(sock, self._credentials, me, its, first)
-            protection = yield from run(sock, steps, max(0.001, deadline - time.monotonic()), _PATIENCE_S)
+            protection = yield from run(sock, steps, max(0.001, deadline - time.monotonic()), PATIENCE_S)
             return self._register(sock, protection, peer, request if sent else None, deadline)
         except BaseException as error:
             sock.close()

@@ -12,6 +12,7 @@ import select
 import socket
 import threading
 import time
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Set
 from functools import partial
@@ -148,29 +149,34 @@ class Connection(connections.Connection):
                 self._selector.enable(self.fd)
 
     def send(self, buffers: list[Any], deadline: float) -> None:
-        """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline.
+        """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline. On
+        an event loop a request waits for ``PATIENCE_S`` only: if nothing was sent by then, this raises WouldBlock.
 
         If a part of a request was sent by then, this returns, and another thread sends the rest: a partial frame would
         cost the other calls on this connection their replies. A reply that is not read in time ends the connection.
         """
-        if not self._sending.acquire(False) and not self._sending.acquire(
-            timeout=max(0.0, deadline - time.monotonic())
-        ):
-            raise self._busy()
+        until = deadline
+        if not self.accepted and _get_running_loop() is not None:
+            until = min(deadline, time.monotonic() + connections.PATIENCE_S)
+        if not self._sending.acquire(False) and not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise self._unsent(until, deadline)
         rest: list[memoryview] = []
         try:
-            rest = self._send_by(deadline, buffers)
+            rest = self._send_by(until, deadline, buffers)
         finally:
             if not rest:
                 self._end_send()
         if rest:
-            self._finish_later(rest)
+            self._finish_later(rest, deadline)
+
+    def _unsent(self, until: float, deadline: float) -> Exception:
+        return self._busy() if until == deadline else connections.WouldBlock()
 
     def reply(self, call: int, message: Message) -> None:
         self.send(frames.pack(frames.REPLY, call, message), time.monotonic() + connections.CONNECT_TIMEOUT_S)
 
-    def _send_by(self, deadline: float, buffers: list[Any]) -> list[memoryview]:
-        """Send one frame; returns what is left of it at the deadline, if the rest must follow."""
+    def _send_by(self, until: float, deadline: float, buffers: list[Any]) -> list[memoryview]:
+        """Send one frame; returns what is left of it at ``until``, if the rest must follow."""
         sealed = begun = self._protection is not None  # a sealed frame has its position in the stream: it must be sent
         try:
             if self._protection is not None:
@@ -182,13 +188,13 @@ class Connection(connections.Connection):
             begun = True
             parts = [memoryview(part).cast("B") for part in buffers]
             size = sum(map(len, parts))
-            rest = self._send_rest(parts, sent, deadline)
+            rest = self._send_rest(parts, sent, until)
             if rest and self.accepted:
                 raise TimeoutError(_NOT_TAKEN)
             if not sealed and sum(map(len, rest)) == size:
-                raise self._busy()
+                raise self._unsent(until, deadline)
             return rest
-        except RayTorchRpcError:
+        except (RayTorchRpcError, connections.WouldBlock):
             raise
         except OSError as error:  # also TimeoutError
             self.end(str(error))
@@ -206,12 +212,12 @@ class Connection(connections.Connection):
         except BlockingIOError:
             return 0
 
-    def _finish_later(self, rest: list[memoryview]) -> None:
+    def _finish_later(self, rest: list[memoryview], deadline: float) -> None:
         try:
             copies = [memoryview(bytes(part)) for part in rest]  # the caller may change its tensors from now on
-            threads.start(self._finish, copies, name="raytorchrpc-rest")
+            threads.start(self._finish, copies, deadline + FINISH_S, name="raytorchrpc-rest")
         except BaseException as error:
-            self.end(f"a request was sent in part by its deadline, and the rest of it cannot be sent: {error}")
+            self.end(f"a request was sent in part, and the rest of it cannot be sent: {error}")
             self._end_send()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
@@ -229,10 +235,10 @@ class Connection(connections.Connection):
                 return parts
             sent = self._send_at_once(parts)
 
-    def _finish(self, rest: list[memoryview]) -> None:
-        """Send the rest of a late request. ``_sending`` is held for it."""
+    def _finish(self, rest: list[memoryview], until: float) -> None:
+        """Send the rest of a request. ``_sending`` is held for it."""
         try:
-            if self._send_rest(rest, 0, time.monotonic() + FINISH_S):
+            if self._send_rest(rest, 0, until):
                 self.end(_NOT_TAKEN)
         except OSError as error:
             self.end(str(error))
