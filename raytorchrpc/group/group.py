@@ -212,8 +212,9 @@ class Group:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
         Blocks until every member can call them, at most ``timeout`` seconds; if it fails, up to a second longer, and
-        nothing has changed. ``actors`` and errors are as for ``init_group``. An actor that Ray restarts meanwhile is
-        waited for. CUDA tensors to and from added members do not use torchrpc, whose device maps are fixed when its
+        nothing has changed. A member that is suspended is waited for 2 s: it learns of them when it goes on, and may
+        not find them until then. ``actors`` and errors are as for ``init_group``. An actor that Ray restarts meanwhile
+        is waited for. CUDA tensors to and from added members do not use torchrpc, whose device maps are fixed when its
         agents start; all other lanes work.
         """
         host = self._own("add")
@@ -226,7 +227,8 @@ class Group:
         """Remove members (handles, names, ranks or Members) while calls among the others continue. The actors keep
         running.
 
-        Blocks until the other members have been told, at most ``timeout`` seconds. Calls in flight to and from the
+        Blocks until the other members have been told, at most ``timeout`` seconds, and 2 s for one that is suspended,
+        which learns of it when it goes on. Calls in flight to and from the
         removed members fail with PeerLost. Their ranks are not used again. A member that is busy in a method called
         through Ray leaves when the method returns.
 
