@@ -84,10 +84,11 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
         )
     if isinstance(modules := extra.get("py_modules"), list):
         extra["py_modules"] = [_source_of(module) if isinstance(module, ModuleType) else module for module in modules]
-    try:
-        RuntimeEnv(**extra)  # only for its checks
-    except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"runtime_env: {error}") from error
+    for part in (*({name: value} for name, value in extra.items()), extra):
+        try:
+            RuntimeEnv(**part)  # only for its checks
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"runtime_env: {', '.join(part)}: {error}") from error
     given: dict[str, str] = extra.get("env_vars") or {}
     for name, value in given.items():
         if not name or "=" in name or "\0" in name + value:

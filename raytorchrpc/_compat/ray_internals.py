@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -52,6 +53,15 @@ def session_check() -> Callable[[], bool]:
 def actor_max_concurrency() -> int:
     """``max_concurrency`` of the actor in this process (1000 unless set, for an async actor); 1 without an actor."""
     return int(_worker().core_worker.current_actor_max_concurrency()) if actor_instance() is not None else 1
+
+
+def blocked_actor() -> str | None:
+    """Hex id of the actor in this process if the method on this thread keeps Ray from running another one."""
+    if actor_max_concurrency() > 1 or threading.current_thread() is not threading.main_thread():
+        return None
+    import ray
+
+    return ray.get_runtime_context().get_actor_id()
 
 
 def actor_is_async() -> bool:

@@ -72,6 +72,7 @@ def participants_of(
         )
     named: dict[str, Any] = {}
     seen: dict[str, str] = {}
+    blocked = ray_internals.blocked_actor()
     for rank, (given, handle) in enumerate(pairs):
         label = f"actors[{rank if given is None else given!r}]"
         if not isinstance(handle, ActorHandle):
@@ -81,6 +82,11 @@ def participants_of(
         member = _generated_name(handle, first_rank + rank, taken) if given is None else given
         check_name(label, member)
         actor_id = ray_internals.actor_id_of(handle)
+        if actor_id == blocked:
+            raise ConfigurationError(
+                f"{label} is this actor, which cannot answer while this method runs: leave it out; include_driver=True "
+                f"makes this process a member"
+            )
         if actor_id in seen:
             raise ConfigurationError(f"{label} is the same actor as {seen[actor_id]}")
         seen[actor_id] = label

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import Store
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember, process_member
-from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, takes_timeout
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeout, takes_timeout
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
@@ -455,7 +455,7 @@ def process_group(*, timeout: float = 0.0) -> dist.ProcessGroup:
         >>> def train(self):  # in each member, after Group.process_group("gloo")
         ...     torch.distributed.all_reduce(self.gradient, group=rtr.process_group())
     """
-    return collectives_of(process_member()).get(timeout)[0]
+    return collectives_of(process_member()).get(checked_timeout(timeout))[0]
 
 
 @takes_timeout
@@ -466,7 +466,7 @@ def process_group_info(*, timeout: float = 0.0) -> ProcessGroupInfo:
         >>> def rank(self):
         ...     return rtr.process_group_info().ranks[rtr.current_member().name]
     """
-    return collectives_of(process_member()).get(timeout)[1]
+    return collectives_of(process_member()).get(checked_timeout(timeout))[1]
 
 
 # --- the supervisor calls these two, on a thread of the member's own -------------------------------------------------

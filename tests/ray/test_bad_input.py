@@ -469,6 +469,15 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     ray.get(working, timeout=60)
 
 
+def test_a_method_that_forms_a_group_with_its_own_actor_is_told_so(peers: list[Any]) -> None:
+    def form(other: Any) -> None:
+        rtr.init_group({"other": other, "me": ray.get_runtime_context().current_actor})
+
+    error = cause_of(peers[0].run.remote(form, peers[1]))
+    assert isinstance(error, rtr.ConfigurationError)
+    assert "actors['me'] is this actor" in str(error) and "include_driver=True" in str(error)
+
+
 def test_an_actor_that_is_in_a_group_is_refused_until_that_one_ends(peers: list[Any]) -> None:
     a, b, c = peers
     with rtr.init_group({"a": a, "b": b}, name="first"):

@@ -102,6 +102,8 @@ def how_a_collective_ends() -> tuple[str, float]:
 
 def why_none() -> str:
     """Empty if there is one."""
+    with pytest.raises(ConfigurationError, match="timeout is a number of seconds"):
+        rtr.process_group(timeout="soon")  # type: ignore[arg-type]
     try:
         rtr.process_group()
     except ProcessGroupLost as lost:

@@ -101,7 +101,8 @@ def test_it_pickles_and_is_json_and_ray_takes_it(tmp_path: Path) -> None:
         ({"env_vars": {"A": "x\0y"}}, r"env_vars: 'A': 'x\\x00y'"),
         ({"evn_vars": {"A": "1"}}, "no field 'evn_vars'; known: .*env_vars.*working_dir"),
         ({"working_dir": 5}, "working_dir"),
-        ({"working_dir": "/no/such/directory"}, "/no/such/directory"),
+        ({"working_dir": "/no/such/directory", "env_vars": {}}, "runtime_env: working_dir: /no/such/directory"),
+        ({"py_modules": [3]}, "runtime_env: py_modules: "),
         ({"pip": ["a"], "conda": "b"}, "(?s)'pip'.*'conda'"),
     ],
 )
