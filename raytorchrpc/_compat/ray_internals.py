@@ -7,6 +7,7 @@ function here breaks, and its test in ``tests/ray/test_compat.py`` says what it 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import pickle
@@ -320,12 +321,12 @@ def pickle_function_once(kind: type[Any]) -> None:
     reduce = table.get(kind)
     if reduce is None or reduce.__module__ == __name__:
         return
-    pickled: dict[Any, _PickledOnce] = {}
+    pickled = functools.cache(_PickledOnce)
 
     def reducer(tensor: Any) -> Any:
         function, *rest = reduce(tensor)
         if function.__module__ == "ray._private.serialization":  # a program's own may be another one next time
-            function = pickled.get(function) or pickled.setdefault(function, _PickledOnce(function))
+            function = pickled(function)
         return function, *rest
 
     table[kind] = reducer

@@ -522,7 +522,7 @@ class ConnectedLane(MessageLane, Generic[C]):
             fail_all(waiting, self._left(peer))
 
     def _connect_first(self, peer: str, request: Request) -> Pending:
-        """Connect, unless another thread does, and send it after those that wait already.
+        """Connect if there is no connection, and send it, after those that wait already.
 
         Blocks for ``PATIENCE_S``, or a little longer; then another thread goes on. Raises PeerLost and RpcTimeout.
         """
