@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,14 @@ def _spawner(made: list[Any]) -> Spawn:
 def _kill(handles: list[Any]) -> None:
     for handle in handles:
         ray.kill(handle)
+
+
+def pid_of(actor: Any) -> int | None:
+    """The process of an actor; None while it restarts."""
+    try:
+        return int(ray.get(actor.run.remote(os.getpid), timeout=60))
+    except ray.exceptions.RayActorError:
+        return None
 
 
 def kill_for_good(actor: Any) -> None:

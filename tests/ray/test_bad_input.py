@@ -29,7 +29,7 @@ from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
-from tests.ray.conftest import Spawn, kill_for_good
+from tests.ray.conftest import Spawn, kill_for_good, pid_of
 from tests.ray.plain import FailsToStart, Plain, RunsItsOwnRpc
 
 MakeLatch = Callable[[], Latch]
@@ -613,14 +613,6 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
         assert isinstance(slow, rtr.BootstrapError), "it took a member away from a living group"
         with pytest.raises(rtr.NoSuchMethod, match=r"Plain.double is not exposed"):  # it answers
             ray.get(third.call.remote("wanted", "double", 1, timeout=60))
-
-
-def pid_of(actor: Any) -> int | None:
-    """None while Ray restarts it."""
-    try:
-        return int(ray.get(actor.run.remote(os.getpid)))
-    except ray.exceptions.ActorUnavailableError:
-        return None
 
 
 @pytest.mark.slow

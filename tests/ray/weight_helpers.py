@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import pytest
-import ray
 
 import raytorchrpc as rtr
 from tests import insides
@@ -30,11 +26,3 @@ def no_readers(store: rtr.WeightStore) -> bool:
     """Whether soon nobody reads from a store of which this member is the home."""
     pool = insides.at_home(store).pool
     return wait_until(lambda: pool.readers == 0, 20)
-
-
-def pid_of(actor: Any) -> int | None:
-    """The process of an actor; None while it restarts."""
-    try:
-        return int(ray.get(actor.run.remote(os.getpid), timeout=60))
-    except ray.exceptions.RayActorError:
-        return None
