@@ -11,10 +11,11 @@ import functools
 import logging
 import math
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -247,8 +248,73 @@ def invoke_async(
 
 
 def is_sole_owner(tensor: torch.Tensor) -> bool:
-    """Whether only this tensor holds its memory: no other tensor in Python or C++, and no array."""
-    return bool(tensor.untyped_storage().resizable()) and _holders(tensor) == _holders_of_a_new_one()
+    """Whether only this tensor holds its memory, which torch allocated: no other tensor in Python or C++, no array."""
+    return _is_of_torch(tensor.untyped_storage()) and _holders(tensor) == _holders_of_a_new_one()
+
+
+def make_resizable(tensor: torch.Tensor) -> torch.Tensor:
+    """Let the storage of a CPU tensor over foreign memory be resized or freed, like one that torch allocated.
+
+    torch then allocates the new memory, copies what fits and drops the old, so whoever lent it learns that it is free.
+    Returns the tensor.
+    """
+    if _STORAGE is not None:
+        address = tensor.untyped_storage()._cdata
+        ctypes.c_uint64.from_address(address + _STORAGE.allocator).value = _STORAGE.allocator_of_torch
+        ctypes.c_bool.from_address(address + _STORAGE.is_resizable).value = True
+    return tensor
+
+
+def _is_of_torch(storage: torch.UntypedStorage) -> bool:
+    if not storage.resizable():
+        return False
+    if _STORAGE is None or storage.device.type != "cpu":
+        return True
+    return ctypes.c_uint64.from_address(storage._cdata + _STORAGE.deleter).value == _STORAGE.deleter_of_torch
+
+
+class _StorageFields(NamedTuple):
+    """Where torch's C++ storage keeps what Python cannot set: offsets in bytes, and what an ordinary one has there."""
+
+    is_resizable: int
+    allocator: int
+    deleter: int
+    allocator_of_torch: int
+    deleter_of_torch: int
+
+
+#: How much of a storage is compared; its class is larger in every supported release (bytes).
+_COMPARED = 88
+#: A size that stands nowhere else in a storage, and what all pointers exceed.
+_ODD_BYTES, _POINTER = 4093, 1 << 20
+
+
+def _storage_fields() -> _StorageFields | None:
+    """Find the fields by comparing storages. None if this release of torch has another layout."""
+    owned = [torch.empty(_ODD_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    foreign = [torch.frombuffer(bytearray(_ODD_BYTES), dtype=torch.uint8) for _ in range(2)]
+    contents = [_contents_of(tensor) for tensor in (*owned, *foreign)]
+    words = list(zip(*(struct.unpack(f"<{_COMPARED // 8}Q", each) for each in contents), strict=True))
+    # The allocator and the deleter are those of torch, or others; foreign memory has no allocator.
+    alike = {place: (a, c) for place, (a, b, c, d) in enumerate(words) if a == b != c == d}
+    allocators = [place for place, (own, other) in alike.items() if own > _POINTER and not other]
+    deleters = [place for place, (own, other) in alike.items() if own > _POINTER and other > _POINTER]
+    sizes = [place for place, each in enumerate(words) if set(each) == {_ODD_BYTES}]
+    if not (len(allocators) == len(sizes) == 1 and deleters and deleters[0] < sizes[0] < allocators[0]):
+        return None
+    (allocator,), deleter, begin = allocators, deleters[0], 8 * (sizes[0] + 1)
+    flags = [place for place in range(begin, 8 * allocator) if [each[place] for each in contents] == [1, 1, 0, 0]]
+    if len(flags) != 1:
+        return None
+    return _StorageFields(flags[0], 8 * allocator, 8 * deleter, words[allocator][0], words[deleter][0])
+
+
+def _contents_of(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.untyped_storage()._cdata, _COMPARED)
+
+
+#: Found on import, when no mode of the user's changes what torch allocates.
+_STORAGE = _storage_fields()
 
 
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:

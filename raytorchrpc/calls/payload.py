@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Export, Message, MessageLane, Part, TensorLane, WindowLane
+from raytorchrpc.lanes.base import Export, MessageLane, Part, TensorLane, WindowLane
 from raytorchrpc.process import fork
-from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.codec import Encoded, as_tensor
 from raytorchrpc.tensors.devices import CPU, Device, check_mapped
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
 from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, inbound, outbound, to_cpu
@@ -51,6 +51,10 @@ class Payload(NamedTuple):
             export.cancel()
 
 
+#: In place of a pickle that travels as the message's only tensor. No encoding begins like this.
+_IS_TENSOR = b"\0"
+
+
 def _at_once(function: Callable[..., object], *args: Any) -> None:
     function(*args)
 
@@ -80,7 +84,8 @@ class Payloads:
         if body.rrefs or in_context:
             return route.fabric, _in_message(body, route.devices)
         if not body.tensors:
-            return route.tensors if method in route.heavy_results else route.calls, Payload(body)
+            lane = route.tensors if method in route.heavy_results else route.calls
+            return lane, self._without_tensors(route, lane, body)
         lane = route.calls
         if lane.capabilities.carries(body.tensors):
             return lane, _in_message(body, route.devices)
@@ -99,7 +104,7 @@ class Payloads:
         """
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
-            return can.rrefs or not body.rrefs, Payload(body)
+            return can.rrefs or not body.rrefs, self._without_tensors(route, lane, body)
         fits = can.carries(body.tensors)
         if not fits or can.in_band_cuda:  # else there is no CUDA tensor
             self.check_reply(route, body.tensors)
@@ -115,6 +120,15 @@ class Payloads:
             if (payload := self._beside(route, lane, kept, devices, share)) is not None:
                 return True, payload
         return False, Payload(_unshared(outbound(body, devices), frozen))
+
+    def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Payload:
+        """A large pickle travels like a tensor: a lane for those copies it once."""
+        most = lane.capabilities.in_band_bytes
+        if most is not None and len(body.payload) > most and "cpu" in route.beside:
+            lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
+            if (payload := self._beside(route, lane, lifted, {}, False)) is not None:
+                return payload
+        return Payload(body)
 
     def check_reply(self, route: PeerRoute, tensors: Sequence[torch.Tensor]) -> None:
         """Raise LaneUnavailable for a result on a GPU that has no mapping to that caller."""
@@ -202,7 +216,7 @@ class Payloads:
         return [PendingTensors(self._lane(manifest[0]), peer, manifest, self.leave) for manifest in manifests]
 
     def unpack(
-        self, message: Message, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
+        self, body: Encoded, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
     ) -> Encoded:
         """The body of a message with all its tensors, on the thread that will use them. Blocks while they are fetched.
 
@@ -211,12 +225,18 @@ class Payloads:
             arrives_on: the GPU to copy CPU tensors to; None or "cpu" leaves them.
             keep: copy each tensor into memory of its own.
         """
-        body = message.body
         if pending:
             body = joined(body, pending)
+            if is_out_of_band(body):
+                return Encoded(cast(bytes, body.tensors[0].numpy().data), (), (), 0)
         if arrives_on is not None and arrives_on != CPU and body.tensors:
             body = inbound(body, arrives_on)
         return owned(body) if keep else body
+
+
+def is_out_of_band(body: Encoded) -> bool:
+    """Whether even the pickle of a message is out of band, so that nothing is known of it before ``unpack``."""
+    return body.payload == _IS_TENSOR
 
 
 def placement(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in_band: int) -> dict[str, Sequence[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -14,7 +14,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scatter_into
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.lanes.base import Part, Parts
-from raytorchrpc.tensors.codec import Codec, Encoded, body_bytes, orders
+from raytorchrpc.tensors.codec import Codec, Encoded, Layout, body_bytes, layouts, memory_order, overlaps
 from raytorchrpc.tensors.dtypes import Shape, unrecorded
 
 _NO_MEMORY = "has no memory: its storage was freed"
@@ -164,10 +164,14 @@ class Buffers(Receiver):
         try:
             lifted = kinds(body, pending)
             split = len(lifted) - body.buffers
-            targets = self._targets(lifted[:split], orders(body), label)
+            by_place = layouts(body)
+            targets = self._targets(lifted[:split], by_place, label)
             with unrecorded(self._given):
                 try:
                     body = filled(body, pending, [*targets, *[None] * body.buffers])
+                    for place, target in enumerate(targets):
+                        if target is None:
+                            self._given[place].copy_(body.tensors[place].as_strided(*by_place[place]))
                 finally:
                     increment_version(self._given)  # autograd does not see what lanes write
         except BaseException:
@@ -179,16 +183,18 @@ class Buffers(Receiver):
         body = body._replace(tensors=[*self._given, *arrays])
         return body_bytes(body), codec.decode(*body, as_given=True)
 
-    def _targets(self, lifted: Sequence[Shape], turned: dict[int, tuple[int, ...]], label: str) -> list[torch.Tensor]:
-        """For each tensor as it travels, the buffer with its dimensions in that order."""
+    def _targets(
+        self, lifted: Sequence[Shape], by_place: Mapping[int, Layout], label: str
+    ) -> list[torch.Tensor | None]:
+        """For each tensor as it travels, the buffer with its dimensions in that order; None if its elements overlap."""
         if len(lifted) != len(self._given):
             raise ConfigurationError(
                 f"the result of {label} does not fit: it has {len(lifted)} tensors, and into= {len(self._given)}"
             )
-        targets: list[torch.Tensor] = []
+        targets: list[torch.Tensor | None] = []
         for place, ((dtype, shape), buffer) in enumerate(zip(lifted, self._given, strict=True)):
-            order = turned.get(place)
-            wanted = shape if order is None else tuple(shape[dimension] for dimension in order)
+            layout = by_place.get(place)
+            wanted = shape if layout is None else layout[0]
             if buffer.dtype != dtype or buffer.shape != wanted:
                 raise ConfigurationError(
                     f"the result of {label} does not fit: tensor {place} of it is {_shown(dtype, wanted)}, and buffer "
@@ -197,9 +203,12 @@ class Buffers(Receiver):
             if not buffer.data_ptr() and buffer.numel():  # since the call
                 raise ConfigurationError(f"buffer {place} of into= {_NO_MEMORY}")
             target = buffer.detach() if buffer.requires_grad else buffer
-            if order is not None:
-                target = target.permute(sorted(range(len(order)), key=order.__getitem__))
-            targets.append(target)
+            if layout is None:
+                targets.append(target)
+            elif overlaps(layout):
+                targets.append(None)
+            else:
+                targets.append(target.permute(memory_order(layout)))
         return targets
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import io
 import marshal
+import math
 import pickle
 import reprlib
 import struct
@@ -26,6 +27,7 @@ from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors import distributed_tensors, plain_values
+from raytorchrpc.tensors.dtypes import span_of
 from raytorchrpc.tensors.plain_values import Bulk, gathered
 
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
@@ -36,6 +38,8 @@ _MAX_DEPTH, _MAX_PARTS = 6, 1000
 
 class Encoded(NamedTuple):
     """An encoded object.
+
+    ``payload`` may be another buffer than bytes, if it arrived as a tensor.
 
     ``tensors`` are the caller's own, not copies: they must not change until the lane has taken them. The last
     ``buffers`` of them are protocol 5 buffers, as flat uint8 CPU tensors.
@@ -71,17 +75,32 @@ class _Table(threading.local):
 _table = _Table()
 
 
-def _take_tensor(index: int, requires_grad: bool, order: tuple[int, ...] | None = None) -> torch.Tensor:
+#: Shape and strides of a tensor that travels as it lies in memory, in which it is contiguous.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def overlaps(layout: Layout) -> bool:
+    """Whether several elements share a place in memory, so that the tensor travels as a flat one."""
+    shape, strides = layout
+    return span_of(shape, strides) < math.prod(shape)
+
+
+def memory_order(layout: Layout) -> list[int]:
+    """The dimensions from the greatest to the smallest stride, as a tensor travels whose elements do not overlap."""
+    return sorted(range(len(layout[1])), key=layout[1].__getitem__, reverse=True)
+
+
+def _take_tensor(index: int, requires_grad: bool, layout: Layout | None = None) -> torch.Tensor:
     tensor = _table.tensors[index]
     if _table.as_given:
         return tensor
-    if order is not None:
-        tensor = tensor.permute(order)
+    if layout is not None:
+        tensor = tensor.as_strided(*layout)
     return tensor.requires_grad_() if requires_grad and not tensor.requires_grad else tensor
 
 
-def _take_as(index: int, requires_grad: bool, order: tuple[int, ...] | None, kind: type[torch.Tensor]) -> torch.Tensor:
-    tensor = _take_tensor(index, False, order)
+def _take_as(index: int, requires_grad: bool, layout: Layout | None, kind: type[torch.Tensor]) -> torch.Tensor:
+    tensor = _take_tensor(index, False, layout)
     if _table.as_given:
         return tensor
     if kind is torch.nn.Parameter:
@@ -129,10 +148,10 @@ class Codec:
             buffers: list[torch.Tensor] = []
             pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
             pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
-            pickler.orders = {}
+            pickler.layouts = {}
             simple = None if keep_graph else gathered(obj)
             pickler.dump(obj if simple is None else simple)
-            _append_orders(file, pickler.orders)
+            _append_layouts(file, pickler.layouts)
         except RayTorchRpcError:
             raise
         except BaseException as error:
@@ -152,7 +171,7 @@ class Codec:
     ) -> Any:
         """Decode an object, with the given tensors in it, without a copy.
 
-        ``as_given``: the object contains these tensor objects themselves; see ``orders``. Raises what the object's own
+        ``as_given``: the object contains these tensor objects themselves; see ``layouts``. Raises what the object's own
         code raises, but SerializationError in place of an exception that would end this process.
         """
         if not payload:
@@ -201,26 +220,26 @@ class Codec:
         return True
 
 
-#: Size of what follows a pickle: the orders of its tensors, where pickle ignores it.
+#: Size of what follows a pickle: the layouts of its tensors, where pickle ignores it.
 _SIZE = struct.Struct("<I")
 
 
-def _append_orders(file: io.BytesIO, orders: dict[int, tuple[int, ...]]) -> None:
-    blob = marshal.dumps(orders) if orders else b""
+def _append_layouts(file: io.BytesIO, layouts: dict[int, Layout]) -> None:
+    blob = marshal.dumps(layouts) if layouts else b""
     file.write(blob + _SIZE.pack(len(blob)))
 
 
-def orders(encoded: Encoded) -> dict[int, tuple[int, ...]]:
-    """Return by index in ``encoded.tensors`` the permutation that restores a tensor's dimensions, for those that need
-    one. Decodes nothing of the object.
+def layouts(encoded: Encoded) -> dict[int, Layout]:
+    """Return by index in ``encoded.tensors`` the layout of each tensor that travels with another shape. Decodes nothing
+    of the object.
     """
     payload = encoded.payload
     if not payload or plain_values.is_plain(payload):
         return {}
     end = len(payload) - _SIZE.size
     (size,) = _SIZE.unpack_from(payload, end)
-    found: dict[int, tuple[int, ...]] = marshal.loads(payload[end - size : end]) if size else {}
-    return found
+    by_index: dict[int, Layout] = marshal.loads(payload[end - size : end]) if size else {}
+    return by_index
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -235,7 +254,7 @@ def _lifting(base: type[Any]) -> type[Any]:
     class LiftingPickler(base):  # type: ignore[misc]
         tensors: list[torch.Tensor]
         rrefs: list[Any]
-        orders: dict[int, tuple[int, ...]]
+        layouts: dict[int, Layout]
         keep_graph: bool
         own: bool
 
@@ -273,27 +292,28 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
-    requires_grad, order = tensor.requires_grad, None
+    requires_grad = tensor.requires_grad
+    layout: Layout | None = None
     if requires_grad and pickler.keep_graph:
         kind = torch.Tensor if kind is torch.nn.Parameter else kind  # a new Parameter would cut the graph
     else:
         if requires_grad or not pickler.own:
             tensor = tensor.detach()
         if not tensor.is_contiguous():
-            tensor, order = _in_memory_order(tensor)
+            tensor, layout = _as_it_lies(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
         raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
     pickler.tensors.append(tensor)
-    if order is not None:
-        pickler.orders[len(pickler.tensors) - 1] = order
+    if layout is not None:
+        pickler.layouts[len(pickler.tensors) - 1] = layout
     take: Any = _take_tensor
     args: tuple[Any, ...] = (len(pickler.tensors) - 1, requires_grad)
     if kind is not torch.Tensor:
-        take, args = _take_as, (*args, order, kind)
-    elif order is not None:
-        args = (*args, order)
+        take, args = _take_as, (*args, layout, kind)
+    elif layout is not None:
+        args = (*args, layout)
     return with_attributes(take, args, attributes)
 
 
@@ -309,19 +329,19 @@ def _is_plain(kind: type[torch.Tensor]) -> bool:
     )
 
 
-def _in_memory_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """Return a view with its dimensions in memory order, and the order that leads back, if that makes it contiguous.
+def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, Layout | None]:
+    """Return a contiguous view of the memory of a tensor, and the layout that leads back; the tensor itself if neither
+    another order of its dimensions makes it contiguous nor its elements overlap.
 
-    A transposed or channels_last tensor is then copied in one piece, and arrives with its original strides.
+    A transposed or channels_last tensor is then copied in one piece. An expanded one travels as the few bytes that it
+    has. Both arrive with their original strides.
     """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    view = tensor.permute(order).detach()  # detached, so that the view does not hold the tensor
-    if not view.is_contiguous():
-        return tensor, None
-    back = [0] * len(order)
-    for place, dimension in enumerate(order):
-        back[dimension] = place
-    return view, tuple(back)
+    layout = tuple(tensor.shape), tensor.stride()
+    # Detached, so that no view holds the tensor.
+    if overlaps(layout):
+        return tensor.as_strided((span_of(*layout),), (1,)).detach(), layout
+    view = tensor.permute(memory_order(layout)).detach()
+    return (view, layout) if view.is_contiguous() else (tensor, None)
 
 
 def _is_one_buffer(array: numpy.ndarray) -> bool:
@@ -337,13 +357,13 @@ def _buffer_lifter(into: list[torch.Tensor]) -> Any:
             return True
         if raw.nbytes < LIFT_BUFFER_BYTES:
             return True
-        into.append(_as_tensor(raw))
+        into.append(as_tensor(raw))
         return False
 
     return lift
 
 
-def _as_tensor(raw: memoryview) -> torch.Tensor:
+def as_tensor(raw: memoryview) -> torch.Tensor:
     """Return a uint8 view of the buffer, which the tensor keeps alive."""
     if not raw.readonly:
         return torch.frombuffer(raw, dtype=torch.uint8)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
-import numpy
 import torch
+
+from raytorchrpc._compat.torch_internals import make_resizable
 
 #: dtype and shape of a tensor to receive, which is contiguous.
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -95,14 +98,35 @@ def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[i
     return source[offset : offset + size].view(dtype).view(extents)
 
 
-def tensor_in(memory: bytearray | numpy.ndarray, offset: int, shape: Shape) -> torch.Tensor:
-    """As ``view_at``, for bytes that are no tensor. Few operations of torch, each of which gives up the interpreter
-    lock, and takes it back more than once.
+#: Tensors from this size on stay in the memory that they arrived in. A smaller one costs little to copy, and kept there
+#: it would keep all of that memory (bytes).
+STAYS_BYTES = 64 * 1024
+
+
+def tensor_in(memory: Any, offset: int, shape: Shape) -> torch.Tensor:
+    """View a buffer from byte ``offset`` as a tensor with a storage of its own, which keeps the buffer and can be
+    resized. Few operations of torch, each of which gives up the interpreter lock, and takes it back more than once.
     """
     dtype, extents = shape
     count = math.prod(extents)
     if not count:
         return torch.empty(extents, dtype=dtype, device="cpu")
     within(offset, count * dtype.itemsize, len(memory))
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    flat = make_resizable(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset))
     return flat if len(extents) == 1 else flat.view(extents)
+
+
+def independent(memory: Any, address: int, offset: int, shape: Shape) -> torch.Tensor:
+    """Return a contiguous tensor that arrived at byte ``offset`` of a buffer, with a storage of its own.
+
+    ``address``: of the buffer. A large tensor stays there, see ``tensor_in``; a small one is copied.
+    """
+    dtype, extents = shape
+    size = math.prod(extents) * dtype.itemsize
+    if size >= STAYS_BYTES:
+        return tensor_in(memory, offset, shape)
+    within(offset, size, len(memory))
+    tensor = torch.empty(extents, dtype=dtype, device="cpu")
+    if size:
+        ctypes.memmove(tensor.data_ptr(), address + offset, size)
+    return tensor

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -133,14 +134,14 @@ def test_new_connections_outlast_a_moment_without_threads(pair: Pair, shortage: 
 def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The large one costs neither those before it nor those behind it, and whoever sent it can be told its size."""
     pair.ask()
-    torch_empty = torch.empty
+    numpy_empty = numpy.empty
 
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if args[0] == (0,) or not isinstance(args[0], int) or args[0] < 1 << 20:
-            return torch_empty(*args, **kwargs)
-        raise RuntimeError(NO_MEMORY)
+    def empty(size: Any, *args: Any) -> numpy.ndarray:
+        if not isinstance(size, int) or size < 1 << 20:
+            return numpy_empty(size, *args)
+        raise MemoryError(NO_MEMORY)
 
-    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(numpy, "empty", empty)
     seen: list[Message] = []
     served = pair.b.serve
     monkeypatch.setattr(pair.b.lane, "_serve", lambda message, reply: (seen.append(message), served(message, reply))[1])
@@ -205,7 +206,7 @@ def test_a_frame_that_is_skipped_tells_what_it_was(step: int, monkeypatch: pytes
         (1, 2, "t", "method", ("x" * 70_000,)), EMPTY._replace(payload=bytes(200_000)), manifests=(("shm",),)
     )
     data = b"".join(bytes(part) for part in frames.pack(frames.REQUEST, 7, message))
-    monkeypatch.setattr(torch, "empty", Failing([MemoryError()], torch.empty))
+    monkeypatch.setattr(numpy, "empty", Failing([MemoryError()], numpy.empty))
     large = frames.LargeFrame(len(data))
     *none, frame = [large.add(memoryview(data)[begin : begin + step]) for begin in range(0, len(data), step)]
     assert frame is not None and not any(none)

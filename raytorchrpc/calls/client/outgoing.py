@@ -21,7 +21,7 @@ from raytorchrpc.calls.client.stream import NEXT, Stream
 from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
-from raytorchrpc.calls.payload import Payload, Payloads
+from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
 from raytorchrpc.calls.receive_into import receiver
@@ -355,14 +355,16 @@ class OutgoingCall:
             span.lap()
         pending = calls.payloads.receive(route.member.name, message.manifests) if message.manifests else []
         value: Any = None
+        body = message.body
+        if pending and is_out_of_band(body):
+            body, pending = calls.payloads.unpack(body, pending, keep=False), []
         if header.kind == protocol.OK and self._options.into is not None:
             into = receiver(self._options.into)
             into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
             into.error_of = self._after_reply
-            size, value = into.receive(calls.codec, message.body, pending, self.label, self._options.keep)
-            body = message.body
+            size, value = into.receive(calls.codec, body, pending, self.label, self._options.keep)
         else:
-            body = calls.payloads.unpack(message, pending, keep=self._options.keep)
+            body = calls.payloads.unpack(body, pending, keep=self._options.keep)
             size = body_bytes(body)
         if span is not None:
             span.beside("fetch", came_by)

@@ -489,7 +489,7 @@ class ServedCall:
         message.make_current()
         try:
             body = callee.payloads.unpack(
-                message, self.pending, arrives_on=self.route.cpu_arrives_on, keep=self.exposed.keep
+                message.body, self.pending, arrives_on=self.route.cpu_arrives_on, keep=self.exposed.keep
             )
             if self.pending and self.span is not None:
                 self.span.beside("fetch", message.manifests[0][0])

@@ -3,24 +3,28 @@
     prefix | header (marshal) | payload (pickle) | padding to 64 bytes | tensor area, each tensor padded to 64
 
 The header is marshalled: it holds builtins only, and a frame comes from an authenticated peer. Tensors are sent without
-a copy and arrive as writable views of their frame. A tag follows each frame on connections that authenticate frames
-(see ``protection``).
+a copy. Each arrives in a storage of its own, large ones without a copy too: a frame that takes several reads has its
+layout read first, and its large tensors are received where they stay. A tag follows each frame on connections that
+authenticate frames (see ``protection``).
 """
 
 from __future__ import annotations
 
 import ctypes
 import marshal
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
+from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, as_copyable, tensor_in, view_at
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, STAYS_BYTES, Shape, as_copyable, independent, within
 
 REQUEST, REPLY = 0, 1
 #: Most bytes received at a time.
@@ -33,8 +37,13 @@ _ALIGN = 64
 #: Far above any frame: a greater length means that the stream is out of step (bytes).
 _MAX_FRAME = 1 << 40
 
+#: Tensors of a large frame from this size on are received where they stay: another buffer to receive in costs less than
+#: their copy (bytes).
+_STRAIGHT_BYTES = 32 * 1024
+#: Most buffers of one read.
+_MOST_ROOMS = 64
+
 _PADDING = bytes(_ALIGN)
-_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Frame(NamedTuple):
@@ -94,11 +103,11 @@ class FrameReader:
         """Whether no frame has arrived in part."""
         return not self._rest and self.large is None
 
-    def room(self) -> memoryview | None:
-        """Where to receive the rest of a large frame, followed by ``received``; None: receive elsewhere, and ``feed``
-        it.
+    def room(self) -> list[Any]:
+        """The buffers to receive the rest of a large frame in, in order, followed by ``received``. None: receive
+        elsewhere, and ``feed`` it.
         """
-        return None if self.large is None or self._decrypt is not None else self.large.room()
+        return [] if self.large is None or self._decrypt is not None else self.large.room()
 
     def received(self, count: int) -> list[Frame]:
         """So many bytes are in ``room``; see ``feed``."""
@@ -145,60 +154,169 @@ class FrameReader:
         return [frame]
 
 
+class _Head(NamedTuple):
+    """What a frame says of its payload and tensors before they come."""
+
+    kind: int
+    call: int
+    fields: tuple[Any, ...]
+    """Of the message's header."""
+    bytes: int
+    """Of this head: the payload follows."""
+    payload: int
+    """Bytes of the payload."""
+    area: int
+    """Where the tensor area begins in the frame."""
+    shapes: Sequence[Shape]
+    offsets: Sequence[int]
+    """Of the tensors in the area."""
+    buffers: int
+    manifests: tuple[Any, ...]
+
+    @staticmethod
+    def of(view: memoryview) -> _Head:
+        """Read the head of a frame, which has arrived whole. Raises what a malformed one causes."""
+        call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
+        size = PREFIX_BYTES + header
+        fields, described, buffers, manifests = marshal.loads(view[PREFIX_BYTES:size])
+        end = size + payload
+        shapes: Sequence[Shape] = ()
+        offsets: Sequence[int] = ()
+        if described:
+            shapes = [(DTYPES[name], shape) for name, shape, _ in described]
+            offsets = [offset for _, _, offset in described]
+        return _Head(
+            kind, call, fields, size, payload, end + (-end % _ALIGN if area else 0), shapes, offsets, buffers, manifests
+        )
+
+    def frame(self, body: Encoded, unread_bytes: int = 0) -> Frame:
+        message = Message(self.fields, body, manifests=self.manifests, unread_bytes=unread_bytes)
+        return Frame(self.kind, self.call, message)
+
+
+def _empty(shape: Shape) -> torch.Tensor:
+    try:
+        return torch.empty(shape[1], dtype=shape[0], device="cpu")
+    except RuntimeError as error:
+        raise (MemoryError(str(error)) if is_shortage(error) else error) from None
+
+
 class LargeFrame:
-    """A frame that arrives in several reads. Without memory for it, its body is skipped, and its sender can be told."""
+    """A frame that arrives in several reads. Its large tensors are received in their own memory, the rest in buffers
+    between them. Without memory for it, its body is skipped, and its sender can be told.
+    """
 
     def __init__(self, size: int, authenticator: Any = None, tag_bytes: int = 0) -> None:
         """``authenticator``: of the frame, whose last ``tag_bytes`` are its tag, or None."""
         self.left = size
-        self._size, self._body = size, size - tag_bytes
-        self._hash = authenticator
-        self._head = self._tag = b""  # without memory
-        self._memory: torch.Tensor | None = None
-        try:
-            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # a bytearray would be zeroed
-        except (MemoryError, RuntimeError):  # torch raises RuntimeError
-            return
+        """Bytes that have not arrived."""
+        self._size, self._hash = size, authenticator
+        self._tag = bytearray(tag_bytes)
+        self._begun = bytearray()
+        """What has arrived before all of the head is there."""
+        self._head: _Head | None = None
+        self._rooms: list[memoryview] = []
+        """What remains to be filled, in the order of the stream, once the head is there."""
+        self._buffers: list[numpy.ndarray] = []
+        """What is not received where it stays. The first one begins with the frame; empty without memory."""
+        self._tensors: list[torch.Tensor] = []
+        self._small: list[tuple[int, int]] = []
+        """Tensors that arrive in a buffer: (index, address there)."""
 
-    def room(self) -> memoryview | None:
-        """Where to receive the rest; None without memory."""
-        return None if self._memory is None else self._memory.numpy().data[self._size - self.left :]
+    def room(self) -> list[Any]:
+        """The next buffers to receive in; empty before the head has arrived."""
+        return self._rooms[:_MOST_ROOMS]
 
     def add(self, data: memoryview) -> Frame | None:
         """Add the next bytes; returns the frame once it is complete. Raises ValueError if it is not authentic."""
-        if (room := self.room()) is not None:
-            room[: len(data)] = data
-            return self.advance(len(data))
-        body = data[: max(0, self._body - (self._size - self.left))]
-        self.left -= len(data)
-        self._tag += bytes(data[len(body) :])
-        if len(self._head) < PREFIX_BYTES or len(self._head) < self._head_bytes():
-            self._head += bytes(body[: 2 * CHUNK])  # one read, and the rest of the one before
-        return self._complete(body, self._tag)
+        if self._head is None:
+            self._begun += data
+            self.left -= len(data)
+            if len(self._begun) < PREFIX_BYTES or len(self._begun) < _head_bytes(self._begun):
+                return None
+            self._lay_out()
+            self.left = self._size
+            data = memoryview(self._begun)
+        done = 0
+        for room in self._rooms:
+            part = data[done : done + len(room)]
+            room[: len(part)] = part
+            done += len(part)
+            if done == len(data):
+                break
+        return self.advance(done)
 
     def advance(self, count: int) -> Frame | None:
         """So many more bytes are in ``room``; see ``add``."""
-        assert self._memory is not None
-        view, before = self._memory.numpy().data, self._size - self.left
-        self.left -= count
-        return self._complete(view[before : min(before + count, self._body)], view[self._body :])
+        while count:
+            room = self._rooms.pop(0)
+            filled = room[:count]
+            if self._hash is not None and self.left > len(self._tag):  # while the rest is in transit
+                self._hash.update(filled)
+            self.left -= len(filled)
+            count -= len(filled)
+            if len(filled) < len(room):
+                self._rooms.insert(0, room[len(filled) :])
+        return None if self.left else self._complete()
 
-    def _complete(self, body: memoryview, tag: Any) -> Frame | None:
-        if self._hash is not None:  # while the rest is in transit
-            self._hash.update(body)
-        if self.left:
-            return None
+    def _complete(self) -> Frame:
+        head = self._head
+        assert head is not None
         if self._hash is not None:
-            check_tag(self._hash.digest(), tag)
-        if self._memory is not None:
-            return parse(self._memory.numpy().data[: self._body], self._memory[: self._body])
-        call, _, _, _, kind = _PREFIX.unpack_from(self._head)
-        fields, _, _, manifests = marshal.loads(memoryview(self._head)[PREFIX_BYTES : self._head_bytes()])
-        return Frame(kind, call, Message(fields, NOTHING, manifests=manifests, unread_bytes=self._size))
+            check_tag(self._hash.digest(), self._tag)
+        if not self._buffers:
+            return head.frame(NOTHING, unread_bytes=self._size)
+        for index, address in self._small:
+            tensor = self._tensors[index]
+            ctypes.memmove(tensor.data_ptr(), address, tensor.nbytes)
+        payload = bytes(self._buffers[0].data[head.bytes : head.bytes + head.payload])
+        return head.frame(Encoded(payload, self._tensors, (), head.buffers))
 
-    def _head_bytes(self) -> int:
-        header: int = _PREFIX.unpack_from(self._head)[3]
-        return PREFIX_BYTES + header
+    def _lay_out(self) -> None:
+        """Allocate memory for the frame, whose head has arrived. Raises ValueError for a malformed one."""
+        size = self._size - len(self._tag)
+        try:
+            self._head = head = _Head.of(memoryview(self._begun))
+            self._cut(head, size)
+        except MemoryError:
+            self._tensors, self._buffers, self._small = [], [], []
+            skipped = memoryview(bytearray(CHUNK))
+            self._rooms = [skipped] * (size // CHUNK) + [skipped[: size % CHUNK]]
+        except _MALFORMED as error:
+            raise ValueError(f"not a frame: {error}") from error
+        self._rooms.append(memoryview(self._tag))
+
+    def _cut(self, head: _Head, end: int) -> None:
+        """Allocate memory for the first ``end`` bytes of the frame, and cut it into rooms. Raises OutOfBounds."""
+        begin = 0
+        """Of the next buffer, in the frame."""
+        small: list[tuple[int, int, int]] = []
+        """In the next buffer: (index, where in the frame, bytes)."""
+
+        def add_buffer(until: int) -> None:
+            within(begin, until - begin, end)
+            buffer = numpy.empty(until - begin, numpy.uint8)
+            address = buffer.ctypes.data
+            for index, place, size in small:
+                within(place - begin, size, until - begin)
+                self._small.append((index, address + place - begin))
+            small.clear()
+            self._buffers.append(buffer)
+            self._rooms.append(buffer.data)
+
+        for index, (shape, offset) in enumerate(zip(head.shapes, head.offsets, strict=True)):
+            place, size = head.area + offset, math.prod(shape[1]) * shape[0].itemsize
+            within(offset, size, end - head.area)
+            tensor = _empty(shape)
+            self._tensors.append(tensor)
+            if size >= _STRAIGHT_BYTES:
+                add_buffer(place)
+                self._rooms.append(_bytes_of(tensor))
+                begin = place + size
+            elif size:
+                small.append((index, place, size))
+        add_buffer(end)
+        within(head.bytes, head.payload, len(self._buffers[0]))
 
 
 def sizes(data: Any, start: int) -> tuple[int, int]:
@@ -210,26 +328,35 @@ def sizes(data: Any, start: int) -> tuple[int, int]:
     return head, head + (-head % _ALIGN + area if area else 0)
 
 
-def parse(view: memoryview, storage: torch.Tensor | None = None) -> Frame:
-    """Decode a whole frame. Raises ValueError if it is invalid.
+def _head_bytes(data: Any) -> int:
+    header: int = _PREFIX.unpack_from(data)[3]
+    return PREFIX_BYTES + header
 
-    ``storage``: the tensor over the memory of ``view``, if the message may keep it; else the tensor area is copied.
+
+#: What a malformed frame causes.
+_MALFORMED = (EOFError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+def parse(view: memoryview) -> Frame:
+    """Decode a whole frame. Raises ValueError if it is invalid. Its large tensors stay in the memory of ``view``, if
+    that can be written.
     """
     try:
         call, area, payload, header, kind = _PREFIX.unpack_from(view, 0)
         begin = PREFIX_BYTES + header
         fields, described, buffers, manifests = marshal.loads(view[PREFIX_BYTES:begin])
-        head = begin + payload
+        end = begin + payload
         tensors: Sequence[torch.Tensor] = ()
         if described:
-            head_padded = head + (-head % _ALIGN if area else 0)
-            if storage is not None or not area:
-                source = _NO_BYTES if storage is None else storage[head_padded:]
-                tensors = [view_at(source, offset, (DTYPES[name], shape)) for name, shape, offset in described]
-            else:
-                copy = bytearray(view[head_padded : head_padded + area])
-                tensors = [tensor_in(copy, offset, (DTYPES[name], shape)) for name, shape, offset in described]
-        body = Encoded(bytes(view[begin:head]), tensors, (), buffers)
+            tensors = _tensors_in(view[end + (-end % _ALIGN if area else 0) :], described)
+        body = Encoded(bytes(view[begin:end]), tensors, (), buffers)
         return Frame(kind, call, Message(fields, body, manifests=manifests))
-    except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except _MALFORMED as error:
         raise ValueError(f"not a frame: {error}") from error
+
+
+def _tensors_in(area: memoryview, described: Sequence[tuple[str, tuple[int, ...], int]]) -> list[torch.Tensor]:
+    if area.readonly and len(area) >= STAYS_BYTES:
+        area = memoryview(bytearray(area))
+    address = numpy.frombuffer(area, numpy.uint8).ctypes.data
+    return [independent(area, address, offset, (DTYPES[name], shape)) for name, shape, offset in described]

@@ -15,6 +15,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Into
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
+from raytorchrpc.tensors.host_device_copy import copy_into
 
 #: More tensors than FEW, each smaller than _SMALL bytes, travel as one.
 FEW, _SMALL = 4, 1 << 20
@@ -45,15 +46,24 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[list[Piece], list[torch.Tenso
 
 
 def unpack(
-    arrived: Sequence[torch.Tensor], grouped: Sequence[Sequence[int]], shapes: Sequence[Shape]
+    arrived: Sequence[torch.Tensor], grouped: Sequence[Sequence[int]], shapes: Sequence[Shape], into: Into = None
 ) -> list[torch.Tensor]:
-    """Return the tensors of a message whose pieces have arrived. Raises ValueError or KeyError unless they fit."""
+    """Return the tensors of a message whose pieces have arrived, each in memory of its own, or as a view of its piece
+    if the receiver copies it into a tensor of ``into``. Raises ValueError or KeyError unless they fit.
+    """
     if sum(map(len, grouped)) != len(shapes):
         raise ValueError(f"pieces {grouped} of {len(shapes)} tensors")
-    found: dict[int, torch.Tensor] = {}
+    placed: dict[int, torch.Tensor] = {}
+    shared: list[int] = []
     for tensor, piece in zip(arrived, grouped, strict=True):
-        found.update(zip(piece, split(tensor, [shapes[index] for index in piece]), strict=True))
-    return [found[index] for index in range(len(shapes))]
+        placed.update(zip(piece, split(tensor, [shapes[index] for index in piece]), strict=True))
+        if len(piece) > 1:
+            shared += [index for index in piece if into is None or into[index] is None]
+    if shared:  # they are small, and one kernel copies many
+        views = [placed[index] for index in shared]
+        own = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
+        placed.update(zip(shared, copy_into(own, views), strict=True))
+    return [placed[index] for index in range(len(shapes))]
 
 
 def pieces(kinds: Sequence[tuple[torch.dtype, int]]) -> list[Piece]:

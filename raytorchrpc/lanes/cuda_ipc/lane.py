@@ -278,7 +278,7 @@ class CudaIpcLane(WindowLane):
                 copies.rows.append(Rows(tensor.data_ptr(), mapping.at(offset, size), size, 1, 0, 0))
             arrived.append(tensor)
         copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, driver()), stream)
-        return packing.unpack(arrived, [place[3] for place in places], shapes)
+        return packing.unpack(arrived, [place[3] for place in places], shapes, into)
 
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):

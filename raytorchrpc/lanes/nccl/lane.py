@@ -461,7 +461,7 @@ class NcclLane(TensorLane):
                 raise PeerLost(peer, late if isinstance(error, RpcTimeout) else str(error) or late) from error
             raise
         end.channel.make_current(room)
-        return packing.unpack(room, places, shapes)
+        return packing.unpack(room, places, shapes, into)
 
     def _joined(self, peer: str, source: int, target: int, deadline: float) -> End:
         """The channel from a GPU of a peer to one of this process; made if there is none."""

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import numpy
 import torch
 
 from raytorchrpc._compat import nixl_package
@@ -33,7 +34,7 @@ from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.tensors.dtypes import Shape, view_at, within
+from raytorchrpc.tensors.dtypes import Shape, independent, within
 
 #: Pause between two rounds of the janitor (seconds).
 _PAUSE_S = 0.02
@@ -259,11 +260,12 @@ class NixlLane(TensorLane):
             for block in blocks:
                 self._pool.give(block)
             raise
-        left, empty = iter(blocks), torch.empty(0, device="cpu")
+        following, nothing = iter(blocks), numpy.empty(0, numpy.uint8)
         arrived: dict[int, torch.Tensor] = {}
         for place, group in zip(offer.places, offer.members, strict=True):
-            flat = self._pool.as_tensor(next(left), place[3], copy=crowded) if place[3] else empty
-            arrived.update((index, view_at(flat, offset, shapes[index])) for index, offset in group)
+            memory = self._pool.as_array(next(following), place[3], copy=crowded) if place[3] else nothing
+            address = memory.ctypes.data
+            arrived.update((index, independent(memory, address, offset, shapes[index])) for index, offset in group)
         return [arrived[index] for index in range(len(shapes))]
 
     def _fetch_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:

@@ -101,19 +101,19 @@ class HostPool:
         """Give a block back. Takes no lock, because finalizers call it too, on any thread."""
         self._returned.append(block)
 
-    def as_tensor(self, block: Block, size: int, *, copy: bool) -> torch.Tensor:
-        """Return the block's first bytes as a flat uint8 tensor. The block is given back when no tensor uses them.
+    def as_array(self, block: Block, size: int, *, copy: bool) -> numpy.ndarray:
+        """Return the block's first bytes. The block is given back when no tensor uses them.
 
         ``copy``: return a copy instead, and give the block back at once.
         """
         if copy:
-            copied = block.flat[:size].clone()
+            copied: numpy.ndarray = block.bytes[:size].copy()
             self.give(block)
             return copied
-        view = block.bytes[:size]
+        view: numpy.ndarray = block.bytes[:size]
         self._given[id(block)] = block
         weakref.finalize(view, self._come_back, id(block)).atexit = False
-        return torch.from_numpy(view)
+        return view
 
     def _come_back(self, number: int) -> None:
         if (block := self._given.pop(number, None)) is not None:  # else the pool has been closed

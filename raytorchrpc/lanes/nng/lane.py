@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
-
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
@@ -119,11 +117,9 @@ class Connection(connections.Connection):
 
     def _frames_in(self, data: Any) -> list[frames.Frame]:
         """Return the frames that a message completes. It holds a whole frame, or the next piece of one."""
-        if self._reader.between_frames and len(data) >= frames.PREFIX_BYTES:
-            tensors, size = frames.sizes(data, 0)
-            if size == len(data):  # the frame's tensors are views of nng's own memory
-                own = torch.frombuffer(data, dtype=torch.uint8) if size > tensors else None
-                return [frames.parse(memoryview(data), own)]
+        begins = self._reader.between_frames and len(data) >= frames.PREFIX_BYTES
+        if begins and frames.sizes(data, 0)[1] == len(data):
+            return [frames.parse(memoryview(data))]  # its large tensors stay in nng's own memory
         return self._reader.feed(memoryview(data))
 
     def _detach(self) -> None:

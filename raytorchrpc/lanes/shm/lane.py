@@ -44,7 +44,7 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, tensor_in, within
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, independent, tensor_in, within
 
 #: Most arenas with slots to be returned later.
 _OWED = 64
@@ -244,8 +244,11 @@ class ShmLane(WindowLane):
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         bases, places, crowded = self._opened(peer, descriptor)
         if into is None and not crowded:
-            found = zip(places, shapes, strict=True)
-            return [tensor_in(bases[number], offset, shape) for (number, offset), shape in found]
+            addresses = [base.ctypes.data for base in bases]
+            return [
+                independent(bases[number], addresses[number], offset, shape)
+                for (number, offset), shape in zip(places, shapes, strict=True)
+            ]
         return [
             self._copied(bases[number], offset, shape, target, crowded)
             for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)

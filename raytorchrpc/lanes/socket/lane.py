@@ -278,8 +278,8 @@ class Connection(connections.Connection):
         """Read once: completes the calls whose replies have arrived, and returns the requests."""
         try:
             data: Any
-            if self._reader.large is not None and (room := self._reader.room()) is not None:
-                data = self.sock.recv_into(room, 0, 0 if wait else socket.MSG_DONTWAIT)
+            if self._reader.large is not None and (rooms := self._reader.room()):
+                data = self.sock.recvmsg_into(rooms, 0, 0 if wait else socket.MSG_DONTWAIT)[0]
                 arrived = self._reader.received(data) if data else []
             elif data := self.sock.recv(frames.CHUNK) if wait else self._prompt.receive():
                 arrived = self._reader.feed(data)

@@ -196,7 +196,14 @@ class _TorchPending(Pending):
             header, *body = self._future.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        return Message(header, _counted(Encoded(*body)))
+        return Message(header, _received(Encoded(*body)))
+
+
+def _received(body: Encoded) -> Encoded:
+    for tensor in body.tensors:
+        if tensor.is_cpu:
+            torch_internals.make_resizable(tensor)
+    return _counted(body)
 
 
 def _counted(body: Encoded) -> Encoded:
@@ -247,7 +254,7 @@ def _pass_on(
         raise RuntimeError("raytorchrpc: this process has left the group")
     future: torch.futures.Future[Any] = torch.futures.Future(devices=lane.devices)
     header, *body = request
-    encoded = _counted(Encoded(*body))
+    encoded = _received(Encoded(*body))
     work = lane.serve(Message(header, encoded, handoff_streams(encoded.tensors)), partial(reply, future))
     if work is not None:
         lane.spawn(work)

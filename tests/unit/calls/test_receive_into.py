@@ -14,7 +14,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.receive_into import Buffers, Window
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.tensors.codec import Codec, Encoded, orders
+from raytorchrpc.tensors.codec import Codec, Encoded, layouts
 from raytorchrpc.tensors.dtypes import OutOfBounds
 
 CODEC = Codec(ray_internals.cloudpickler())
@@ -71,12 +71,12 @@ def test_whatever_it_is_made_of_is_made_once() -> None:
     assert (result[0].state["set"], result[1]["closure"](), result[2][0] is buffers[2]) == ({1, (2, 3)}, 3, True)
 
 
-def test_the_order_of_dimensions_is_read_without_making_anything() -> None:
+def test_the_layouts_of_tensors_are_read_without_making_anything() -> None:
     before = Odd.made
     locked = CODEC.encode([torch.ones(2, 3).T, Odd(), threading.Lock, torch.ones(2, 3)])
-    assert orders(locked) == {0: (1, 0), 1: (1, 0)}
+    assert layouts(locked) == {0: ((3, 2), (1, 3)), 1: ((3, 2), (1, 3))}
     assert Odd.made == before
-    assert orders(CODEC.encode(None)) == {}
+    assert layouts(CODEC.encode(None)) == {}
 
 
 @pytest.mark.parametrize("turned", ["tensor", "buffer", "both"])

@@ -98,17 +98,18 @@ def test_what_arrives_takes_an_operation_of_torch_only_for_its_shape(lane: Lane)
 
 
 def test_a_slot_goes_back_when_its_last_tensor_dies(lane: Lane) -> None:
-    """Large tensors have slots of their own; small ones hold theirs together."""
-    sent = lane.send(full(1), full(2, MIB + 1), *(torch.full((number,), number) for number in range(1, 50)))
-    (one, two, small), _, crowded, _ = sent[0].descriptor
+    """Large tensors have slots of their own, those below 1 MiB hold theirs together, and small ones hold none."""
+    sent = lane.send(full(1), full(2, MIB + 1), *(full(number, 100_000) for number in range(3, 7)), torch.arange(9))
+    (one, two, shared), _, crowded, _ = sent[0].descriptor
     kept = lane.take(sent)
-    assert not crowded and lane.in_use() == one[2] + two[2] + small[2]
+    assert not crowded and lane.in_use() == one[2] + two[2] + shared[2]
+    small = kept.pop()
     del kept[:2]
-    assert lane.in_use() == small[2]
-    kept[:] = [kept[30][5:9].numpy()[1:]]
-    assert lane.in_use() == small[2]
+    assert lane.in_use() == shared[2]
+    kept[:] = [kept[3][5:9].numpy()[1:]]
+    assert lane.in_use() == shared[2]
     kept.clear()
-    assert lane.in_use() == 0
+    assert lane.in_use() == 0 and small.tolist() == list(range(9))
     again = lane.send(full(1))
     assert again[0].descriptor[0][0][1] == one[1], "the warm memory is used again"
 
