@@ -276,7 +276,8 @@ class TensorLane(PeerLane):
 
     @abstractmethod
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
-        """Receive the tensors, on the thread that will use them. Called once per descriptor.
+        """Receive the tensors, on the thread that will use them, each in a storage of its own. Called once per
+        descriptor.
 
         ``into``: for each tensor, a tensor of that dtype and shape to receive into, or None; on any device, with any
         strides, without autograd. If the lane can write there without an intermediate copy, it does so after the work

@@ -28,10 +28,8 @@ from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors import distributed_tensors, plain_values
 from raytorchrpc.tensors.dtypes import span_of
-from raytorchrpc.tensors.plain_values import Bulk, gathered
+from raytorchrpc.tensors.plain_values import LIFT_BUFFER_BYTES, Bulk, gathered
 
-#: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
-LIFT_BUFFER_BYTES = 16 * 1024
 #: How deep the search for what cannot be pickled goes, and how many parts of one object it tries.
 _MAX_DEPTH, _MAX_PARTS = 6, 1000
 
@@ -42,7 +40,7 @@ class Encoded(NamedTuple):
     ``payload`` may be another buffer than bytes, if it arrived as a tensor.
 
     ``tensors`` are the caller's own, not copies: they must not change until the lane has taken them. The last
-    ``buffers`` of them are protocol 5 buffers, as flat uint8 CPU tensors.
+    ``buffers`` of them are numpy arrays, or protocol 5 buffers as flat uint8 CPU tensors.
     """
 
     payload: bytes
@@ -68,6 +66,8 @@ class _Table(threading.local):
 
     tensors: Sequence[torch.Tensor] = ()
     rrefs: Sequence[Any] = ()
+    split = 0
+    """Where the arrays and buffers begin among the tensors."""
     as_given = False
     """Whether they become part of the object as they are, without the order, class or attributes of those encoded."""
 
@@ -114,9 +114,12 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
         vars(tensor).update(attributes)
 
 
-def _take_bulk(kind: type[Any], keys: tuple[str, ...] | None, state: dict[str, Any], start: int, count: int) -> Any:
+def _take_bulk(
+    kind: type[Any], keys: tuple[str, ...] | None, state: dict[str, Any], start: int, count: int, are_arrays: bool
+) -> Any:
+    start += _table.split if are_arrays else 0
     tensors = _table.tensors[start : start + count]
-    return Bulk(kind, keys, state, tensors).rebuilt(tensors)
+    return Bulk(kind, keys, state, tensors, are_arrays).rebuilt(tensors)
 
 
 def _take_rref(index: int) -> Any:
@@ -148,10 +151,11 @@ class Codec:
             buffers: list[torch.Tensor] = []
             pickler = self._pickler(file, protocol=5, buffer_callback=_buffer_lifter(buffers))
             pickler.tensors, pickler.rrefs, pickler.keep_graph, pickler.own = [], [], keep_graph, own
-            pickler.layouts = {}
+            pickler.layouts, pickler.arrays = {}, []
             simple = None if keep_graph else gathered(obj)
             pickler.dump(obj if simple is None else simple)
-            _append_layouts(file, pickler.layouts)
+            _append_trailer(file, pickler.layouts, len(pickler.arrays))
+            buffers = pickler.arrays + buffers
         except RayTorchRpcError:
             raise
         except BaseException as error:
@@ -179,16 +183,17 @@ class Codec:
         if plain_values.is_plain(payload):
             return plain_values.decoded(payload, tensors)
         split = len(tensors) - buffers
-        outer = _table.tensors, _table.rrefs, _table.as_given
-        _table.tensors, _table.rrefs, _table.as_given = tensors, rrefs, as_given
+        outer = _table.tensors, _table.rrefs, _table.split, _table.as_given
+        _table.tensors, _table.rrefs, _table.split, _table.as_given = tensors, rrefs, split, as_given
         try:
-            return pickle.loads(payload, buffers=[tensor.numpy().data for tensor in tensors[split:]])
+            raw = tensors[split + _trailer(payload)[1] :] if buffers else ()
+            return pickle.loads(payload, buffers=[tensor.numpy().data for tensor in raw])
         except BaseException as error:
             if isinstance(error, Exception) or _is_interrupt(error):
                 raise
             raise SerializationError(f"its own code asked this process to exit: {shown(error)}") from error
         finally:
-            _table.tensors, _table.rrefs, _table.as_given = outer
+            _table.tensors, _table.rrefs, _table.split, _table.as_given = outer
 
     def explain_argument(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
         """The message for arguments of the call ``label`` that ``error`` kept from being pickled."""
@@ -220,13 +225,20 @@ class Codec:
         return True
 
 
-#: Size of what follows a pickle: the layouts of its tensors, where pickle ignores it.
+#: Size of what follows a pickle, where pickle ignores it: the layouts of its tensors, and how many arrays precede its
+#: buffers.
 _SIZE = struct.Struct("<I")
 
 
-def _append_layouts(file: io.BytesIO, layouts: dict[int, Layout]) -> None:
-    blob = marshal.dumps(layouts) if layouts else b""
+def _append_trailer(file: io.BytesIO, layouts: dict[int, Layout], arrays: int) -> None:
+    blob = marshal.dumps((layouts, arrays)) if layouts or arrays else b""
     file.write(blob + _SIZE.pack(len(blob)))
+
+
+def _trailer(payload: bytes) -> tuple[dict[int, Layout], int]:
+    end = len(payload) - _SIZE.size
+    (size,) = _SIZE.unpack_from(payload, end)
+    return marshal.loads(payload[end - size : end]) if size else ({}, 0)
 
 
 def layouts(encoded: Encoded) -> dict[int, Layout]:
@@ -234,12 +246,7 @@ def layouts(encoded: Encoded) -> dict[int, Layout]:
     of the object.
     """
     payload = encoded.payload
-    if not payload or plain_values.is_plain(payload):
-        return {}
-    end = len(payload) - _SIZE.size
-    (size,) = _SIZE.unpack_from(payload, end)
-    by_index: dict[int, Layout] = marshal.loads(payload[end - size : end]) if size else {}
-    return by_index
+    return {} if not payload or plain_values.is_plain(payload) else _trailer(payload)[0]
 
 
 def _is_interrupt(error: BaseException) -> bool:
@@ -254,6 +261,7 @@ def _lifting(base: type[Any]) -> type[Any]:
     class LiftingPickler(base):  # type: ignore[misc]
         tensors: list[torch.Tensor]
         rrefs: list[Any]
+        arrays: list[torch.Tensor]
         layouts: dict[int, Layout]
         keep_graph: bool
         own: bool
@@ -262,9 +270,10 @@ def _lifting(base: type[Any]) -> type[Any]:
             if isinstance(obj, torch.Tensor):
                 return _lift(self, obj)
             if type(obj) is Bulk:
-                start = len(self.tensors)
-                self.tensors += obj.tensors if self.own else map(torch.Tensor.detach, obj.tensors)
-                return _take_bulk, (obj.kind, obj.keys, obj.state, start, len(obj.tensors))
+                lifted = self.arrays if obj.are_arrays else self.tensors
+                start = len(lifted)
+                lifted += obj.tensors if self.own or obj.are_arrays else map(torch.Tensor.detach, obj.tensors)
+                return _take_bulk, (obj.kind, obj.keys, obj.state, start, len(obj.tensors), obj.are_arrays)
             if type(obj) is numpy.ndarray:
                 if obj.nbytes >= LIFT_BUFFER_BYTES and not _is_one_buffer(obj):
                     return obj.copy().__reduce_ex__(5)  # numpy would copy it into the pickle

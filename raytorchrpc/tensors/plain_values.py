@@ -13,8 +13,11 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
+#: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
+LIFT_BUFFER_BYTES = 16 * 1024
 #: Containers from this size on are taken apart as a whole; smaller ones may need no pickler.
 MANY = 8
 #: Types that marshal restores exactly.
@@ -97,16 +100,19 @@ _DEPTH = 3
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 _dtype, _layout, _is_cpu, _is_cuda = (attrgetter(name) for name in ("dtype", "layout", "is_cpu", "is_cuda"))
 _requires_grad, _is_nested = attrgetter("requires_grad"), attrgetter("is_nested")
+_nbytes, _flags = attrgetter("nbytes"), attrgetter("flags")
 #: Excludes quantized dtypes, and complex ones, which can be conjugated views.
 _PLAIN_DTYPES = frozenset(
     dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not dtype.is_complex and not str(dtype).startswith(("torch.q", "torch.bits"))
 )
+#: Those of arrays that torch can view.
+_ARRAY_DTYPES = frozenset(map(numpy.dtype, ("?", "B", "b", "h", "i", "q", "e", "f", "d", "F", "D")))
 
 
 class Bulk(NamedTuple):
-    """Takes the place of a container of tensors."""
+    """Takes the place of a container of tensors, or of large numpy arrays."""
 
     kind: type[Any]
     keys: tuple[str, ...] | None
@@ -114,17 +120,20 @@ class Bulk(NamedTuple):
     state: dict[str, Any]
     """Attributes of the container, as a module's state dict has."""
     tensors: Sequence[torch.Tensor]
+    are_arrays: bool = False
+    """The tensors are views of what the container holds."""
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Build the container with other tensors."""
-        made = self.kind(tensors if self.keys is None else zip(self.keys, tensors, strict=True))
+        values: Iterable[Any] = map(torch.Tensor.numpy, tensors) if self.are_arrays else tensors
+        made = self.kind(values if self.keys is None else zip(self.keys, values, strict=True))
         if self.state:
             vars(made).update(self.state)
         return made
 
 
 def gathered(obj: Any) -> Any | None:
-    """Return ``obj`` with a ``Bulk`` in place of each container of many tensors. None if there is none, or if any
+    """Return ``obj`` with a ``Bulk`` in place of each container of many tensors or arrays. None if there is none, or if any
     object may occur twice, because a pickler preserves identity.
     """
     seen: list[int] = []
@@ -154,8 +163,9 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
     values = obj.values() if kind in (dict, OrderedDict) else obj
     seen.append(id(obj))
     if len(obj) >= MANY:
-        bulk = _bulk(obj, kind, values)
-        seen += map(id, bulk.tensors)
+        members = list(values)
+        bulk = _bulk(obj, kind, members)
+        seen += map(id, members)
         found.append(bulk)
         return bulk
     below = [_gather(value, depth - 1, seen, found) for value in values]
@@ -184,10 +194,23 @@ def is_ordinary(obj: Any) -> bool:
     )
 
 
-def _bulk(obj: Any, kind: type[Any], values: Any) -> Bulk:
-    tensors = list(values)
-    if set(map(type, tensors)) != {torch.Tensor}:
+def _bulk(obj: Any, kind: type[Any], members: list[Any]) -> Bulk:
+    kinds = set(map(type, members))
+    if kinds == {torch.Tensor}:
+        _check_tensors(members)
+    elif kinds == {numpy.ndarray}:
+        _check_arrays(members)
+    else:
         raise _NotSimple
+    keys = tuple(obj) if kind in (dict, OrderedDict) else None
+    if keys is not None and set(map(type, keys)) != {str}:
+        raise _NotSimple
+    are_arrays = numpy.ndarray in kinds
+    tensors = list(map(torch.from_numpy, members)) if are_arrays else members
+    return Bulk(kind, keys, vars(obj) if kind is OrderedDict else {}, tensors, are_arrays)
+
+
+def _check_tensors(tensors: list[torch.Tensor]) -> None:
     if set(map(_layout, tensors)) != {torch.strided} or set(map(_dtype, tensors)) - _PLAIN_DTYPES:
         raise _NotSimple
     if not all(map(_is_cuda if tensors[0].is_cuda else _is_cpu, tensors)):
@@ -198,7 +221,10 @@ def _bulk(obj: Any, kind: type[Any], values: Any) -> Bulk:
         raise _NotSimple
     if not all(map(torch.Tensor.data_ptr, tensors)):  # empty, or freed, which the pickler refuses
         raise _NotSimple
-    keys = tuple(obj) if kind in (dict, OrderedDict) else None
-    if keys is not None and set(map(type, keys)) != {str}:
+
+
+def _check_arrays(arrays: list[numpy.ndarray]) -> None:
+    if set(map(_dtype, arrays)) - _ARRAY_DTYPES or min(map(_nbytes, arrays)) < LIFT_BUFFER_BYTES:
         raise _NotSimple
-    return Bulk(kind, keys, vars(obj) if kind is OrderedDict else {}, tensors)
+    if not all(flags.c_contiguous and flags.writeable for flags in map(_flags, arrays)):
+        raise _NotSimple

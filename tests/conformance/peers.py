@@ -215,6 +215,29 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
+def independent(tensors: list[torch.Tensor]) -> bool:
+    """Whether each of these tensors is as if nothing else had arrived with it, as what pickle restores."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if (
+            storage.nbytes() != tensor.nbytes
+            or tensor.storage_offset()
+            or len(pickle.dumps(tensor)) > tensor.nbytes + 2000
+        ):
+            return False
+    versions = [tensor._version for tensor in tensors]
+    tensors[0].add_(1)
+    if [tensor._version for tensor in tensors] != [versions[0] + 1, *versions[1:]]:
+        return False
+    for tensor in tensors:
+        before = tensor.flatten()[:2].clone()
+        tensor.resize_(2 * tensor.numel())
+        if not torch.equal(tensor[: len(before)], before):
+            return False
+        tensor.untyped_storage().resize_(0)
+    return True
+
+
 #: Every dtype of this torch release that a lane may meet. A quantized tensor never gets there: it is pickled.
 ALL_DTYPES = [dtype for name, dtype in sorted(DTYPES.items()) if not name.startswith("q")]
 

@@ -407,6 +407,15 @@ def test_what_arrives_is_private_and_writable(pair: Pair) -> None:
     pair.b.run(_drop, "filled")
 
 
+def test_each_tensor_of_a_message_is_independent_of_the_others(pair: Pair) -> None:
+    sent = pair.a.run(lambda: export([torch.ones(size, device=tensors().device) for size in _MIXED]))
+    assert pair.b.run(lambda: peers.independent(tensors().lane.fetch("a", *sent)))
+
+
+#: More small ones than a lane sends one by one.
+_MIXED = (3, 2, 300_000, 5, 20_000, 7, 20_000, 4_000_000, 1)
+
+
 def _keep_source(make: Callable[[], list[torch.Tensor]]) -> None:
     tensors().kept["source"] = [tensor.to(tensors().device) for tensor in make()]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,22 @@ def test_a_tensor_that_nobody_else_holds_is_told_from_one_that_is_shared() -> No
     assert torch_internals.is_sole_owner(detached)
     from_array = torch.from_numpy(numpy.ones(4))
     assert not torch_internals.is_sole_owner(from_array), "the array could still change it"
+
+
+def test_a_tensor_over_foreign_memory_can_be_resized_and_freed() -> None:
+    """StorageImpl's fields resizable_, allocator_ and data_ptr_: without them tensors that arrive over shared memory
+    refuse resize_(), out= and what FSDP does, unlike all others."""
+    for change in (lambda tensor: tensor.resize_(20), lambda tensor: tensor.untyped_storage().resize_(0)):
+        array = numpy.arange(10.0)
+        lent, tensor = weakref.ref(array), torch.frombuffer(array, dtype=torch.float64)
+        assert torch_internals.make_resizable(tensor) is tensor
+        del array
+        assert lent() is not None and not torch_internals.is_sole_owner(tensor), "it is not torch's yet"
+        change(tensor)
+        assert lent() is None, "who lent it learns that it is free"
+        tensor.untyped_storage().resize_(160)
+        assert torch_internals.is_sole_owner(tensor)
+        assert tensor.numel() == 10 or tensor[:10].tolist() == [*range(10)]
 
 
 def look_inside_distributed_tensors() -> None:

@@ -20,7 +20,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, never_fetched
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, view_at
+from raytorchrpc.tensors.dtypes import Shape, as_copyable, tensor_in, view_at
 
 _ALIGN = 64  # also the room for the first byte
 
@@ -83,13 +83,13 @@ class MemfdLane(TensorLane):
     ) -> list[torch.Tensor]:
         fd = self._taken(peer, descriptor)
         try:
-            memory = torch.frombuffer(mmap.mmap(fd, 0), dtype=torch.uint8)
+            memory = mmap.mmap(fd, 0)
         except (OSError, ValueError) as error:
             raise LaneUnavailable(self.name, f"cannot map a memfd of {peer!r}: {error}") from error
         finally:
             os.close(fd)
         offsets, _ = _layout([torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes])
-        return [view_at(memory, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
+        return [tensor_in(memory, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
 
     def discard(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(Exception):

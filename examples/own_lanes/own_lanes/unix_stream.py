@@ -24,7 +24,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Reply, Serve, Spawn
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.dtypes import as_copyable, view_at
+from raytorchrpc.tensors.dtypes import as_copyable, tensor_in
 
 _REQUEST, _REPLY = 0, 1
 
@@ -42,12 +42,7 @@ def _bytes_of(tensor: torch.Tensor) -> pickle.PickleBuffer:
 
 def _unpack(data: bytes) -> tuple[int, int, Message]:
     kind, number, header, manifests, (payload, buffers), tensors = pickle.loads(data)
-    arrived = [
-        view_at(torch.frombuffer(memory, dtype=torch.uint8), 0, (dtype, shape))
-        if memory
-        else torch.empty(shape, dtype=dtype)
-        for dtype, shape, memory in tensors
-    ]
+    arrived = [tensor_in(memory, 0, (dtype, shape)) for dtype, shape, memory in tensors]
     return kind, number, Message(header, Encoded(payload, arrived, (), buffers), manifests=manifests)
 
 

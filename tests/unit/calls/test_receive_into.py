@@ -97,6 +97,15 @@ def test_channels_last() -> None:
         assert torch.equal(buffer, sent) and buffer.stride() == strides
 
 
+def test_elements_that_share_a_place_fill_a_buffer_of_their_shape() -> None:
+    sent = torch.arange(3.0).expand(4, 3)
+    for buffer in (torch.zeros(4, 3), torch.zeros(3, 4).T):
+        assert receive({"x": sent, "y": torch.ones(2)}, buffer, torch.zeros(2))["x"] is buffer
+        assert torch.equal(buffer, sent)
+    with pytest.raises(ConfigurationError, match=r"float32 \(4, 3\), and buffer 0 of into= is float32 \(3,\)"):
+        receive(sent, torch.zeros(3))
+
+
 def test_a_tensor_that_is_there_twice_counts_once() -> None:
     tensor, buffer = torch.ones(3), torch.zeros(3)
     result = receive([tensor, tensor], buffer)

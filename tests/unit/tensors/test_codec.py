@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from raytorchrpc.errors import SerializationError
-from raytorchrpc.tensors.codec import LIFT_BUFFER_BYTES, Codec
+from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.dtypes import UNCOPIED
-from raytorchrpc.tensors.plain_values import MOST_TEXT
+from raytorchrpc.tensors.plain_values import LIFT_BUFFER_BYTES, MOST_TEXT
 
 
 class ByValue(pickle.Pickler):
@@ -185,6 +185,28 @@ def test_dense_tensors_are_lifted_without_a_copy_and_keep_their_strides(
     assert through(tensor).stride() == tensor.stride()
 
 
+@pytest.mark.parametrize(
+    ("make", "elements"),
+    [
+        (lambda: torch.tensor(3.0).expand(500, 1000, 1000), 1),
+        (lambda: torch.arange(6.0).view(1, 2, 3).expand(64, 2, 3), 6),
+        (lambda: torch.arange(10.0).unfold(0, 4, 1), 10),
+        (lambda: torch.arange(24.0).view(4, 6)[:, ::2].unsqueeze(1).expand(4, 9, 3), 23),
+        (lambda: torch.nn.Parameter(torch.ones(3).expand(1000, 3)), 3),
+        (lambda: torch.ones(3, requires_grad=True).expand(1000, 3).detach().requires_grad_(), 3),
+    ],
+    ids=["scalar", "batch", "unfold", "gaps", "parameter", "requires grad"],
+)
+def test_elements_that_share_a_place_travel_once(codec: Codec, make: Callable[[], torch.Tensor], elements: int) -> None:
+    sent = make()
+    encoded = codec.encode({"x": sent})
+    assert [tensor.numel() for tensor in encoded.tensors] == [elements]
+    arrived = codec.decode(*encoded)["x"]
+    assert (type(arrived), arrived.shape, arrived.stride()) == (type(sent), sent.shape, sent.stride())
+    assert arrived.requires_grad == sent.requires_grad and arrived.is_leaf
+    assert torch.equal(arrived.detach().flatten()[:1000], sent.detach().flatten()[:1000])
+
+
 def test_a_part_of_a_large_tensor_is_the_callers_own_memory_on_both_sides(codec: Codec) -> None:
     tensor = torch.zeros(10_000_000)
     encoded = codec.encode([tensor, tensor[5:]])
@@ -274,6 +296,46 @@ def test_large_arrays_are_lifted_without_a_copy(codec: Codec, order: Any) -> Non
     assert arrived.ctypes.data == array.ctypes.data
     assert (arrived.dtype, arrived.flags.f_contiguous) == (array.dtype, array.flags.f_contiguous)
     numpy.testing.assert_array_equal(arrived, array)
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, lambda arrays: {str(number): each for number, each in enumerate(arrays)}]
+)
+def test_many_large_arrays_are_lifted_as_a_whole(codec: Codec, kind: Callable[..., Any]) -> None:
+    arrays = [numpy.full((2, LARGE), number, dtype) for number, dtype in enumerate("fdqifdqifd")]
+    sent = [kind(arrays), numpy.arange(LARGE), torch.ones(3), {"more": [torch.ones(2)] * 1}]
+    encoded = codec.encode(sent)
+    assert (len(encoded.tensors), encoded.buffers) == (13, 11) and len(encoded.payload) < 1000
+    assert encoded.tensors[2].data_ptr() == arrays[0].ctypes.data, "without a copy"
+    arrived = codec.decode(encoded.payload, [tensor.clone() for tensor in encoded.tensors], (), encoded.buffers)
+    assert type(arrived[0]) is type(sent[0])
+    for one, other in zip(
+        *(each.values() if type(each) is dict else each for each in (arrived[0], sent[0])), strict=True
+    ):
+        numpy.testing.assert_array_equal(one, other, strict=True)
+        assert one.flags.writeable
+    numpy.testing.assert_array_equal(arrived[1], sent[1])
+    assert arrived[2].tolist() == [1, 1, 1] and arrived[3]["more"][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("odd", ["read-only", "strided", "small", "big-endian", "twice", "text", "masked"])
+def test_arrays_that_are_not_all_alike_arrive_too(codec: Codec, odd: str) -> None:
+    arrays = [numpy.arange(LARGE) + number for number in range(9)]
+    if odd == "read-only":
+        arrays[3].flags.writeable = False
+    else:
+        arrays[3] = {
+            "strided": arrays[3][::2],
+            "small": numpy.arange(3),
+            "big-endian": arrays[3].astype(">i8"),
+            "twice": arrays[2],
+            "text": arrays[3].astype(str),
+            "masked": numpy.ma.masked_array(arrays[3], mask=arrays[3] == 7),
+        }[odd]
+    arrived = codec.decode(*codec.encode(arrays))
+    for one, other in zip(arrived, arrays, strict=True):
+        numpy.testing.assert_array_equal(one, other, strict=True)
+    assert (arrived[2] is arrived[3]) == (odd == "twice")
 
 
 def test_read_only_arrays_as_they_come_from_rays_store(codec: Codec) -> None:
