@@ -133,8 +133,8 @@ class Bulk(NamedTuple):
 
 
 def gathered(obj: Any) -> Any | None:
-    """Return ``obj`` with a ``Bulk`` in place of each container of many tensors or arrays. None if there is none, or if any
-    object may occur twice, because a pickler preserves identity.
+    """Return ``obj`` with a ``Bulk`` in place of each container of many tensors or arrays. None if there is none, or if
+    any object may occur twice, because a pickler preserves identity.
     """
     seen: list[int] = []
     found: list[Bulk] = []

@@ -6,8 +6,8 @@ and blocks until the other end does its part. What is posted in another order at
 
 from __future__ import annotations
 
-import ctypes
 import contextlib
+import ctypes
 import os
 import queue
 import socket
