@@ -26,6 +26,7 @@ from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors import distributed_tensors, plain_values
+from raytorchrpc.tensors.dtypes import FREED, is_freed
 from raytorchrpc.tensors.plain_values import Bulk, gathered
 
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
@@ -273,6 +274,8 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
+    if is_freed(tensor):
+        raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} {FREED}")
     requires_grad, order = tensor.requires_grad, None
     if requires_grad and pickler.keep_graph:
         kind = torch.Tensor if kind is torch.nn.Parameter else kind  # a new Parameter would cut the graph
@@ -283,8 +286,6 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
             tensor, order = _in_memory_order(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
-        raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
     pickler.tensors.append(tensor)
     if order is not None:
         pickler.orders[len(pickler.tensors) - 1] = order

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raytorchrpc.tensors.dtypes import is_freed, may_be_freed
+
 #: Containers from this size on are taken apart as a whole; smaller ones may need no pickler.
 MANY = 8
 #: Types that marshal restores exactly.
@@ -95,6 +97,7 @@ def decoded(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 _DEPTH = 3
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
+_TENSOR, _STRIDED = torch.Tensor, torch.strided  # to look these up takes longer than to compare them
 _dtype, _layout, _is_cpu, _is_cuda = (attrgetter(name) for name in ("dtype", "layout", "is_cpu", "is_cuda"))
 _requires_grad, _is_nested = attrgetter("requires_grad"), attrgetter("is_nested")
 #: Excludes quantized dtypes, and complex ones, which can be conjugated views.
@@ -171,16 +174,16 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
 def is_ordinary(obj: Any) -> bool:
     """Whether ``obj`` is a tensor described by its dtype, shape and memory alone."""
     return (
-        type(obj) is torch.Tensor
-        and obj.layout is torch.strided
+        type(obj) is _TENSOR
+        and obj.layout is _STRIDED
         and obj.dtype in _PLAIN_DTYPES
         and (obj.is_cpu or obj.is_cuda)
         and not obj.requires_grad
         and not obj.is_nested
         and not obj.is_neg()
         and obj.is_contiguous()
-        and not vars(obj)
-        and bool(obj.data_ptr())
+        and not obj.__dict__
+        and not is_freed(obj)
     )
 
 
@@ -196,7 +199,7 @@ def _bulk(obj: Any, kind: type[Any], values: Any) -> Bulk:
         raise _NotSimple
     if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(vars, tensors)):
         raise _NotSimple
-    if not all(map(torch.Tensor.data_ptr, tensors)):  # empty, or freed, which the pickler refuses
+    if may_be_freed(tensors):  # which the pickler refuses
         raise _NotSimple
     keys = tuple(obj) if kind in (dict, OrderedDict) else None
     if keys is not None and set(map(type, keys)) != {str}:

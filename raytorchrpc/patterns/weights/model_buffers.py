@@ -30,7 +30,7 @@ from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams
-from raytorchrpc.tensors.dtypes import unrecorded
+from raytorchrpc.tensors.dtypes import FREED, is_freed, unrecorded
 
 _INSTEAD = "swap(in_place=True) copies into the tensors instead"
 
@@ -222,6 +222,8 @@ def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
 
 def _obstacle(tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
     """Why a tensor cannot be given other memory; None if it can."""
+    if is_freed(tensor):
+        return FREED
     if tensor._is_view() or storage.nbytes() != tensor.nbytes:
         return "is a view of a larger tensor, or of another"
     if not storage.resizable():

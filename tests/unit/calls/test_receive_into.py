@@ -183,8 +183,8 @@ def test_a_buffer_that_lost_its_memory_since_the_call() -> None:
         ({"a": torch.zeros(2)}, "not a dict"),
         ([torch.zeros(2), None], "buffer 1 of into= is a NoneType, not a tensor"),
         ([torch.zeros(3, 1).expand(3, 2)], "buffer 0 of into= is expanded"),
-        ([torch.eye(2).to_sparse()], "no dense tensor"),
-        ([torch.empty(2, device="meta")], "no dense tensor"),
+        ([torch.eye(2).to_sparse()], "is not a dense tensor"),
+        ([torch.empty(2, device="meta")], "is not a dense tensor"),
         ([torch.zeros(2, dtype=torch.complex64).conj()], "conjugated"),
     ],
 )

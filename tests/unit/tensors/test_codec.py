@@ -535,7 +535,7 @@ def test_what_cannot_be_pickled_is_named(codec: Codec, obj: Any, names: str) -> 
 
 
 def test_a_tensor_without_memory_of_its_own_is_refused_like_any_other_object(codec: Codec) -> None:
-    with pytest.raises(SerializationError, match="data pointer"):
+    with pytest.raises(SerializationError, match="Cannot access storage"):
         torch.func.vmap(codec.encode)(torch.ones(2, 2))
 
 
