@@ -71,8 +71,8 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 #: Why a tensor for which ``is_freed`` cannot be used, and what to do.
 FREED = (
-    "has no memory: its storage was freed or shrunk, as FSDP and DeepSpeed do between uses; gather the tensor first, or "
-    "give the shard that stays"
+    "has no memory: its storage was freed or shrunk, as by FSDP and DeepSpeed between uses; gather the tensor first, "
+    "or give the shard that stays"
 )
 
 

@@ -172,8 +172,8 @@ def shard_of(name: str, value: Any, store: str) -> Shard | None:
         return Shard(local, tuple(value.shape), offset)
     raise ConfigurationError(
         f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, as "
-        f"{{name: its for name, its in model.state_dict().items() if torch.is_tensor(its)}} does, or give a tensor, "
-        f"DTensor or Shard"
+        f"{{name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)}} does, or give a "
+        f"tensor, DTensor or Shard"
     )
 
 
