@@ -480,7 +480,7 @@ class TinyModel(torch.nn.Module):
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         for name, tensor in weights:
-            default_weight_loader(self.get_parameter(name), tensor)
+            default_weight_loader(dict(self.named_parameters())[name], tensor)
 
 
 @pytest.fixture(scope="module")
@@ -505,10 +505,12 @@ def worker(members: Members) -> Any:
     """The side of a worker, as vLLM's factory makes it."""
     from vllm.config import WeightTransferConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+    record_metadata_for_reloading(model := TinyModel())  # as vLLM does when it makes a model
     config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
     return WeightTransferEngineFactory.create_engine(
-        WeightTransferConfig(backend="raytorchrpc"), config, torch.device("cpu"), TinyModel()
+        WeightTransferConfig(backend="raytorchrpc"), config, torch.device("cpu"), model
     )
 
 

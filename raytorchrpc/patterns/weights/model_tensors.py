@@ -270,7 +270,7 @@ def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
     known: dict[object, T] = {}
     found: list[tuple[T, T]] = []
     for (name, tensor), address in zip(tensors.items(), addresses, strict=True):
-        if tensor.numel() and not is_freed(tensor):
+        if address and tensor.numel() and not is_freed(tensor):
             memory = address, tensor.get_device(), tensor.dtype, tensor.shape, tensor.stride()
             if (first := known.setdefault(memory, name)) != name:
                 found.append((first, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -59,6 +60,7 @@ READERS = pytest.mark.parametrize("reader", ["home", "a"])
         (model(x=torch.zeros(4).expand(3, 4)), "'x' of the weights for 'w' is expanded"),
         (model(x=torch.zeros(3, 4, dtype=torch.complex64).conj().imag), "'x' of the weights for 'w' is a conjugated"),
         (model(x=torch.zeros(2, 4)), "'x' is (3, 4) as published, and (2, 4) in the model (for a part of it, pull a"),
+        (model(x=torch.zeros(5, 4)), "in the model (to fill a part of that, pull into a view such as tensor[:3, :4])"),
         (model(x=torch.zeros(3, 4).double()), "float64 in the model (convert=True converts it)"),
         (model(y=torch.zeros(5)), "float32 in the model (only floating dtypes are converted)"),
         ({"x": torch.zeros(3, 4)}, "the model has no 'y', which was published. mapping= gives other names, and strict"),
@@ -395,7 +397,7 @@ class Extra(torch.nn.Linear):
         self.state = state
 
     def get_extra_state(self) -> Any:
-        return self.state
+        return copy.deepcopy(self.state)
 
     def set_extra_state(self, state: Any) -> None:
         self.state = state
