@@ -183,7 +183,8 @@ class ModelTensors:
             if obstacle is None and slots.setdefault(storage.data_ptr(), slot) != slot:
                 obstacle = "shares memory with another tensor of the model"
             if obstacle is not None:
-                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
+                remedy = "" if obstacle is FREED else f": {_INSTEAD}"
+                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}{remedy}")
         replaced = {id(self.own[name]) for name in names}
         stays = (tensor for tensor in (*self.own.values(), *self._state.passing) if id(tensor) not in replaced)
         for tensor in filter(_is_plain, map(local_tensor, stays)):
