@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 import numpy
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 #: dtype and shape of a tensor to receive, which is contiguous.
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -105,9 +105,12 @@ def may_be_freed(tensors: Sequence[torch.Tensor]) -> bool:
     return any(map(operator.lt, storage_bytes(tensors), ends))
 
 
+_LAZY = UninitializedParameter, UninitializedBuffer
+
+
 def dense_obstacle(tensor: torch.Tensor) -> str | None:
     """Why a tensor is not dense in memory, and what to do; None if it is. ``is_freed`` is asked apart."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if type(tensor) in _LAZY:
         return "is not initialized, as of a lazy module: call the module once, with a batch of the right shape, first"
     if tensor.is_meta:
         remedy = "to_empty() gives a module memory"

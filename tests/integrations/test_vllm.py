@@ -546,7 +546,7 @@ def trainer_init(client: Any, source: Any, **options: Any) -> Any:
 
 
 def filled(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((4, 3), value)}
+    return {"weight": torch.full((4, 3), float(value))}
 
 
 def test_an_update_before_init_names_the_call_that_is_missing(members: Members, worker: Any) -> None:
