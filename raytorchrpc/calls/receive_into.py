@@ -15,9 +15,8 @@ from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scat
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.tensors.codec import Codec, Encoded, Layout, body_bytes, layouts, memory_order, overlaps
-from raytorchrpc.tensors.dtypes import Shape, unrecorded
+from raytorchrpc.tensors.dtypes import FREED, Shape, dense_obstacle, is_freed, unrecorded
 
-_NO_MEMORY = "has no memory: its storage was freed"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -200,8 +199,8 @@ class Buffers(Receiver):
                     f"the result of {label} does not fit: tensor {place} of it is {_shown(dtype, wanted)}, and buffer "
                     f"{place} of into= is {_shown(buffer.dtype, tuple(buffer.shape))}"
                 )
-            if not buffer.data_ptr() and buffer.numel():  # since the call
-                raise ConfigurationError(f"buffer {place} of into= {_NO_MEMORY}")
+            if is_freed(buffer):  # since the call
+                raise ConfigurationError(f"buffer {place} of into= {FREED}")
             target = buffer.detach() if buffer.requires_grad else buffer
             if layout is None:
                 targets.append(target)
@@ -233,17 +232,15 @@ def obstacle_of(buffer: Any) -> str | None:
         if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             inside = "its to_local()" if kind is torch_internals.dtensor_type() else "the tensor inside"
             return f"is a {kind.__name__}, which has no memory of its own; give {inside}"
-    if buffer.layout is not torch.strided or buffer.is_quantized or buffer.is_nested or buffer.is_meta:
-        return "is no dense tensor with memory"
+    if (obstacle := dense_obstacle(buffer)) is not None:
+        return obstacle
     if buffer.is_conj() or buffer.is_neg():
         return "is a conjugated or negated view; give what it is a view of"
     if not buffer.is_contiguous() and any(
         stride == 0 and extent > 1 for stride, extent in zip(buffer.stride(), buffer.shape, strict=True)
     ):
         return "is expanded: several of its elements share one place; clone() it"
-    if not buffer.data_ptr() and buffer.numel():
-        return _NO_MEMORY
-    return None
+    return FREED if is_freed(buffer) else None
 
 
 def _shown(dtype: torch.dtype, shape: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
 
 import ray
 import torch
@@ -39,6 +39,19 @@ def become_member(group: str | None, timeout: float) -> None:
                 f"RAY_ADDRESS, or as a child of a member"
             ) from unreachable
         rtr.join(group, timeout=timeout)
+
+
+def check_fields(info: Any) -> None:
+    """Raise ConfigurationError, which names it, for a field of a dataclass that has a value of another type.
+
+    Requests over HTTP bring what their JSON has.
+    """
+    for name, kind in get_type_hints(type(info)).items():
+        value: Any = getattr(info, name)
+        fits = get_origin(kind) is ClassVar or isinstance(value, kind) or (type(value) is int and isinstance(0.0, kind))
+        if not fits or isinstance(value, bool):
+            wanted = kind.__name__ if isinstance(kind, type) else kind
+            raise rtr.ConfigurationError(f"{name}={value!r} of {type(info).__name__} has to be of type {wanted}")
 
 
 class Progress:

@@ -27,12 +27,13 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, TransferFailed
+from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, SerializationError, TransferFailed
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.process import this_process, threads
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
+from raytorchrpc.tensors.dtypes import FREED, dense_obstacle, is_freed
 from raytorchrpc.tensors.host_device_copy import copy_into
 
 if TYPE_CHECKING:
@@ -61,14 +62,29 @@ class Source(NamedTuple):
 class _Kept:
     """The tensors of one object, as the method returned them."""
 
-    __slots__ = ("_streams", "make_current", "tensors")
+    __slots__ = ("_handoff", "_streams", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises SerializationError for a tensor whose storage was freed."""
         self.tensors = list(tensors)
+        self._refuse_freed()
         # CUDA work that computes them may still be queued on this thread's streams; other threads read them.
-        self.make_current = handoff_streams(self.tensors)
+        self._handoff = handoff_streams(self.tensors)
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    def make_current(self) -> None:
+        """Order this thread's CUDA streams after what computes the tensors.
+
+        Raises SerializationError if the program has freed the storage of one since.
+        """
+        self._refuse_freed()
+        self._handoff()
+
+    def _refuse_freed(self) -> None:
+        for tensor in self.tensors:
+            if dense_obstacle(tensor) is None and is_freed(tensor):
+                raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} of this object {FREED}")
 
     def let_go(self) -> None:
         """Order later writes on the streams that made the tensors after all reads."""
@@ -303,8 +319,10 @@ def _outcome(call: OutgoingCall) -> list[torch.Tensor]:
 
 
 def filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The targets, on any device, filled from the tensors. Raises ValueError if dtypes or shapes differ."""
+    """The targets, on any device, filled from the tensors. Raises ValueError for one that does not fit, or is freed."""
     for target, tensor in zip(targets, tensors, strict=True):
+        if is_freed(target):
+            raise ValueError(f"a target of shape {tuple(target.shape)} {FREED}")
         if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
             its, its_target = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
             raise ValueError(f"a tensor of {its} cannot be received into one of {its_target}")

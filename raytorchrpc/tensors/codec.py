@@ -27,7 +27,7 @@ from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors import distributed_tensors, plain_values
-from raytorchrpc.tensors.dtypes import span_of
+from raytorchrpc.tensors.dtypes import FREED, is_freed, span_of
 from raytorchrpc.tensors.plain_values import LIFT_BUFFER_BYTES, Bulk, gathered
 
 #: How deep the search for what cannot be pickled goes, and how many parts of one object it tries.
@@ -301,6 +301,8 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
         tensor = tensor.as_subclass(torch.Tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         return NotImplemented  # likewise: sparse and nested tensors reduce to dense parts
+    if is_freed(tensor):
+        raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} {FREED}")
     requires_grad = tensor.requires_grad
     layout: Layout | None = None
     if requires_grad and pickler.keep_graph:
@@ -312,8 +314,6 @@ def _lift(pickler: Any, tensor: torch.Tensor) -> Any:
             tensor, layout = _as_it_lies(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.data_ptr() and tensor.numel():  # reading it would crash the process
-        raise SerializationError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed")
     pickler.tensors.append(tensor)
     if layout is not None:
         pickler.layouts[len(pickler.tensors) - 1] = layout

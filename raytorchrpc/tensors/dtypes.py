@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from raytorchrpc._compat.torch_internals import make_resizable
 
@@ -68,6 +70,62 @@ def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+#: Why a tensor for which ``is_freed`` cannot be used, and what to do.
+FREED = (
+    "has no memory: its storage was freed or shrunk, as by FSDP and DeepSpeed between uses; gather the tensor first, "
+    "or give the shard that stays"
+)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's storage ends before its elements do, so that to touch them would crash the process.
+
+    Its address does not tell: at an offset it is not null. Hot path.
+    """
+    begin = tensor.storage_offset()
+    if not begin and tensor.is_contiguous():  # as most are
+        return tensor.untyped_storage().nbytes() < tensor.nbytes
+    span = span_of(tensor.shape, tensor.stride())
+    return span > 0 and tensor.untyped_storage().nbytes() < (begin + span) * tensor.itemsize
+
+
+_nbytes, _itemsize = operator.attrgetter("nbytes"), operator.attrgetter("itemsize")
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
+    """The bytes that the storage of each tensor has; a loop that runs in C."""
+    return map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, tensors))
+
+
+def may_be_freed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether ``is_freed`` may be true for one of these contiguous tensors; by loops that run in C. Hot path."""
+    ends: Iterable[int] = map(_nbytes, tensors)
+    if any(map(torch.Tensor.storage_offset, tensors)):
+        begins = map(operator.mul, map(torch.Tensor.storage_offset, tensors), map(_itemsize, tensors))
+        ends = map(operator.add, begins, ends)
+    return any(map(operator.lt, storage_bytes(tensors), ends))
+
+
+_LAZY = UninitializedParameter, UninitializedBuffer
+
+
+def dense_obstacle(tensor: torch.Tensor) -> str | None:
+    """Why a tensor is not dense in memory, and what to do; None if it is. ``is_freed`` is asked apart."""
+    if type(tensor) in _LAZY:
+        return "is not initialized, as of a lazy module: call the module once, with a batch of the right shape, first"
+    if tensor.is_meta:
+        remedy = "to_empty() gives a module memory"
+    elif tensor.is_quantized:
+        remedy = "dequantize() makes one"
+    elif tensor.is_nested:
+        remedy = "to_padded_tensor() makes one"
+    elif tensor.layout is not torch.strided:
+        remedy = "to_dense() makes one"
+    else:
+        return None
+    return f"is not a dense tensor with memory: {remedy}"
 
 
 def strided_span(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:

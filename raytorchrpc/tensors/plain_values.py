@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from raytorchrpc.tensors.dtypes import is_freed, may_be_freed
+
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
 LIFT_BUFFER_BYTES = 16 * 1024
 #: Containers from this size on are taken apart as a whole; smaller ones may need no pickler.
@@ -98,6 +100,7 @@ def decoded(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
 _DEPTH = 3
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
+_TENSOR, _STRIDED = torch.Tensor, torch.strided  # to look these up takes longer than to compare them
 _dtype, _layout, _is_cpu, _is_cuda = (attrgetter(name) for name in ("dtype", "layout", "is_cpu", "is_cuda"))
 _requires_grad, _is_nested = attrgetter("requires_grad"), attrgetter("is_nested")
 _nbytes, _flags = attrgetter("nbytes"), attrgetter("flags")
@@ -181,16 +184,16 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
 def is_ordinary(obj: Any) -> bool:
     """Whether ``obj`` is a tensor described by its dtype, shape and memory alone."""
     return (
-        type(obj) is torch.Tensor
-        and obj.layout is torch.strided
+        type(obj) is _TENSOR
+        and obj.layout is _STRIDED
         and obj.dtype in _PLAIN_DTYPES
         and (obj.is_cpu or obj.is_cuda)
         and not obj.requires_grad
         and not obj.is_nested
         and not obj.is_neg()
         and obj.is_contiguous()
-        and not vars(obj)
-        and bool(obj.data_ptr())
+        and not obj.__dict__
+        and not is_freed(obj)
     )
 
 
@@ -219,7 +222,7 @@ def _check_tensors(tensors: list[torch.Tensor]) -> None:
         raise _NotSimple
     if not all(map(torch.Tensor.is_contiguous, tensors)) or any(map(vars, tensors)):
         raise _NotSimple
-    if not all(map(torch.Tensor.data_ptr, tensors)):  # empty, or freed, which the pickler refuses
+    if may_be_freed(tensors):  # which the pickler refuses
         raise _NotSimple
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +37,7 @@ from tests.integrations.vllm_actors import (
     save_config,
 )
 from tests.polling import suspend
+from tests.unit.members import Members
 
 ROOT = Path(__file__).parents[2]
 #: No call lasts longer, unless it says so.
@@ -433,6 +437,26 @@ def test_a_server_is_updated_over_http(llama: Callable[..., str], cluster: None,
         ray.kill(trainer)
 
 
+def test_a_server_is_updated_by_the_http_client_of_vllm(llama: Callable[..., str], cluster: None) -> None:
+    """vLLM's trainer interface and its own client, which reaches the server by a port."""
+    path = llama()
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    server = ray.remote(Server).options(num_cpus=0).remote(path)
+    try:
+        host, port = get(server.address.remote(), timeout=250)
+        with rtr.init_group({"trainer": trainer, "server": server}):
+            get(trainer.connect_over_http.remote(f"http://{host}:{port}"))
+            for version in ("2", "3"):
+                get(trainer.change.remote())
+                get(trainer.send.remote())
+                assert get(server.ask.remote("GET", "/weight_info")) == {"weight_version": version}
+                assert agree(trainer, server)
+            get(server.stop.remote())
+    finally:
+        ray.kill(server)
+        ray.kill(trainer)
+
+
 def test_the_example_trains_though_an_engine_is_killed() -> None:
     command = [sys.executable, "examples/grpo_vllm.py", "--steps", "30"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
@@ -440,3 +464,214 @@ def test_the_example_trains_though_an_engine_is_killed() -> None:
     lines = ran.stdout.splitlines()
     assert "          engine_1: lost" in lines and "          engine_1: back" in lines
     assert lines[-1].startswith("checked: the reward rose")
+
+
+# --- the adapter's classes, driven directly ---------------------------------------------------------------------------
+
+
+class TinyModel(torch.nn.Module):
+    """What the engines need of a model of vLLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 3))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        for name, tensor in weights:
+            default_weight_loader(dict(self.named_parameters())[name], tensor)
+
+
+@pytest.fixture(scope="module")
+def plugins() -> None:
+    """vLLM is imported, which warns of what it uses, and has loaded its plugins."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        import raytorchrpc.integrations.vllm.trainer  # noqa: F401
+
+
+@pytest.fixture
+def members(plugins: None) -> Iterator[Members]:
+    with Members(rtr.GroupConfig(rpc_timeout_s=20)) as made:
+        yield made
+
+
+@pytest.fixture
+def worker(members: Members) -> Any:
+    """The side of a worker, as vLLM's factory makes it."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    record_metadata_for_reloading(model := TinyModel())  # as vLLM does when it makes a model
+    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.float32))
+    return WeightTransferEngineFactory.create_engine(
+        WeightTransferConfig(backend="raytorchrpc"), config, torch.device("cpu"), model
+    )
+
+
+class DirectClient:
+    """Passes vLLM's requests to one worker, in this process, by JSON; acts as member ``a`` then."""
+
+    def __init__(self, members: Members, worker: Any) -> None:
+        self.members, self.worker, self.weight_version = members, worker, ""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        with self.members.acting("a"):
+            self.worker.init_transfer_engine(self.worker.parse_init_info(json.loads(json.dumps(init_info))))
+
+    def start_weight_update(self) -> None:
+        self.worker.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        with self.members.acting("a"):
+            self.worker.update_weights(json.loads(json.dumps(update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.worker.finish_weight_update()
+        self.weight_version = str(weight_version)
+
+
+def trainer_init(client: Any, source: Any, **options: Any) -> Any:
+    """Through vLLM's factory, which finds the backend by the class of the settings."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from raytorchrpc.integrations.vllm.trainer import TrainerInit
+
+    return WeightTransferTrainerFactory.trainer_init(TrainerInit(rank=0, **options), client=client, source=source)
+
+
+def filled(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((4, 3), float(value))}
+
+
+def test_an_update_before_init_names_the_call_that_is_missing(members: Members, worker: Any) -> None:
+    with members.acting("a"):
+        for ask in (worker.start_weight_update, lambda: worker.update_weights({"version": 1})):
+            with pytest.raises(rtr.ConfigurationError, match=r"call init_weight_transfer_engine\(.*NAME.* first"):
+                ask()
+        worker.finish_weight_update()
+        worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"version": "7"}, r"version='7' of UpdateInfo has to be of type int \| None"),
+        ({"version": True}, "version=True of UpdateInfo"),
+        ({"version": 1.0}, "version=1.0 of UpdateInfo"),
+        ({"timeout": "5"}, r"timeout='5' of UpdateInfo has to be of type float \| None"),
+        ({"versoin": 7}, "Invalid update_info for WeightEngine: .*'versoin'"),
+    ],
+)
+def test_wrong_fields_of_an_update_are_named(
+    members: Members, worker: Any, fields: dict[str, Any], message: str
+) -> None:
+    client = DirectClient(members, worker)
+    with members.acting("home"):
+        rtr.WeightStore("policy").publish(filled(1))
+    client.init_weight_transfer_engine({"store": "policy"})
+    with pytest.raises(ValueError, match=message):
+        client.update_weights(fields)
+    assert not worker.model.weight.any()
+    client.update_weights({"version": 1, "timeout": 20})
+    assert bool((worker.model.weight == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"store": 3}, "store=3 of InitInfo has to be of type str"),
+        ({"store": None}, "store=None of InitInfo"),
+        ({"group": 1}, "group=1 of InitInfo"),
+        ({"timeout": "60"}, "timeout='60' of InitInfo has to be of type float"),
+        ({"group_bytes": 1.5}, "group_bytes=1.5 of InitInfo has to be of type int"),
+        ({"into": None}, "into=None of InitInfo"),
+        ({"stor": "policy"}, "Invalid init_info for WeightEngine: .*'stor'"),
+    ],
+)
+def test_wrong_fields_of_an_init_are_named(worker: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        worker.parse_init_info(fields)
+
+
+def test_a_shut_down_engine_is_initialised_again(members: Members, worker: Any) -> None:
+    client = DirectClient(members, worker)
+    with members.acting("home"):
+        for store, value in (("one", 1.0), ("two", 2.0)):
+            rtr.WeightStore(store).publish(filled(value))
+    for store, value in (("one", 1.0), ("two", 2.0), ("one", 1.0)):
+        client.init_weight_transfer_engine({"store": store})
+        client.update_weights({"version": 1})
+        assert bool((worker.model.weight == value).all())
+        worker.shutdown()
+        assert worker.how is None
+        with pytest.raises(rtr.ConfigurationError, match="call init_weight_transfer_engine"):
+            client.update_weights({"version": 1})
+
+
+def test_an_init_that_fails_leaves_no_earlier_store(members: Members, worker: Any) -> None:
+    client = DirectClient(members, worker)
+    with members.acting("home"):
+        rtr.WeightStore("one").publish(filled(1))
+    client.init_weight_transfer_engine({"store": "one"})
+    with pytest.raises(rtr.NotFound, match="no such"):
+        client.init_weight_transfer_engine({"store": "no such", "timeout": 0.2})
+    with pytest.raises(rtr.ConfigurationError, match="call init_weight_transfer_engine"):
+        client.update_weights({"version": 1})
+    assert not worker.model.weight.any()
+
+
+def test_a_trainer_by_vllms_factory(members: Members, worker: Any) -> None:
+    """From the first weights to an update; a second trainer of the same store goes on with its versions."""
+    from raytorchrpc.integrations.vllm.trainer import ModelSource
+
+    client, weights = DirectClient(members, worker), filled(1)
+    with members.acting("home"):
+        for versions in (("2", "3"), ("5", "6")):
+            trainer = trainer_init(client, ModelSource(weights))
+            for version in versions:
+                weights["weight"].add_(1)
+                trainer.send_weights()
+                assert torch.equal(worker.model.weight, weights["weight"]) and client.weight_version == version
+            trainer.shutdown()
+
+
+def test_what_a_trainer_cannot_publish_is_refused(members: Members, worker: Any) -> None:
+    from raytorchrpc.integrations.vllm.trainer import ModelSource
+
+    class Pipelined(ModelSource):
+        def held_names(self) -> list[str]:
+            return ["weight"]
+
+    client = DirectClient(members, worker)
+    with members.acting("home"):
+        for source, message in (
+            (None, r"source= is missing: pass ModelSource\(model\)"),
+            (Pipelined(filled(1)), "Pipelined yields a part of the model in each process: pass ModelSource"),
+        ):
+            with pytest.raises(rtr.ConfigurationError, match=message):
+                trainer_init(client, source)
+        with pytest.raises(rtr.ConfigurationError, match="ModelSource takes a module or its tensors by name"):
+            ModelSource(iter(filled(1).items()))  # type: ignore[arg-type]
+        with pytest.raises(rtr.ConfigurationError, match="timeout='5' of TrainerInit has to be of type float"):
+            trainer_init(client, ModelSource(filled(1)), timeout="5")
+        with pytest.raises(rtr.NotFound):
+            rtr.WeightStore.find("policy", timeout=0.1)
+
+
+@pytest.mark.usefixtures("plugins")
+def test_metadata_is_the_same_each_time_and_agrees_with_the_tensors() -> None:
+    from raytorchrpc.integrations.vllm.trainer import ModelSource
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    for source in (ModelSource(model), ModelSource(model.state_dict())):
+        first = source.metadata()
+        assert [(its.name, its.dtype, its.shape) for its in first] == [
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source
+        ]
+        assert source.metadata() == first and [name for name, _ in source] == list(model.state_dict())

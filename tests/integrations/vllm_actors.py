@@ -96,6 +96,22 @@ class Trainer:
         state = {rename + name: its for name, its in self.model.state_dict().items() if name != without}
         return int(self.store.publish(state))
 
+    def connect_over_http(self, url: str) -> None:
+        """Have vLLM's trainer interface publish the model, to a server that its own client reaches."""
+        from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.plugins import load_general_plugins
+
+        from raytorchrpc.integrations.vllm.trainer import ModelSource, TrainerInit
+
+        load_general_plugins()
+        self.sync = WeightTransferTrainerFactory.trainer_init(
+            TrainerInit(rank=0), client=HTTPVLLMWeightSyncClient(url, timeout=100), source=ModelSource(self.model)
+        )
+
+    def send(self) -> None:
+        self.sync.send_weights()
+
     def nbytes(self) -> int:
         return sum(its.nbytes for its in self.model.state_dict().values())
 

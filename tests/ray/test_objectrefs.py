@@ -16,6 +16,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
+from tests.freed import FREED
 from tests.polling import suspend
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
@@ -356,6 +357,12 @@ def test_a_method_that_fails(members: dict[str, Any]) -> None:
 
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         get(members["b"].total.remote(members["a"].make.remote(fail)))
+    assert get(members["b"].total.remote(members["a"].ones.remote(3))) == 3
+
+
+def test_a_tensor_whose_storage_was_freed_fails_the_method_that_returns_it(members: dict[str, Any]) -> None:
+    with pytest.raises(rtr.SerializationError, match=r"\(2, 3\) of this object has no memory: its storage was freed"):
+        get(members["b"].total.remote(members["a"].make.remote(FREED["at an offset"])))
     assert get(members["b"].total.remote(members["a"].ones.remote(3))) == 3
 
 

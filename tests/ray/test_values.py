@@ -18,6 +18,7 @@ import torch
 import raytorchrpc as rtr
 from tests import insides
 from tests.conformance.peers import ALL_DTYPES, huge, is_huge, random, resident_bytes, same, shared_mappings
+from tests.freed import FREED
 from tests.insides import in_actor
 from tests.polling import suspend, wait_until
 from tests.ray.call_actors import LARGE, Store
@@ -51,6 +52,10 @@ class Buffer(Store):
     @rtr.method
     def recall(self) -> list[Any]:
         return self.kept
+
+    @rtr.method
+    def give_freed(self, how: str) -> torch.Tensor:
+        return FREED[how]()
 
     @rtr.method
     def is_huge(self, tensor: torch.Tensor) -> bool:
@@ -234,13 +239,34 @@ def test_every_dtype_arrives_small_and_large(sender: Any) -> None:
 
 def test_what_no_lane_can_carry_is_refused_by_name(sender: Any) -> None:
     def check() -> None:
-        freed = torch.ones(LARGE)
-        freed.untyped_storage().resize_(0)
-        with pytest.raises(rtr.SerializationError, match=r"argument of b\.echo.*\(300000,\) has no memory"):
-            rtr.rpc_sync("b").echo(freed)
         with pytest.raises(rtr.SerializationError, match=r"argument of b\.echo.*Opaque"):
             rtr.rpc_sync("b").echo(torch.ones(3, 3).to_mkldnn())
         assert rtr.rpc_sync("b").double(4) == 8
+
+    in_actor(sender, check)
+
+
+def test_a_tensor_whose_storage_was_freed_ends_no_process(sender: Any) -> None:
+    """Whichever way it is to be read or written, it is refused by name."""
+
+    def check() -> None:
+        queue, store, model = rtr.Queue("freed"), rtr.WeightStore("freed"), {"x": torch.ones(2, 3)}
+        store.publish(model)
+        for how, make in FREED.items():
+            for refused, said in (
+                (lambda make=make: rtr.rpc_sync("b").echo(make()), r"argument of b\.echo"),
+                (lambda make=make: rtr.remote("b").echo(make()).to_here(), r"argument of b\.echo"),
+                (lambda how=how: rtr.rpc_sync("b").give_freed(how), r"the result of b\.give_freed"),
+                (lambda make=make: rtr.rpc_sync("b", into=[make()]).echo(model["x"]), "buffer 0 of into="),
+                (lambda make=make: queue.put({"x": make()}), "an item for queue 'freed'"),
+                (lambda make=make: rtr.Topic("freed").publish(make()), "an item for topic 'freed'"),
+                (lambda make=make: store.publish({"x": make()}), "'x' of the weights for 'freed'"),
+                (lambda make=make: store.publish(iter([("x", make())])), "'x' of the weights for 'freed'"),
+                (lambda make=make: store.pull({"x": make()}), "'x' of the weights for 'freed'"),
+            ):
+                with pytest.raises(rtr.RayTorchRpcError, match=f"(?s){said}.* has no memory: its storage was freed"):
+                    refused()
+        assert queue.qsize() == 0 and store.version() == 1 and rtr.rpc_sync("b").double(4) == 8
 
     in_actor(sender, check)
 

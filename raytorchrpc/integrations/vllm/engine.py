@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import Progress, become_member, load_whole, updating
+from raytorchrpc.integrations.engines import Progress, become_member, check_fields, load_whole, updating
 from raytorchrpc.integrations.recording import NoPlan
 from raytorchrpc.integrations.versions import report
 
@@ -50,6 +50,9 @@ class InitInfo(WeightTransferInitInfo):
     timeout: float = 60.0
     group_bytes: int = 32 << 20
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
@@ -62,6 +65,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     version: int | None = None
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -86,7 +92,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.into not in INTO:
             raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
         report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
-        self._info, self._bring, self.how = init_info, None, None
+        self.shutdown()  # if this fails, no update brings versions of an earlier store
+        self._info = init_info
         become_member(init_info.group, init_info.timeout)
         self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)
         if newest := self._store.version():

@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import check_fields
 from raytorchrpc.integrations.vllm.engine import InitInfo, UpdateInfo
 
 
@@ -39,11 +40,19 @@ class TrainerInit(TrainerInitInfo):
     into: str = "auto"
     timeout: float = 60.0
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 class ModelSource(WeightSource):
     """The tensors of a module or a state_dict, under their names there. DTensors stay shards: nothing is gathered."""
 
     def __init__(self, model: torch.nn.Module | Mapping[str, Any]) -> None:
+        if not isinstance(model, (torch.nn.Module, Mapping)):
+            raise rtr.ConfigurationError(
+                f"ModelSource takes a module or its tensors by name, such as dict(model.named_parameters()), not a "
+                f"{type(model).__name__}"
+            )
         self._model = model
 
     def tensors(self) -> Mapping[str, Any]:

@@ -84,8 +84,8 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """View the memory of a contiguous tensor. Not by its ``numpy()``, after which torch never resizes or frees it."""
-    window = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    window._keep_alive = tensor  # type: ignore[attr-defined]
+    window: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    window._keep_alive = tensor
     return numpy.frombuffer(window, numpy.uint8).data
 
 

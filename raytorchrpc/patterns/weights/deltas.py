@@ -160,11 +160,6 @@ def delta_bytes(region: Region, elements: int, itemsize: int, count: int) -> int
     return math.ceil(count * (last - first) / elements) * (itemsize + (4 if elements <= _INT32_MAX else _LONG))
 
 
-def takes_elements(target: torch.Tensor) -> bool:
-    """Whether a target has elements, and integers can be written to its memory."""
-    return bool(target.numel() and target.data_ptr()) and not (target.is_neg() or target.is_conj())
-
-
 def apply(regions: Sequence[Region], targets: Sequence[torch.Tensor], answer: tuple[Runs, list[torch.Tensor]]) -> None:
     """Write the elements that a home has sent for these regions to their targets; see ``Deltas.read``."""
     runs, flat = answer

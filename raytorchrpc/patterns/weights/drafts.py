@@ -46,7 +46,7 @@ class Draft:
         shards = shards_of(model, self.store)
         if self.globs:
             shards = {name: shards[name] for name in self._selected(shards)}
-        self.tensors = {name: resolved(shard.tensor) for name, shard in shards.items()}
+        self.tensors = {name: resolved(name, shard.tensor, self.store) for name, shard in shards.items()}
         self.nbytes = sum([tensor.nbytes for tensor in self.tensors.values()])
         for name, shard in shards.items():
             if not shard.is_whole:
@@ -69,6 +69,7 @@ class Draft:
                 if shard is not None and selects(self.globs, name):
                     if not shard.is_whole:
                         self._note_place(name, shard)
+                    shard = shard._replace(tensor=resolved(name, shard.tensor, self.store))
                     self.tensors[name] = copy(self._memory_for(name, shard, pool, layout, known), shard.tensor)
                     self.nbytes += shard.tensor.nbytes
                 del shard  # before the next one is made
@@ -155,7 +156,6 @@ class _Copy:
         return copied
 
     def _copied(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
-        source = resolved(source)
         if target is None:
             with torch.inference_mode(False):
                 target = self._memory(source)

@@ -30,7 +30,7 @@ from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams
-from raytorchrpc.tensors.dtypes import unrecorded
+from raytorchrpc.tensors.dtypes import FREED, is_freed, unrecorded
 
 _INSTEAD = "swap(in_place=True) copies into the tensors instead"
 
@@ -183,7 +183,8 @@ class ModelTensors:
             if obstacle is None and slots.setdefault(storage.data_ptr(), slot) != slot:
                 obstacle = "shares memory with another tensor of the model"
             if obstacle is not None:
-                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}: {_INSTEAD}")
+                remedy = "" if obstacle is FREED else f": {_INSTEAD}"
+                raise ConfigurationError(f"swap() cannot replace {name!r}, which {obstacle}{remedy}")
         replaced = {id(self.own[name]) for name in names}
         stays = (tensor for tensor in (*self.own.values(), *self._state.passing) if id(tensor) not in replaced)
         for tensor in filter(_is_plain, map(local_tensor, stays)):
@@ -222,6 +223,8 @@ def _obstacle_of_shards(model: torch.nn.Module) -> str | None:
 
 def _obstacle(tensor: torch.Tensor, storage: torch.UntypedStorage) -> str | None:
     """Why a tensor cannot be given other memory; None if it can."""
+    if is_freed(tensor):
+        return FREED
     if tensor._is_view() or storage.nbytes() != tensor.nbytes:
         return "is a view of a larger tensor, or of another"
     if not storage.resizable():

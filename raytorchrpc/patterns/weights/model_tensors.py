@@ -13,6 +13,7 @@ from raytorchrpc._compat import requirements, torch_internals
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.shards import Shard
+from raytorchrpc.tensors.dtypes import FREED, dense_obstacle, is_freed, storage_bytes
 
 
 class ModuleState(NamedTuple):
@@ -87,7 +88,7 @@ def check_lasting(store: str, model: Any, state: ModuleState, names: Collection[
         if name not in again or local_tensor(again[name]).data_ptr() != local_tensor(state.saved[name]).data_ptr():
             raise ConfigurationError(
                 f"{name!r} of the weights for {store!r} is a copy that state_dict() makes, and what is written to it "
-                f"does not reach the model: pull a dict of the model's own tensors, such as dict(named_parameters())"
+                f"does not reach the model: pull into state = model.state_dict(), then model.load_state_dict(state)"
             )
 
 
@@ -121,7 +122,7 @@ class Targets(NamedTuple):
             kinds = list(map(type, tensors)), [its.dtype for its in local], [its.shape for its in local]
             places = [value[1:] if type(value) is Shard else _place_of(value) for value in values.values()]
             form = list(values), places, *kinds
-            memory = [list(map(ask, local)) for ask in _OF_MEMORY]
+            memory = [list(storage_bytes(local)), *[list(map(ask, local)) for ask in _OF_MEMORY]]
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or none with memory
             return None
         return Targets(dict(zip(map(str, values), local, strict=True)), form, memory)
@@ -170,20 +171,25 @@ def shard_of(name: str, value: Any, store: str) -> Shard | None:
             return None  # a shard without elements has a dimension
         return Shard(local, tuple(value.shape), offset)
     raise ConfigurationError(
-        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, or give a "
+        f"{name!r} of the weights for {store!r} is a {type(value).__name__}, not a tensor: leave it out, as "
+        f"{{name: tensor for name, tensor in model.state_dict().items() if torch.is_tensor(tensor)}} does, or give a "
         f"tensor, DTensor or Shard"
     )
 
 
 def _dense(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
-        remedy = ": to_empty() gives a module memory" if tensor.is_meta else ""
-        raise ConfigurationError(f"{name!r} of the weights for {store!r} is not a dense tensor with memory{remedy}")
+    if (obstacle := dense_obstacle(tensor)) is not None:
+        raise ConfigurationError(f"{name!r} of the weights for {store!r} {obstacle}")
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory holds its elements: a copy of a conjugated or negated view."""
+def resolved(name: str, tensor: torch.Tensor, store: str) -> torch.Tensor:
+    """A tensor whose memory holds its elements: a copy of a conjugated or negated view.
+
+    Raises ConfigurationError for one whose storage was freed.
+    """
+    if is_freed(tensor):
+        raise ConfigurationError(f"{name!r} of the weights for {store!r} {FREED}")
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
@@ -264,7 +270,7 @@ def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
     known: dict[object, T] = {}
     found: list[tuple[T, T]] = []
     for (name, tensor), address in zip(tensors.items(), addresses, strict=True):
-        if address and tensor.numel():
+        if address and tensor.numel() and not is_freed(tensor):
             memory = address, tensor.get_device(), tensor.dtype, tensor.shape, tensor.stride()
             if (first := known.setdefault(memory, name)) != name:
                 found.append((first, name))

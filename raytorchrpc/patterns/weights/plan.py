@@ -492,8 +492,12 @@ def _mismatch(name: str, wanted: Wanted, held: Sequence[Held], convert: Convert)
     shape, dtype = held[0].kind.global_shape, held[0].kind.dtype
     if shape != wanted.global_shape:
         is_whole = wanted.box.shape == wanted.global_shape and len(shape) == len(wanted.global_shape)
-        may_be_part = is_whole and all(map(operator.le, wanted.global_shape, shape))
-        remedy = " (for a part of it, pull a Shard or a DTensor)" if may_be_part else ""
+        remedy = ""
+        if is_whole and all(map(operator.le, wanted.global_shape, shape)):
+            remedy = " (for a part of it, pull a Shard or a DTensor)"
+        elif is_whole and all(map(operator.ge, wanted.global_shape, shape)):
+            part = ", ".join([f":{extent}" for extent in shape])
+            remedy = f" (to fill a part of that, pull into a view such as tensor[{part}])"
         return f"{name!r} is {shape} as published, and {wanted.global_shape} in the model{remedy}"
     if dtype == wanted.dtype:
         return None

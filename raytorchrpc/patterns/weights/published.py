@@ -304,7 +304,9 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         """The number of the next version. The caller holds the lock. Raises ConfigurationError."""
         if version is not None and version <= self._last:
             of = f"of {KIND} {self._name!r} is not newer than {self._last}"
-            raise ConfigurationError(f"version {version} {of}, which is published already")
+            raise ConfigurationError(
+                f"version {version} {of}, which is published already: give a higher number, or none"
+            )
         return self._last + 1 if version is None else version
 
     def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> int:

@@ -191,10 +191,11 @@ class ModelSelection(Selection):
 
     @property
     def device_type(self) -> str | None:
-        """The type of the device that all targets are on, if a lane can write each of them in place; else None."""
+        """The type of the device that all targets are on; None if they are on several, or there are none."""
         if "device type" not in self._known:
             filled = [self._into[name] for names in self.plan.names for name in names]
-            self._known["device type"] = _writable_device_type(filled) if filled else None
+            is_one = len(set(map(torch.Tensor.get_device, filled))) == 1
+            self._known["device type"] = filled[0].device.type if is_one else None
         found: str | None = self._known["device type"]
         return found
 
@@ -229,16 +230,6 @@ def _view(transfer: Transfer, targets: Mapping[str, torch.Tensor]) -> torch.Tens
     strides = tensor.stride()
     begin = sum(first * stride for first, stride in zip(transfer.begin, strides, strict=True))
     return tensor.as_strided(transfer.region[1], strides, tensor.storage_offset() + begin)
-
-
-def _writable_device_type(tensors: Sequence[torch.Tensor]) -> str | None:
-    if len(set(map(torch.Tensor.get_device, tensors))) != 1:
-        return None
-    if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
-        return None
-    if any(not tensor.data_ptr() and tensor.numel() for tensor in tensors):
-        return None
-    return tensors[0].device.type
 
 
 #: Most memories of models of one form that a plan knows. A model whose buffers are exchanged has two.

@@ -22,7 +22,7 @@ from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcE
 from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import feeds, published
-from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes, takes_elements
+from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
@@ -583,7 +583,7 @@ def divide(
     is_worth_a_request = False
     for index, (transfer, target) in enumerate(zip(selection.transfers, selection.targets, strict=True)):
         place, conversion = transfer.place
-        if conversion is None and place in deltas and takes_elements(target):
+        if conversion is None and place in deltas and target.numel():
             elements = math.prod(layout.rows[place][2])
             is_tiny = elements * target.itemsize < TINY
             size = delta_bytes(transfer.region, elements, target.itemsize, deltas[place])

@@ -16,6 +16,7 @@ from raytorchrpc.errors import ConfigurationError, LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.tensors.codec import Codec, Encoded, layouts
 from raytorchrpc.tensors.dtypes import OutOfBounds
+from tests.freed import FREED, freed
 
 CODEC = Codec(ray_internals.cloudpickler())
 
@@ -179,8 +180,8 @@ def test_what_does_not_match_is_named_and_nothing_changes(
 
 
 def test_a_buffer_that_lost_its_memory_since_the_call() -> None:
-    buffers = Buffers([torch.zeros(3), given := torch.zeros(3)])
-    given.untyped_storage().resize_(0)
+    buffers = Buffers([torch.zeros(3), given := torch.zeros(4)[1:]])
+    freed(given)
     with pytest.raises(ConfigurationError, match="buffer 1 of into= has no memory"):
         buffers.receive(CODEC, CODEC.encode([torch.ones(3), torch.ones(3)]), [], "b.get", False)
 
@@ -192,9 +193,11 @@ def test_a_buffer_that_lost_its_memory_since_the_call() -> None:
         ({"a": torch.zeros(2)}, "not a dict"),
         ([torch.zeros(2), None], "buffer 1 of into= is a NoneType, not a tensor"),
         ([torch.zeros(3, 1).expand(3, 2)], "buffer 0 of into= is expanded"),
-        ([torch.eye(2).to_sparse()], "no dense tensor"),
-        ([torch.empty(2, device="meta")], "no dense tensor"),
+        ([torch.eye(2).to_sparse()], "is not a dense tensor"),
+        ([torch.empty(2, device="meta")], "is not a dense tensor"),
         ([torch.zeros(2, dtype=torch.complex64).conj()], "conjugated"),
+        *(([make()], "buffer 0 of into= has no memory: .*; gather the tensor first") for make in FREED.values()),
+        ([torch.nn.LazyLinear(2).weight], "is not initialized, as of a lazy module: call the module once"),
     ],
 )
 def test_what_cannot_be_filled_is_refused_at_the_call(into: Any, said: str) -> None:

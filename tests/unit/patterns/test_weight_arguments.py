@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.patterns.weights.model_tensors import ties_of
+from tests.freed import FREED, freed
 from tests.polling import wait_until
 from tests.unit.members import Members
 
@@ -57,6 +60,7 @@ READERS = pytest.mark.parametrize("reader", ["home", "a"])
         (model(x=torch.zeros(4).expand(3, 4)), "'x' of the weights for 'w' is expanded"),
         (model(x=torch.zeros(3, 4, dtype=torch.complex64).conj().imag), "'x' of the weights for 'w' is a conjugated"),
         (model(x=torch.zeros(2, 4)), "'x' is (3, 4) as published, and (2, 4) in the model (for a part of it, pull a"),
+        (model(x=torch.zeros(5, 4)), "in the model (to fill a part of that, pull into a view such as tensor[:3, :4])"),
         (model(x=torch.zeros(3, 4).double()), "float64 in the model (convert=True converts it)"),
         (model(y=torch.zeros(5)), "float32 in the model (only floating dtypes are converted)"),
         ({"x": torch.zeros(3, 4)}, "the model has no 'y', which was published. mapping= gives other names, and strict"),
@@ -299,3 +303,140 @@ def test_a_prefetch_copies_into_no_expanded_tensor(published: Members) -> None:
 def test_a_place_in_a_global_tensor_is_whole_numbers(members: Members, place: Any) -> None:
     with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="is a Shard with global_shape="):
         rtr.WeightStore("w", publishers=["home"]).publish({"x": rtr.Shard(torch.ones(2), *place)})
+
+
+# --- storage that was freed, and parameters that have none yet -------------------------------------------------------
+
+
+def published_as(kind: str, tensor: torch.Tensor) -> Any:
+    if kind == "module":
+        module = torch.nn.Module()
+        module.x, module.w = torch.nn.Parameter(X), torch.nn.Parameter(tensor)
+        return module
+    if kind == "pairs":
+        return iter([("x", X), ("w", tensor)])
+    return {"x": X, "w": rtr.Shard(tensor, (2, 3), (0, 0)) if kind == "shards" else tensor}
+
+
+@pytest.mark.parametrize("how", FREED)
+@pytest.mark.parametrize("kind", ["dict", "module", "pairs", "shards", "track"])
+def test_a_tensor_whose_storage_was_freed_is_not_published(members: Members, kind: str, how: str) -> None:
+    """The store stays as it was, and the next version has the next number."""
+    options: dict[str, Any] = {"publishers": ["home"]} if kind == "shards" else {"track": kind == "track"}
+    with members.acting("home"):
+        store = rtr.WeightStore("w", **options)
+        assert store.publish(published_as(kind, torch.ones(2, 3))) == 1
+        with pytest.raises(rtr.ConfigurationError, match="'w' of the weights for 'w' has no memory: its st"):
+            store.publish(published_as(kind, FREED[how]()))
+        store.pull(read := {"x": torch.zeros(3, 4), "w": torch.zeros(2, 3)})
+        assert torch.equal(read["x"], X) and bool(read["w"].all())
+        if kind != "shards":
+            assert store.publish({"x": X, "w": FREED[how]()}, only="x") == 2, "what is not published may be freed"
+        assert store.publish(published_as(kind, torch.ones(2, 3))) == store.version()
+
+
+@READERS
+@pytest.mark.parametrize("how", FREED)
+def test_nothing_is_pulled_into_a_tensor_whose_storage_was_freed(members: Members, reader: str, how: str) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"x": X, "w": torch.ones(2, 3)})
+    mine = {"x": torch.zeros(3, 4), "w": FREED[how]()}
+    with members.acting(reader):
+        store = rtr.WeightStore.find("w")
+        for _ in range(2):
+            with pytest.raises(rtr.ConfigurationError, match="'w' of the weights for 'w' has no memory: its st"):
+                store.pull(mine)
+        with pytest.raises(rtr.ConfigurationError, match="'w', which has no memory: its storage was freed"):
+            store.prefetch(mine).swap(in_place=True)
+        assert not mine["x"].any()
+        assert store.pull(mine, only="x") == 1 and torch.equal(mine["x"], X)
+
+
+@READERS
+def test_a_model_is_pulled_into_again_once_it_has_its_storage(published: Members, reader: str) -> None:
+    """As FSDP gives it, perhaps where it was before; also less of it at the same address is seen."""
+    module = torch.nn.Module()
+    module.x, module.y = (torch.nn.Parameter(tensor, requires_grad=False) for tensor in model().values())
+    with published.acting(reader):
+        store = rtr.WeightStore.find("w")
+        store.pull(module)
+        for kept in (0, 47):
+            freed(module.x, kept)
+            with pytest.raises(rtr.ConfigurationError, match="'x' of the weights for 'w' has no memory"):
+                store.pull(module)
+            with pytest.raises(rtr.ConfigurationError, match=r"swap\(\) cannot replace 'x', which has no memory"):
+                store.prefetch(module).swap()
+        freed(module.x, 48)
+        assert store.pull(module) == 1 and holds({"x": module.x, "y": module.y})
+
+
+def test_two_freed_views_at_one_offset_are_not_one_tensor() -> None:
+    """Their addresses are equal: null and the offset."""
+    views = {name: freed(torch.ones(8)[3:]) for name in "ab"}
+    assert ties_of(views) == []
+
+
+@pytest.mark.parametrize("call", ["publish", "pull", "prefetch"])
+def test_a_lazy_module_is_told_what_to_do(members: Members, call: str) -> None:
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3))
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        store.publish(torch.nn.Sequential(torch.nn.Linear(2, 3)))
+        with pytest.raises(rtr.ConfigurationError, match=r"'0.weight' of .* is not initialized.*call the module"):
+            getattr(store, call)(lazy)
+        lazy(torch.ones(1, 2))
+        getattr(store, call)(lazy)
+
+
+class Extra(torch.nn.Linear):
+    """Has state beside its parameters and buffers."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__(2, 2, bias=False)
+        self.register_buffer("steps", torch.zeros(1))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return copy.deepcopy(self.state)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_the_remedy_for_a_tensor_of_extra_state_brings_all(members: Members) -> None:
+    source, target = Extra(torch.ones(3)), Extra(torch.zeros(3))
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        source.steps.fill_(7)
+        store.publish(source)
+        with pytest.raises(rtr.ConfigurationError) as error:
+            store.pull(target)
+        assert str(error.value).endswith("pull into state = model.state_dict(), then model.load_state_dict(state)")
+        assert not target.steps.any()
+        store.pull(state := target.state_dict())
+        target.load_state_dict(state)
+    assert torch.equal(target.weight, source.weight) and target.steps.item() == 7 and bool(target.state.all())
+
+
+def test_the_remedy_for_other_extra_state_leaves_it_out(members: Members) -> None:
+    model = Extra({"amax": 1.0})
+    with members.acting("home"):
+        store = rtr.WeightStore("w")
+        for call in (store.publish, store.pull):
+            with pytest.raises(rtr.ConfigurationError, match=r"'_extra_state' of .* is a dict, not a.*leave it out"):
+                call(model)
+            tensors = {name: its for name, its in model.state_dict().items() if torch.is_tensor(its)}
+            assert call(tensors) == 1  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "to_dense"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8), "dequantize"),
+    ],
+)
+def test_a_tensor_that_is_not_dense_is_told_what_makes_one(members: Members, make: Any, remedy: str) -> None:
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match=rf"'x' of .* memory: {remedy}\(\) makes"):
+        rtr.WeightStore("w").publish({"x": make()})

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import SerializationError
+from raytorchrpc.errors import SerializationError, TransferFailed
 from raytorchrpc.lanes.nng.offers import NngServer
+from raytorchrpc.process import this_process
 from raytorchrpc.rdt import transfer
 from raytorchrpc.rdt.transfer import Pull, Source
 from raytorchrpc.tensors.codec import Codec, Encoded
+from tests.freed import FREED, freed
 from tests.releases import skip_module_without
 from tests.unit.members import Members
 
@@ -188,6 +190,26 @@ def test_tensors_that_are_nowhere_are_refused_and_not_kept() -> None:
     with pytest.raises(rtr.ConfigurationError, match="carries tensors on cpu and cuda, not on meta: move them"):
         manager.extract_tensor_transport_metadata("object", [torch.ones(1), torch.ones(1, device="meta")])
     assert rtr.rdt.held() == before
+
+
+def test_a_tensor_whose_storage_was_freed_is_neither_kept_nor_sent(server: NngServer, elsewhere: Source) -> None:
+    for make in FREED.values():
+        with pytest.raises(SerializationError, match="has no memory: its storage was freed"):
+            transfer.keep("freed", [torch.ones(3), make()])
+    assert "freed" not in transfer._objects
+    transfer.keep("later", [torch.ones(3), later := torch.ones(9)[1:]])
+    kept = transfer.tensors_of("later", this_process.unique)
+    try:
+        freed(later)
+        for read in (kept.make_current, lambda: transfer._on_cpu(kept)):
+            with pytest.raises(SerializationError, match=r"\(8,\) of this object has no memory"):
+                read()
+    finally:
+        transfer.drop("later")
+    server.offer("object", lambda: value(torch.ones(3), torch.ones(2, 3)))
+    for make in FREED.values():
+        with pytest.raises(TransferFailed, match=r"a target of shape \(2, 3\) has no memory"):
+            Pull("object", elsewhere, False, [torch.zeros(3), make()]).wait(20)
 
 
 # --- DTensors in objects that Ray pickled before it knew of DTensors ---------------------------------------------
