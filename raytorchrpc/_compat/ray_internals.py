@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from raytorchrpc.errors import SerializationError
+
 
 def _worker() -> Any:
     from ray._private import worker
@@ -49,6 +51,13 @@ def session_check() -> Callable[[], bool]:
 
     now = session()
     return lambda: session() == now
+
+
+def uses_ray_client() -> bool:
+    """Whether this process has connected to a cluster as a Ray Client (``ray://``)."""
+    from ray.util.client import ray as client
+
+    return bool(client.is_connected())
 
 
 def actor_max_concurrency() -> int:
@@ -352,16 +361,35 @@ def wait_for_transport_metadata(ref: Any, timeout_s: float) -> bool:
     return manager.wait_for_tensor_transport_metadata(ref.hex(), timeout_s) is not None
 
 
+@functools.cache
 def cloudpickler() -> type[Any]:
-    """Ray's pickler class.
+    """Ray's pickler class, with its ``refusals`` for the codec.
 
     The stand-alone cloudpickle has its own table of classes pickled by value, so a class from the driver's ``__main__``
     would not be identical to the copy that came with the actor's code.
     """
     from ray import cloudpickle
 
-    pickler: type[Any] = cloudpickle.CloudPickler
-    return pickler
+    return type("CloudPickler", (cloudpickle.CloudPickler,), {"refusals": refusals()})
+
+
+@functools.cache
+def refusals() -> dict[type[Any], Callable[[Any], Any]]:
+    """By type, functions that raise SerializationError: for references, which may travel in Ray's own calls only.
+
+    A process that unpickles a reference elsewhere is unknown to the owner of the object, which is freed in its hands as
+    soon as the sender drops the reference. Ray's pickler prevents that: the sender never drops it.
+    """
+    import ray
+
+    def refuse(reference: Any) -> Any:
+        raise SerializationError(
+            f"Ray counts an {type(reference).__name__} only in its own calls, and would never free its object: pass "
+            f"its value, ray.get(ref), or make the call by Ray, handle.method.remote(...), to a method with "
+            f"@raytorchrpc.method(objectref=True) if its tensors are to bypass the object store"
+        )
+
+    return dict.fromkeys((ray.ObjectRef, ray.ObjectRefGenerator), refuse)
 
 
 _NAMESPACE = b"raytorchrpc"
