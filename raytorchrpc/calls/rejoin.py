@@ -224,9 +224,9 @@ def check_process() -> None:
     fork.check_process()
     if ray_internals.uses_ray_client():
         raise NotAMember(
-            "this process uses Ray Client (ray://): it is no process of the cluster, so it can neither form a group nor "
-            "be in one. Run the program in the cluster, as a job (`ray job submit`), or have a Ray actor or task do "
-            "there what needs the group"
+            "this process uses Ray Client (ray://): it is not in the cluster, so it can neither form a group nor be in "
+            "one. Run the program in the cluster, as a job (`ray job submit`), or have a Ray actor or task do what "
+            "needs the group"
         )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.rejoin import Rejoin
 from raytorchrpc.membership import restarted
 
@@ -67,3 +70,20 @@ def test_once_its_group_has_ended(listening: tuple[Rejoin, threading.Thread], re
     assert not ends(thread, 0.1)
     records[0] = after
     assert ends(thread)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: rtr.init_group([object()]),
+        rtr.get_group,
+        rtr.join,
+        lambda: rtr.rpc_sync("a").double(1),
+        lambda: rtr.Queue("q", home="a").put(1),
+        rtr.current_member,
+    ],
+)
+def test_a_ray_client_is_told_what_to_do(use: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_internals, "uses_ray_client", lambda: True)
+    with pytest.raises(rtr.NotAMember, match=r"uses Ray Client .*as a job .*or have a Ray actor or task do"):
+        use()
