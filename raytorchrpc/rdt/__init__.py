@@ -63,8 +63,8 @@ def _check_ray() -> None:
 async def get(refs: Any, timeout: float | None = None) -> Any:
     """Get objects without blocking the event loop: ``await raytorchrpc.rdt.get(ref)`` does what ``ray.get(ref)`` does.
 
-    For methods of async actors. Ray's own ``await ref`` and ``ref.future()`` do not support tensor transports: they fail,
-    or never return and hold up all other futures of Ray in this process for the transfer timeout.
+    For methods of async actors. Ray's own ``await ref`` and ``ref.future()`` do not support tensor transports: they
+    fail, or never return and hold up all other futures of Ray in this process for the transfer timeout.
     """
     return await threads.in_thread(ray.get, refs, timeout=timeout)
 

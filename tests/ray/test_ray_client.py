@@ -32,15 +32,20 @@ print(ray.get(ray.remote(num_cpus=0)(form).remote(), timeout=120))
 """
 
 
+def answers(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.slow
 def test_a_driver_by_ray_client_forms_its_group_in_a_task(cluster: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = ray.get_runtime_context().gcs_address
-    options = ["--address", address, "--host", "127.0.0.1", "--port", str(port)]
+    options = ["--address", address, "--host", "127.0.0.1", "--port", str(port), "--mode", "legacy"]
     server = subprocess.Popen([sys.executable, "-m", "ray.util.client.server", *options])
     try:
-        assert wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 60)
+        assert wait_until(lambda: answers(port), 60)
         script = Script(DRIVER, f"ray://127.0.0.1:{port}")
         try:
             ended, out, err = script.run()
