@@ -57,7 +57,7 @@ def uses_ray_client() -> bool:
     """Whether this process has connected to a cluster as a Ray Client (``ray://``)."""
     from ray.util.client import ray as client
 
-    return bool(client.is_connected())
+    return bool(_any(client).is_connected())
 
 
 def actor_max_concurrency() -> int:
@@ -300,7 +300,7 @@ def name_remedy(transport: str, remedy: str) -> None:
                 raise
             raise ValueError(f"{error}: {remedy}") from None
 
-    util.normalize_and_validate_tensor_transport = checked
+    _any(util).normalize_and_validate_tensor_transport = checked
 
 
 def reduce_for_transports(kind: type[Any], reduce: Callable[[Any], Any]) -> bool:

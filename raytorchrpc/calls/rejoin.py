@@ -225,8 +225,8 @@ def check_process() -> None:
     if ray_internals.uses_ray_client():
         raise NotAMember(
             "this process uses Ray Client (ray://): it is not in the cluster, so it can neither form a group nor be in "
-            "one. Run the program in the cluster, as a job (`ray job submit`), or have a Ray actor or task do what "
-            "needs the group"
+            "one; run the program in the cluster, as a job (`ray job submit`), or do what needs the group in a Ray "
+            "task or actor"
         )
 
 
