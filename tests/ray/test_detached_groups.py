@@ -98,7 +98,7 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     assert (
         "instead of a Ray task, or join one by its name" in said[0] and "init_group([...]) with this actor" in said[1]
     )
-    assert all("anywhere after raytorchrpc.get_group(name)" in text for text in said)
+    assert all("of a detached group are for any process of the cluster after get_group(name)" in text for text in said)
     assert [work.get(30), work.get(30)] == [1, 1]
     changes: queue.SimpleQueue[rtr.Change] = queue.SimpleQueue()
     group.on_change(changes.put)
