@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from raytorchrpc.errors import SerializationError
+
 
 def _worker() -> Any:
     from ray._private import worker
@@ -49,6 +51,13 @@ def session_check() -> Callable[[], bool]:
 
     now = session()
     return lambda: session() == now
+
+
+def uses_ray_client() -> bool:
+    """Whether this process has connected to a cluster as a Ray Client (``ray://``)."""
+    from ray.util.client import ray as client
+
+    return bool(_any(client).is_connected())
 
 
 def actor_max_concurrency() -> int:
@@ -276,6 +285,24 @@ def register_transport(name: str, devices: Sequence[str], manager: type[Any], da
         util.register_tensor_transport(name, list(devices), manager, data_type)
 
 
+def name_remedy(transport: str, remedy: str) -> None:
+    """Have Ray's error for naming this transport where it is not registered say what to do."""
+    from ray.experimental.rdt import util
+
+    check = util.normalize_and_validate_tensor_transport
+
+    @functools.wraps(check)
+    def checked(name: str) -> str:
+        try:
+            return check(name)
+        except ValueError as error:
+            if name.upper() != transport:
+                raise
+            raise ValueError(f"{error}: {remedy}") from None
+
+    _any(util).normalize_and_validate_tensor_transport = checked
+
+
 def reduce_for_transports(kind: type[Any], reduce: Callable[[Any], Any]) -> bool:
     """Where Ray takes the tensors out of an object for a transport, pickle objects of ``kind`` by ``reduce``.
 
@@ -352,16 +379,35 @@ def wait_for_transport_metadata(ref: Any, timeout_s: float) -> bool:
     return manager.wait_for_tensor_transport_metadata(ref.hex(), timeout_s) is not None
 
 
+@functools.cache
 def cloudpickler() -> type[Any]:
-    """Ray's pickler class.
+    """Ray's pickler class, with its ``refusals`` for the codec.
 
     The stand-alone cloudpickle has its own table of classes pickled by value, so a class from the driver's ``__main__``
     would not be identical to the copy that came with the actor's code.
     """
     from ray import cloudpickle
 
-    pickler: type[Any] = cloudpickle.CloudPickler
-    return pickler
+    return type("CloudPickler", (cloudpickle.CloudPickler,), {"refusals": refusals()})
+
+
+@functools.cache
+def refusals() -> dict[type[Any], Callable[[Any], Any]]:
+    """By type, functions that raise SerializationError: for references, which may travel in Ray's own calls only.
+
+    A process that unpickles a reference elsewhere is unknown to the owner of the object, which is freed in its hands as
+    soon as the sender drops the reference. Ray's pickler prevents that: the sender never drops it.
+    """
+    import ray
+
+    def refuse(reference: Any) -> Any:
+        raise SerializationError(
+            f"Ray counts an {type(reference).__name__} only in its own calls, and would never free its object: pass "
+            f"its value, ray.get(ref), or make the call by Ray, handle.method.remote(...), to a method with "
+            f"@raytorchrpc.method(objectref=True) if its tensors are to bypass the object store"
+        )
+
+    return dict.fromkeys((ray.ObjectRef, ray.ObjectRefGenerator), refuse)
 
 
 _NAMESPACE = b"raytorchrpc"

@@ -219,6 +219,17 @@ def _begin(actor_id: str) -> Rejoin:
         return _current
 
 
+def check_process() -> None:
+    """Raise NotAMember in a process that cannot be in any group, nor form one: a forked child, or a Ray Client."""
+    fork.check_process()
+    if ray_internals.uses_ray_client():
+        raise NotAMember(
+            "this process uses Ray Client (ray://): it is not in the cluster, so it can neither form a group nor be in "
+            "one; run the program in the cluster, as a job (`ray job submit`), or do what needs the group in a Ray "
+            "task or actor"
+        )
+
+
 def awaited(timeout_s: float | None) -> Awaited:
     """For a process outside any group: settled with the LocalMember that it becomes.
 
@@ -226,7 +237,7 @@ def awaited(timeout_s: float | None) -> Awaited:
     """
     if timeout_s is not None:
         checked_timeout(timeout_s)
-    fork.check_process()
+    check_process()
     actor_id = _actor_here()
     left = _was_member and (_current is None or _current.over)
     if actor_id is not None and runs_init(actor_id):
@@ -268,10 +279,11 @@ def _no_group(actor_id: str | None) -> str:
             f"this process is in no group: it formed group {name!r} without joining it. To call members from here, "
             f"pass include_driver=True to init_group, or call them through Ray, handle.method.remote()"
         )
+    by_itself = "or join one by its name, raytorchrpc.join(name), if it has GroupConfig(joinable_by='cluster')"
     if actor_id is not None:
-        return "this process is in no group: call raytorchrpc.init_group([...]) with this actor first"
+        return f"this process is in no group: call raytorchrpc.init_group([...]) with this actor first, {by_itself}"
     if ray_internals.runs_tasks():
-        return "this process is in no group: a Ray task cannot join one; make the call in an actor that is a member"
+        return f"this process is in no group: let an actor that is a member do this instead of a Ray task, {by_itself}"
     return (
         "this process is in no group: form one with raytorchrpc.init_group([...], include_driver=True), or join one "
         "with raytorchrpc.join()"

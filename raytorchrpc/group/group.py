@@ -21,7 +21,7 @@ from raytorchrpc.calls.member import current_local, process_member
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, checked_timeout, takes_timeout
 from raytorchrpc.calls.peers import Member, described, find, keys_of
-from raytorchrpc.calls.rejoin import formed_here
+from raytorchrpc.calls.rejoin import check_process, formed_here
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group.changes import Change
@@ -347,7 +347,7 @@ def get_group(name: str = "default") -> Group:
         >>> rtr.get_group().members[0].name
         'learner'
     """
-    fork.check_process()
+    check_process()
     _forget_ended(name)
     if name in _groups:
         return _groups[name]
@@ -405,7 +405,7 @@ def init_group(
         ...     [member.name for member in pair.members]
         ['learner', 'actor']
     """
-    fork.check_process()
+    check_process()
     config = GroupConfig.from_env() if config is None else config
     if not isinstance(config, GroupConfig):
         raise ConfigurationError(f"config is a GroupConfig, not {config!r}")
@@ -460,7 +460,7 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
         ...     with rtr.join(name="simulator"):
         ...         rtr.rpc_sync("learner").double(1)
     """
-    fork.check_process()
+    check_process()
     check_timeout(timeout)
     joining.enter(group, name, instance, timeout)
     info = _join.group_info()

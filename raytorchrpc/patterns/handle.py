@@ -130,7 +130,7 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     except NotAMember as error:
         if home is None:
             raise
-        hint = "a driver may use queues, topics and weights of a detached group after get_group(name)"
+        hint = "queues and the like of a detached group are for any process of the cluster after get_group(name)"
         raise NotAMember(f"{error}; {hint}") from None
     local = yield awaited
     return local, max(0.0, _wait_limit(local, timeout) - (time.monotonic() - since))

@@ -82,6 +82,8 @@ def _hint(why: str) -> str:
 
 def _check_answers(address: str) -> None:
     """Fail at once; Ray would retry for minutes. Raises ConfigurationError."""
+    if address.startswith("ray://"):
+        raise ConfigurationError(f"commands cannot use Ray Client ({address}): run them on a node of the cluster")
     host, _, port = address.rpartition(":")
     if host and "//" not in host:
         try:

@@ -17,6 +17,7 @@ import ray
 
 from raytorchrpc._compat import ray_internals, requirements
 from raytorchrpc.calls.scope import refuse_on_loop
+from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
 from raytorchrpc.rdt.transfer import TRANSPORT, held
 
@@ -34,7 +35,7 @@ def enable() -> None:
 
     Call it before you decorate an actor's methods with ``@ray.method(tensor_transport="TORCHRPC")``.
     ``@raytorchrpc.method(objectref=True)``, joining a group, and receiving such an ObjectRef call it themselves.
-    Idempotent; does not need a running Ray. Raises ConfigurationError if Ray is too old.
+    Idempotent; does not need a running Ray. Raises ConfigurationError if Ray is too old, and over Ray Client.
     """
     _check_ray()
     from raytorchrpc.rdt import transport
@@ -58,12 +59,18 @@ def load_where_possible() -> None:
 
 def _check_ray() -> None:
     requirements.require("objectrefs", ray.__version__)
+    if ray_internals.uses_ray_client():
+        raise ConfigurationError(
+            "objectref=True, raytorchrpc.rdt: Ray Client (ray://) has no tensor transports; run the program in the "
+            "cluster, as a job (`ray job submit`), or define and use such actors in a Ray task or actor"
+        )
 
 
 async def get(refs: Any, timeout: float | None = None) -> Any:
     """Get objects without blocking the event loop: ``await raytorchrpc.rdt.get(ref)`` does what ``ray.get(ref)`` does.
 
-    For methods of async actors. Ray's own ``await ref`` does not support tensor transports: it fails or never returns.
+    For methods of async actors. Ray's own ``await ref`` and ``ref.future()`` do not support tensor transports: they
+    fail, or never return and hold up all other futures of Ray in this process for the transfer timeout.
     """
     return await threads.in_thread(ray.get, refs, timeout=timeout)
 
@@ -85,3 +92,12 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
         ray_internals.wait_for_transport_metadata(ref, left)
     if missing:
         raise TimeoutError(f"{len(missing)} of {len(refs)} objects do not exist after {timeout:g} s")
+
+
+def _name_remedy() -> None:
+    if requirements.obstacle("objectrefs", ray.__version__) is None:
+        with contextlib.suppress(Exception):  # an alpha, as above: only the text of an error is at stake
+            ray_internals.name_remedy(TRANSPORT, "call raytorchrpc.rdt.enable() before, in the process that names it")
+
+
+_name_remedy()

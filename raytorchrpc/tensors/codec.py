@@ -8,6 +8,7 @@ without a copy and travel out of band; a lane decides how. The remaining bytes a
 from __future__ import annotations
 
 import ctypes
+import inspect
 import io
 import marshal
 import math
@@ -18,6 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy
@@ -128,7 +130,8 @@ def _take_rref(index: int) -> Any:
 
 class Codec:
     """Encodes with ``pickler`` as the base class: ``pickle.Pickler``, or a cloudpickle that also pickles functions and
-    classes by value. Thread-safe.
+    classes by value. Its attribute ``refusals``, if it has one, is a dict by type of functions that raise
+    SerializationError for an object which may not travel. Thread-safe.
     """
 
     def __init__(self, pickler: type[Any] = pickle.Pickler) -> None:
@@ -197,7 +200,7 @@ class Codec:
 
     def explain_argument(self, label: str, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> str:
         """The message for arguments of the call ``label`` that ``error`` kept from being pickled."""
-        for place, value in named_arguments(args, kwargs):
+        for place, value in _named_arguments(args, kwargs):
             if not self._can_encode(value):
                 return self.explain(f"{place} of {label}", value, error)
         return f"an argument of {label} cannot be pickled: {error}"
@@ -214,7 +217,7 @@ class Codec:
                 if failing is None:
                     break
                 path, part = path + failing[0], failing[1]
-        where = f", because of its {path.removeprefix('.')} ({_type(part)})" if path else ""
+        where = f", because of its {path.lstrip(' .')} ({_type(part)})" if path else ""
         return f"{what} ({_type(value)}) cannot be pickled{where}: {error}"
 
     def _can_encode(self, value: Any) -> bool:
@@ -257,6 +260,7 @@ def _is_interrupt(error: BaseException) -> bool:
 def _lifting(base: type[Any]) -> type[Any]:
     """Make a pickler class that replaces tensors and RRefs by their index, and leaves the rest to ``base``."""
     inherited = getattr(base, "reducer_override", None)
+    refusal_of = getattr(base, "refusals", {}).get
 
     class LiftingPickler(base):  # type: ignore[misc]
         tensors: list[torch.Tensor]
@@ -282,6 +286,8 @@ def _lifting(base: type[Any]) -> type[Any]:
                     rebuild, (buffer, *rest), *_ = reduced
                     if type(buffer) is pickle.PickleBuffer:  # pickle would restore it read-only
                         return rebuild, (pickle.PickleBuffer(_window(buffer.raw())), *rest)
+            if (refuse := refusal_of(type(obj))) is not None:
+                refuse(obj)
             if isinstance(obj, RREF_TYPE):
                 self.rrefs.append(obj)
                 return _take_rref, (len(self.rrefs) - 1,)
@@ -396,6 +402,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         return ((f"[{index}]", each) for index, each in enumerate(value[:_MAX_PARTS]))
     if isinstance(value, dict):
         return ((f"[{reprlib.repr(key)}]", each) for key, each in islice(value.items(), _MAX_PARTS))
+    if isinstance(value, FunctionType):
+        used = inspect.getclosurevars(value)
+        return ((f" variable {name!r}", each) for name, each in {**used.globals, **used.nonlocals}.items())
     own: Any = type(value).__reduce__  # whose error says more than a part would
     attributes = {} if isinstance(value, type) or own is not object.__reduce__ else getattr(value, "__dict__", {})
     return ((f".{name}", each) for name, each in islice(attributes.items(), _MAX_PARTS))
@@ -406,7 +415,7 @@ def _type(value: Any) -> str:
     return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Each argument with what errors call it."""
     yield from ((f"the {_ordinal(number)} argument", value) for number, value in enumerate(args, 1))
     yield from ((f"argument {name!r}", value) for name, value in kwargs.items())

@@ -140,16 +140,52 @@ def test_gradients_stay_behind_outside_a_context(members: Members) -> None:
     members.in_a(check)
 
 
-def test_rays_own_references_travel_in_arguments_and_results(members: Members) -> None:
+def test_handles_of_actors_travel_in_arguments_and_results(members: Members) -> None:
     def check(c: Any) -> None:
-        ref = ray.put("stored")
-        assert give("b", lambda: ray.get(ref)) == "stored"
-        assert ray.get(give("b", lambda: ray.put("by b"))) == "by b"
         assert give("b", lambda: ray.get(c.run.remote(os.getpid))) == ray.get(c.run.remote(os.getpid))
         assert give("b", lambda: rtr.rpc_sync(c).who()[0]) == "c"
         assert ray.get(give("b", lambda: c).run.remote(lambda: 7)) == 7
 
     members.in_a(check, members.c)
+
+
+def test_a_reference_of_ray_is_refused_wherever_it_is(members: Members) -> None:
+    """Ray would free its object too early or never."""
+
+    def check() -> None:
+        ref, b = ray.put(21), rtr.rpc_sync("b")
+        queue, topic = rtr.Queue("refs", home="b"), rtr.Topic("refs", home="b")
+        for send, place in (
+            (lambda: b.double(ref), r"the 1st argument of b\.double \(ray\.ObjectRef\) cannot be pickled"),
+            (lambda: rtr.rpc_async("b").double(x=ref), r"argument 'x' of b\.double \(ray\.ObjectRef\)"),
+            (lambda: rtr.remote("b").double([ref]), r"b\.double \(list\) .* because of its \[0\] \(ray\.ObjectRef\)"),
+            (lambda: b.give(lambda: ref), r"b\.give \(function\) .* because of its variable 'ref'"),
+            (lambda: give("b", lambda: {"x": ray.put(1)}), r"the result of b\.give \(dict\) .* because of its \['x'\]"),
+            (lambda: queue.put(ref), r"an item for queue 'refs' \(ray\.ObjectRef\)"),
+            (lambda: queue.put_many([1, [ref]]), r"an item for queue 'refs' \(list\) .* because of its \[1\]\[0\]"),
+            (lambda: topic.publish({"x": ref}), r"an item for topic 'refs' \(dict\) .* because of its \['x'\]"),
+        ):
+            with pytest.raises(rtr.SerializationError, match=f"{place}.*: Ray counts an ObjectRef only .*ray.get"):
+                send()
+        with pytest.raises(RuntimeError, match="SerializationError: Ray counts an ObjectRef only"):
+            rtr.remote("b").give(lambda: [ray.put(1)]).to_here()
+        assert queue.qsize() == 0 and b.double(ray.get(ref)) == 42
+
+    members.in_a(check)
+
+
+def test_an_actor_whose_handle_was_sent_outlives_the_senders_handle(members: Members) -> None:
+    def send() -> None:
+        peer = ray.remote(num_cpus=0)(Store).remote()
+        assert ray.get(peer.double.remote(1)) == 2
+        rtr.rpc_sync("b").keep([peer])
+
+    def use() -> Any:
+        ((peer,),) = insides.actor().take_kept()
+        return ray.get(peer.double.remote(21), timeout=30)
+
+    members.in_a(send)
+    assert ray.get(members.b.run.remote(use), timeout=60) == 42
 
 
 # --- the driver's __main__ -------------------------------------------------------------------------------------

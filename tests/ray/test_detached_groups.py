@@ -71,6 +71,15 @@ def count(a: Any) -> tuple[int, int]:
     return found
 
 
+def use(work: rtr.Queue) -> str:
+    """What a process outside the group is told first, and then does."""
+    with pytest.raises(rtr.NotAMember) as refused:
+        work.put(0)
+    rtr.get_group("lasting")
+    work.put(1)
+    return str(refused.value)
+
+
 def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     members: tuple[Any, Any], spawn: Spawn, caplog: pytest.LogCaptureFixture, kill_late: Callable[[], None]
 ) -> None:
@@ -83,7 +92,14 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
     with pytest.raises(rtr.NotAMember, match=r"in no group 'short' \(.*; detached groups of this cluster: lasting$"):
         rtr.get_group("short")
     group = rtr.get_group("lasting")
-    assert rtr.Queue("work", home="a").get(30) == "from the first driver"
+    work = rtr.Queue("work", home="a")
+    assert work.get(30) == "from the first driver"
+    said = ray.get([ray.remote(num_cpus=0)(use).remote(work), spawn(Peer).run.remote(use, work)], timeout=120)
+    assert (
+        "instead of a Ray task, or join one by its name" in said[0] and "init_group([...]) with this actor" in said[1]
+    )
+    assert all("of a detached group are for any process of the cluster after get_group(name)" in text for text in said)
+    assert [work.get(30), work.get(30)] == [1, 1]
     changes: queue.SimpleQueue[rtr.Change] = queue.SimpleQueue()
     group.on_change(changes.put)
     work = rtr.Queue("work", home="b")

@@ -204,7 +204,7 @@ def test_the_end_of_the_group_reaches_it(actors: dict[str, Any], in_child: Calla
 def test_any_process_of_the_cluster_joins_a_group_that_lets_it(
     actors: dict[str, Any], spawn: Spawn, latch: Callable[[], Latch]
 ) -> None:
-    """This driver, and an actor in a method that does not end."""
+    """This driver, a task, and an actor in a method that does not end."""
     busy, held = spawn(Peer), latch()
     config = rtr.GroupConfig(joinable_by="cluster")
     with rtr.init_group(actors, name="open", config=config) as group:
@@ -218,6 +218,12 @@ def test_any_process_of_the_cluster_joins_a_group_that_lets_it(
         running = busy.run.remote(loop)
         arrived = held.await_arrival()
         assert ray.get(actors["other"].run.remote(call, "loop", "double", 2)) == 4
+
+        def task() -> int:
+            with rtr.join("open", "task"):
+                return rtr.rpc_sync("loop").double(3)  # type: ignore[no-any-return]
+
+        assert ray.get(ray.remote(num_cpus=0)(task).remote(), timeout=60) == 6
         with rtr.join("open", "driver"):
             assert rtr.rpc_sync("loop").double(2) == 4
             assert ray.get(actors["other"].run.remote(lambda: [m.name for m in rtr.get_group("open").members])) == [

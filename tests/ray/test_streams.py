@@ -129,16 +129,3 @@ def test_a_coroutine_is_cancelled_along_its_chain(group: dict[str, Any]) -> None
     running = rtr.rpc_async("other").stay_at("looping")
     rtr.rpc_sync("looping").begun()
     assert running.cancel() and log_of("looping") == ["left"]
-
-
-# --- ObjectRefs ----------------------------------------------------------------------------------------------
-
-
-def test_an_argument_that_is_an_object_ref_is_refused_with_the_remedy(group: dict[str, Any]) -> None:
-    ref = ray.put(21)
-    with pytest.raises(rtr.SerializationError, match=r"the 1st argument of plain\.double is an ObjectRef.*get\(ref\)"):
-        rtr.rpc_sync("plain").double(ref)
-    with pytest.raises(rtr.SerializationError, match=r"argument 'x' of plain\.double is an ObjectRef"):
-        rtr.rpc_async("plain").double(x=ref)
-    assert rtr.rpc_sync("plain").double(ray.get(ref)) == 42
-    assert ray.get(rtr.rpc_sync("plain").double([ref])) == [21, 21], "a nested one stays a reference"

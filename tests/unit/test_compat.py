@@ -5,6 +5,8 @@ The names of Ray have theirs in tests/ray/test_compat.py, but for those that nee
 
 from __future__ import annotations
 
+import copyreg
+import io
 import json
 import subprocess
 import sys
@@ -15,15 +17,19 @@ from typing import Any
 
 import numpy
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import distributed_c10d
 
+import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals, torch_internals
+from raytorchrpc.errors import SerializationError
+from raytorchrpc.lanes.torchrpc.agent import RpcPickler
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance.peers import Process
-from tests.releases import obstacle
+from tests.releases import needs, obstacle
 
 ROOT = Path(__file__).parents[2]
 
@@ -278,6 +284,31 @@ def test_rays_pickler_takes_functions_by_value_and_lets_tensors_be_lifted() -> N
     assert len(encoded.tensors) == 1
     function, tensor = codec.decode(*encoded)
     assert function(1) == 3 and tensor.sum() == 3
+
+
+def test_rays_references_are_refused_by_every_pickler_of_messages() -> None:
+    """ray.ObjectRef and ray.ObjectRefGenerator: Ray's own reducer would have the sender keep the object for ever."""
+    ref, codec = ray.ObjectRef.nil(), Codec(ray_internals.cloudpickler())
+    torchs = RpcPickler(io.BytesIO())
+    torchs.dispatch_table = copyreg.dispatch_table.copy()
+    for encode in (codec.encode, torchs.dump):
+        with pytest.raises(
+            SerializationError, match=r"an ObjectRef only in its own calls, .* ray\.get\(ref\).*\.remote"
+        ):
+            encode([{"deep": ref}])
+    assert ray.ObjectRefGenerator in ray_internals.refusals()
+
+
+@needs("objectrefs")
+def test_ray_says_what_to_do_where_our_transport_is_not_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ray.experimental.rdt.util.normalize_and_validate_tensor_transport: without it Ray only says "Invalid"."""
+    from ray.experimental.rdt import util
+
+    monkeypatch.delitem(util.transport_manager_info, rtr.rdt.TRANSPORT, raising=False)
+    with pytest.raises(ValueError, match=r"TORCHRPC: call raytorchrpc\.rdt\.enable\(\)"):
+        ray.method(tensor_transport="torchrpc")(print)
+    with pytest.raises(ValueError, match=r"transport: OTHER$"):
+        ray.method(tensor_transport="other")(print)
 
 
 @pytest.mark.gpu

@@ -12,8 +12,6 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from ray import ObjectRef
-
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.client.future import call_back
@@ -44,7 +42,7 @@ from raytorchrpc.process.completion import Completion, nothing
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes, named_arguments
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
 
@@ -583,8 +581,6 @@ class OutgoingCalls:
             budget = self.budget(route.member.name, method, timeout)
         until = time.monotonic() + budget if route.same_clock else None
         keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
-        if (args and ObjectRef in map(type, args)) or (kwargs and ObjectRef in map(type, kwargs.values())):
-            raise _object_ref(f"{route.member.name}.{method}", args, kwargs or {})
         try:
             body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
         except SerializationError as error:
@@ -642,12 +638,3 @@ class OutgoingCalls:
             if not isinstance(failure, BaseException):
                 failure = decode_exception(self.codec, failure.body, label)
             threads.report(failure, f"the exception of a call of {label} was never retrieved: its future was dropped")
-
-
-def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SerializationError:
-    """The error for an argument that is an ObjectRef: Ray would pass its value, and we would pass the reference."""
-    which = next(name for name, value in named_arguments(args, kwargs) if type(value) is ObjectRef)
-    return SerializationError(
-        f"{which} of {label} is an ObjectRef, which direct calls do not resolve: pass ray.get(ref), or its method call "
-        f"as .remote(ref); to pass the reference itself, put it in a list: [ref]"
-    )

@@ -659,6 +659,8 @@ class RpcPickler(pickle.Pickler):
     _by_value: Any = None
 
     def reducer_override(self, obj: Any) -> Any:
+        if (refuse := ray_internals.refusals().get(type(obj))) is not None:
+            return refuse(obj)
         if self._by_value is None:
             if not isinstance(obj, (type, FunctionType)) or obj.__module__ != "__main__":
                 return NotImplemented

@@ -135,7 +135,9 @@ class Channel(Handle):
         try:
             return encode_items(local.codec, values, self._message_length)
         except SerializationError as error:
-            raise SerializationError(f"an item for {self.kind} {self._name!r} cannot be pickled: {error}") from error
+            value = values[0] if len(values) == 1 else values
+            why = local.codec.explain(f"an item for {self.kind} {self._name!r}", value, error)
+            raise SerializationError(why) from error
         except MemoryError as error:
             raise no_memory("this process", f"an item for {self.kind} {self._name!r}", error) from error
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.rejoin import Rejoin
 from raytorchrpc.membership import restarted
+from tests.releases import needs
 
 LONG_S = 30.0
 GROUP: Any = SimpleNamespace(credentials=SimpleNamespace(generation="1"))
@@ -67,3 +71,24 @@ def test_once_its_group_has_ended(listening: tuple[Rejoin, threading.Thread], re
     assert not ends(thread, 0.1)
     records[0] = after
     assert ends(thread)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: rtr.init_group([object()]),
+        rtr.get_group,
+        rtr.join,
+        lambda: rtr.rpc_sync("a").double(1),
+        lambda: rtr.Queue("q", home="a").put(1),
+        rtr.current_member,
+        pytest.param(rtr.rdt.enable, marks=needs("objectrefs")),
+        pytest.param(lambda: rtr.method(objectref=True)(lambda self: None), marks=needs("objectrefs")),
+    ],
+)
+def test_a_ray_client_is_told_what_to_do(use: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_internals, "uses_ray_client", lambda: True)
+    with pytest.raises(
+        (rtr.NotAMember, rtr.ConfigurationError), match=r"Ray Client .*as a job .* in a Ray task or actor"
+    ):
+        use()

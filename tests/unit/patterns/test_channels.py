@@ -677,7 +677,7 @@ def test_an_item_that_holds_an_rref_is_refused(members: Members, monkeypatch: py
         queue = made()
         encode = local.codec.encode
         monkeypatch.setattr(local.codec, "encode", lambda *args, **how: encode(*args, **how)._replace(rrefs=[None]))
-        with pytest.raises(rtr.SerializationError, match="'q' cannot be pickled: an item holds an RRef"):
+        with pytest.raises(rtr.SerializationError, match=r"'q' \(type\) cannot be pickled: an item holds an RRef"):
             queue.put(object)
         monkeypatch.undo()
         assert queue.qsize() == 0

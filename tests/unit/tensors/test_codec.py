@@ -13,7 +13,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -640,6 +640,7 @@ def message(*args: Any, **kwargs: Any) -> str:
 
 
 LOCK = threading.Lock()
+
 WHY = ": TypeError: cannot pickle '_thread.lock' object"
 
 
@@ -676,3 +677,34 @@ def test_an_object_that_holds_itself_ends_the_search() -> None:
     loop: list[Any] = [LOCK]
     loop.insert(0, loop)
     assert message(loop).startswith("the 1st argument of b.double (list) cannot be pickled, because of its [0]")
+
+
+class Counted:
+    """No message may hold one."""
+
+
+def refuse(counted: Counted) -> None:
+    raise SerializationError("not counted here")
+
+
+class Counting(ByValue):
+    refusals: ClassVar = {Counted: refuse}
+
+
+def test_what_a_pickler_refuses_is_refused_wherever_it_is() -> None:
+    codec, counted = Codec(Counting), Counted()
+
+    def uses() -> Any:
+        return counted
+
+    for value, where in (
+        (counted, ""),
+        ([1, {"x": (counted,)}], ", because of its [1]['x'][0]"),
+        (Holder((torch.ones(1), counted)), ", because of its held[1]"),
+        ([uses], ", because of its [0] variable 'counted'"),
+    ):
+        with pytest.raises(SerializationError) as raised:
+            codec.encode(value)
+        part = f"{where} ({__name__}.Counted)" if where else ""
+        assert codec.explain("it", value, raised.value).endswith(f" cannot be pickled{part}: not counted here")
+    assert through(Holder(1), codec).held == 1, "the others go on as before"
