@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
-import torch.distributed as dist
 
 import raytorchrpc as rtr
 from tests import insides
@@ -246,27 +243,6 @@ def test_one_of_each_host_pulls_and_the_others_from_it(
         ray.get(here_again, timeout=60)
 
 
-def test_a_process_group_can_carry_them(actors: dict[str, Any], request: Any, tmp_path: Path) -> None:
-    store = store_in_learner(request)
-
-    def carry(version: int, tensors: Any) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, 0)
-
-    def enter(rank: int) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
-
-    def leave() -> None:
-        dist.destroy_process_group()
-
-    in_actor(actors["learner"], publish, store, 4)
-    ray.get([actors[name].run.remote(enter, rank) for rank, name in enumerate(("learner", "a"))], timeout=60)
-    sends = actors["learner"].run.remote(store.broadcast, carry)
-    assert in_actor(actors["a"], lambda: pull(store, 4, carry=carry)) == 4
-    assert ray.get(sends, timeout=60) == 4
-    ray.get([actors[name].run.remote(leave) for name in ("learner", "a")], timeout=60)
-
-
 def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
     dying = {name: spawn(Peer) for name in ("learner2", "reader")}
     group.add(dying)
@@ -274,10 +250,8 @@ def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, A
     in_actor(dying["learner2"], publish, store, 1)
 
     def begin_to_read() -> None:
-        def carry(version: int, tensors: Any) -> None:
-            time.sleep(60)
-
-        threading.Thread(target=store.pull, args=(filled(0.0),), kwargs={"carry": carry}, daemon=True).start()
+        view = store.view()
+        threading.Timer(60, view.release).start()
 
     def readers() -> int:
         return int(insides.at_home(store).pool.readers)

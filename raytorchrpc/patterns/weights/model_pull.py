@@ -27,7 +27,6 @@ from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 #: How many pulled versions a process remembers, the last ones.
 _REMEMBERED = 1024
@@ -160,10 +159,6 @@ _NOTHING = KnownLayout(0, [])
 #: How many plans a handle remembers, of the last pulls of different models, or with different options.
 _MOST_PLANS = 4
 
-#: Moves tensors by other means than the group's lanes, such as a collective: ``carry(version, tensors)`` sends them at
-#: the home, and fills them at the readers.
-Carry = Callable[[int, Sequence[torch.Tensor]], None]
-
 
 class PullMemory:
     """What the pulls of one handle leave for the next ones."""
@@ -194,11 +189,10 @@ class ModelPull:
         options: Options,
         lending: Callable[[Any], Any],
         wait: Callable[[int, float], Any],
-        carry: Carry | None,
     ) -> None:
         """``lending``: see ``keep_admission``. ``wait``: blocks until that version or a newer one is there."""
         self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
-        self._memory, self._options, self._carry = memory, options, carry
+        self._memory, self._options = memory, options
         self._lending, self._wait = lending, lending(wait)
         self._model = model
         self.has_begun = False  # whether some tensors may have been written
@@ -311,7 +305,7 @@ class ModelPull:
         self._requests.counter.begin_again()
         self._publishers = [source.home for source in sources]
         near = self._usable.begin(version, sources)
-        expected = self._memory.expected(self._options, near) if expects and self._carry is None else None
+        expected = self._memory.expected(self._options, near) if expects else None
         planned = expected or self._planned(near)
         pulls = self._pulls(sources, near, planned)
         try:
@@ -347,12 +341,12 @@ class ModelPull:
     ) -> dict[int, SourcePull]:
         """The pulls from the sources that are needed, by the source's number."""
         self._layouts = [its.plan.layout for its in planned] if planned else self._known_layouts(len(sources))
-        probable = self._device_type() if planned is None and self._carry is None else None
+        probable = self._device_type() if planned is None else None
         pulls: dict[int, SourcePull] = {}
         for number, source in enumerate(sources):
             its = None if planned is None else planned[number]
             if near[number] < UNUSED and (its is None or len(sources) == 1 or its.transfers):
-                known = None if its is None or its.converts or self._carry is not None else its.device_type
+                known = None if its is None or its.converts else its.device_type
                 pulls[number] = SourcePull(source, self._requests, self._layouts[number], its, known or probable)
         return pulls
 
@@ -397,10 +391,6 @@ class ModelPull:
 
     def _move(self, pulls: Mapping[int, SourcePull], version: int) -> None:
         """Bring the tensors that are planned into the model."""
-        if self._carry is not None:
-            pulls[0].expect()
-            self._carry_to_model(self._carry, pulls[0])
-            return
         bringing: dict[SourcePull, Iterator[None]] = {}
         for at, pull in enumerate(pulls.values()):
             bringing[pull] = pull.bring(caller_waits=not at)
@@ -499,17 +489,3 @@ class ModelPull:
         for number, selection in enumerate(selections or ()):
             if number in pulls:
                 pulls[number].planned = selection
-
-    def _carry_to_model(self, carry: Carry, pull: SourcePull) -> None:
-        """Have ``carry`` fill the model. Raises ConfigurationError unless the model has all tensors as published."""
-        assert pull.layout is not None and pull.lease is not None
-        targets, rows = self._request.targets, pull.layout.rows
-        for name, dtype, *_ in rows:
-            its = targets.get(name)
-            if its is None or not its.is_whole or DTYPE_NAMES[its.tensor.dtype] != dtype:
-                raise ConfigurationError(
-                    f"carry= brings whole tensors as published: the model needs all of {name!r}, as {dtype}"
-                )
-        with torch.no_grad():
-            carry(pull.lease.version, [targets[name].tensor for name, *_ in rows])
-        self._requests.counter.add(self._requests.counter.expected)

@@ -18,10 +18,10 @@ from raytorchrpc.calls.server.gates import keep_admission
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
-from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
+from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
 from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
+from raytorchrpc.patterns.weights.model_pull import ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
@@ -205,29 +205,6 @@ class WeightStore(Handle):
             local.weights.published(self._key, newest, draft.nbytes)
         return newest
 
-    def broadcast(self, carry: Carry, version: int | None = None) -> int:
-        """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.
-
-        Only at the home. Blocks as ``carry`` does.
-
-        Args:
-            carry: ``carry(version, tensors)`` gets the published copy in the order of publishing, for instance to
-                broadcast it in a process group. The tensors must have been sent when it returns.
-            version: None: the newest.
-        """
-        local = process_member()
-        self._check_unsharded("broadcast")
-        weights = self._at_home(local)
-        lease = weights.lease(local.me.rank, version, None, 0, None)
-        if lease is None:
-            raise NotFound(f"nothing has been published to {self.kind} {self._name!r} yet")
-        try:
-            snapshot = weights.pool.leased(lease.lease)
-            carry(lease.version, snapshot.tensors([(place, None) for place in range(len(snapshot.layout.specs))]))
-        finally:
-            weights.pool.release(lease.lease)
-        return lease.version
-
     def _at_home(self, local: LocalMember) -> PublishedWeights:
         if not run(self._bind(local)):
             raise ConfigurationError(
@@ -297,7 +274,6 @@ class WeightStore(Handle):
         only: Only | None = None,
         timeout: float | None = None,
         through_restarts: bool = False,
-        carry: Carry | None = None,
     ) -> int:
         """Bring a version into the model's tensors, in place; returns its number.
 
@@ -325,7 +301,6 @@ class WeightStore(Handle):
                 versions that they publish then, instead of raising PeerLost, NotFound or Empty. If the home was
                 restarted, this handle refers to its new store from then on, whose versions count from 1 again.
                 While it waits, the model may have tensors of two versions.
-            carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
         Raises:
             ConfigurationError: the model does not match; names up to ten tensors. Nothing is written.
@@ -341,7 +316,7 @@ class WeightStore(Handle):
             try:
                 run(self._bind(local, max(0.0, until - time.monotonic())))
                 options = Options.of(mapping, convert, strict, only)
-                return self._pull(local, model, version, since, until, options, carry)
+                return self._pull(local, model, version, since, until, options)
             except (PeerLost, NotFound, Empty, RpcTimeout) as error:
                 if not through_restarts or not self._follows(local, error, version, until):
                     raise
@@ -379,21 +354,16 @@ class WeightStore(Handle):
         since: int | None,
         until: float,
         options: Options,
-        carry: Carry | None,
     ) -> int:
         instance_id, failures = self._instance_id or 0, _pulled.failures
-        if carry is not None:
-            self._check_unsharded("carry=")
-            if converts_blocks(options.convert) or options.mapping or options.only:
-                raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
-        if carry is not None or (since is not None and not self._has_pulled(since, options)):
+        if since is not None and not self._has_pulled(since, options):
             since = None
         # Weights have no history, whatever autograd context asks for them.
         # No other method of the actor is to see a model that is filled in part.
         no_history = torch_internals.autograd_context(torch_internals.NO_CONTEXT)
         with no_history, pulling(local, self._key) as counter, keep_admission() as lending:
             requests = Requests(local, until, counter)
-            pull = ModelPull(requests, self, self._memory, model, options, lending, self.wait, carry)
+            pull = ModelPull(requests, self, self._memory, model, options, lending, self.wait)
             try:
                 counter.version = pulled = pull.bring(version, since)
             except BaseException:

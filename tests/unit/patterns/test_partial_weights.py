@@ -118,8 +118,6 @@ def test_names_have_to_be_the_same_among_those(members: Members) -> None:
     assert pulled(members, mine, only=["lora_a", "lora_v"], strict=False) == [0, 0, 1, 0]
     with pytest.raises(rtr.ConfigurationError, match="nearest are 'lora_b', 'lora_a'"):
         pulled(members, only="loar*")
-    with pytest.raises(rtr.ConfigurationError, match="carry= brings whole tensors"):
-        pulled(members, only="lora_*", carry=lambda version, tensors: None)
 
 
 def test_a_name_with_brackets_is_a_name(members: Members) -> None:

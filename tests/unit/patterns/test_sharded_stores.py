@@ -75,17 +75,11 @@ def test_shards_and_fused_parameters_of_a_store_with_one_home(members: Members) 
 
 
 def test_what_several_publishers_do_not_support_is_refused(members: Members) -> None:
-    def carry(version: int, tensors: Any) -> None:
-        raise AssertionError
-
     publish(members, 1.0, 1.0)
-    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="broadcast is for whole tensors"):
-        store().broadcast(carry)
-    with members.acting("home"):
-        with pytest.raises(rtr.ConfigurationError, match="carry= is for whole tensors"):
-            store().pull({"w": torch.zeros(6)}, carry=carry)
-        with pytest.raises(rtr.ConfigurationError, match="is published by a, b, not by 'home'"):
-            store().publish({"w": half(0, 1.0)})
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="clear is for whole tensors"):
+        store().clear()
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="is published by a, b, not by 'home'"):
+        store().publish({"w": half(0, 1.0)})
     with members.acting("b"), pytest.raises(rtr.ConfigurationError, match=r"'w' .* is a shard: name all members"):
         rtr.WeightStore("one").publish({"w": half(0, 1.0)})
 
