@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -37,16 +36,8 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
     equal_bits,
 )
-from raytorchrpc.process import threads
 from raytorchrpc.process.this_process import has_ended
-from raytorchrpc.tensors.cuda_streams import own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
-
-logger = logging.getLogger(__name__)
-
-#: Tensors that are converted at once. Other conversions wait for them.
-_AT_ONCE = 32
-_NO_RANK = -1
 
 KIND = "weight store"
 
@@ -170,34 +161,6 @@ def complete(
 def _shown(spec: TensorSpec, place: PlaceInWhole | None) -> str:
     shard = "" if place is None else f", at {place[1]} of {place[0]},"
     return f"{DTYPE_NAMES[spec.dtype]} {spec.shape}{shard} on {spec.device}"
-
-
-def convert_ahead(snapshot: Snapshot, before: Snapshot, pool: SnapshotPool) -> None:
-    """Begin to convert a snapshot, on a thread, as readers asked for the one before. Quick.
-
-    The thread that wrote the snapshot calls this. At most one version is converted for nobody.
-    """
-    if not before.asked:
-        return
-    asked, streams = list(before.asked), own_streams(snapshot.memory.pieces)
-    lease = pool.lease(snapshot, _NO_RANK, None)
-
-    def convert() -> None:
-        try:
-            with streams():
-                for at in range(0, len(asked), _AT_ONCE):
-                    if snapshot.retired:
-                        break
-                    snapshot.made(asked[at : at + _AT_ONCE])
-        except Exception as error:  # readers that ask for it are told
-            logger.debug("version %d of weights is not converted ahead: %s", snapshot.version, error)
-        finally:
-            pool.release(lease)
-
-    try:
-        threads.start(convert, name="raytorchrpc-convert")
-    except threads.ThreadShortage:
-        pool.release(lease)
 
 
 def lease_is_valid_until(until: float) -> float:
@@ -340,8 +303,6 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 for _ in range(0 if staged else len(self._versions) - self._keep):
                     self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
                 self._waits.settle(lambda wanted: wanted <= version, version)
-            if before is not None:
-                convert_ahead(snapshot, before, self.pool)
         return version
 
     def _memory_for(self, draft: Draft, layout: Layout) -> VersionMemory:

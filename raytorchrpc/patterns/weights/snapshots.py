@@ -181,7 +181,6 @@ class Snapshot:
         self._pool = pool
         self._converting = threading.Lock()
         self.converted: dict[str, VersionMemory] = {}
-        self.asked: dict[tuple[int, str | None], None] = {}  # what readers had converted
         self._handoffs = [handoff_streams(memory.pieces)]
 
     def make_current(self) -> None:
@@ -191,27 +190,24 @@ class Snapshot:
 
     def tensors(self, places: Places, regions: Sequence[Region] | None = None) -> list[torch.Tensor]:
         """These tensors, or a region of each, for this thread. Each conversion is made once. Raises OutOfBounds."""
-        converted = [place for place in places if place[1] is not None]
-        self.asked.update(dict.fromkeys(converted))
-        if converted:
-            found = self.made(places)
+        if any(conversion is not None for _, conversion in places):
+            whole = self._converted_tensors(places)
         else:  # without waiting while another thread converts
             self.make_current()
-            found = [self.memory.tensors[place] for place, _ in places]
+            whole = [self.memory.tensors[place] for place, _ in places]
         if regions is None:
-            return found
-        return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
+            return whole
+        return [cut(tensor, region) for tensor, region in zip(whole, regions, strict=True)]
 
-    def made(self, places: Places) -> list[torch.Tensor]:
-        """As ``tensors``, for conversions that no reader has asked for."""
+    def _converted_tensors(self, places: Places) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         with self._converting:
             self.make_current()  # not before: it also waits for what another thread has converted
-            found = [self._tensor(place, dtype, made) for place, dtype in places]
+            tensors = [self._tensor(place, conversion, made) for place, conversion in places]
             if made:
                 self._handoffs.append(handoff_streams(made))
                 self.note_own_reads()
-        return found
+        return tensors
 
     def read_deltas(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
         """Return the changed elements of these spans; see ``Deltas.read``."""
