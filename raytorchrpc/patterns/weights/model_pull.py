@@ -326,9 +326,6 @@ class ModelPull:
                     self._memory.plans = ()
                     return self._bring(version or found, None, sources)
                 self._make_plan(pulls, near)
-            for pull in pulls.values():
-                with self._asking(pull):
-                    pull.check_ties()
             self.has_begun = True
             self._move(pulls, found)
             return found

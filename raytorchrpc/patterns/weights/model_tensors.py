@@ -256,6 +256,18 @@ def check_writable(store: str, targets: Mapping[str, torch.Tensor]) -> None:
 T = TypeVar("T")
 
 
+def shadowed(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> frozenset[str]:
+    """Return those of the names whose memory a later one of them has, too.
+
+    ``load_state_dict`` writes one name after the other, so what it writes to these does not last.
+    """
+    last: dict[Any, str] = {}
+    ties = ties_of({name: tensor for name, tensor in tensors.items() if name in names})
+    for first, name in ties:
+        last[first] = name
+    return frozenset(name for first, name in ties if last[first] != name) | last.keys()
+
+
 def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
     """Return each further name of a tensor with its first one. Empty tensors are not compared."""
     addresses = list(map(torch.Tensor.data_ptr, tensors.values()))

@@ -73,16 +73,6 @@ def _additional_part(longer: Collection[str], shorter: Collection[str]) -> str |
     return None
 
 
-def tied_mismatch(names: tuple[str, str], parts: Sequence[str], what: str = "but differ as published") -> str:
-    """What is amiss if two names of one tensor are published apart. ``parts``: what the first one is made of."""
-    one, other = names
-    remedy = f"mapping={{{other!r}: {(parts[0] if len(parts) == 1 else list(parts))!r}}} and strict=False"
-    return (
-        f"{one!r} and {other!r} are one tensor in the model, {what}: give each a tensor of its own, or pull one into "
-        f"both with {remedy}"
-    )
-
-
 #: The argument ``only``: a glob, or several.
 Only = str | Sequence[str]
 #: The argument ``mapping``: names of the model -> the published name, or those of the parts of a fused parameter, in

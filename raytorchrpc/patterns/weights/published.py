@@ -23,7 +23,6 @@ from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.waits import ReplyLock, Waits
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
-from raytorchrpc.patterns.weights.model_tensors import ties_of
 from raytorchrpc.patterns.weights.relays import RelayPlan
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.snapshots import (
@@ -46,7 +45,7 @@ WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
 LAYOUT = "raytorchrpc.weights.layout"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
-DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
+DELTAS = "raytorchrpc.weights.deltas"
 HOLD = "raytorchrpc.weights.hold"
 #: Also of a member that relays.
 RELEASE = "raytorchrpc.weights.release"
@@ -68,7 +67,6 @@ class VersionLease(NamedTuple):
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
-    ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
 
 
 V = TypeVar("V")
@@ -288,15 +286,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             before = before if before is not None and before.layout is layout else None
             memory = self._memory_for(draft, layout)
             sources = list(tensors.values()) if tensors else memory.tensors
-            ties = ties_of(dict(enumerate(sources)))
             changed = self._changed(sources, version, before, carried)
             self._write(memory, sources, changed)
             deltas = None if before is None else self._deltas(memory, changed, version, before)
             if before is not None:
-                ties += [tie for tie in before.ties if carried.issuperset(tie)]
                 if carried or deltas:
                     before.note_own_reads()
-            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas, ties)
+            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
             with self._lock:
                 self._check_open()
                 self._versions[version], self._last = snapshot, version
@@ -423,7 +419,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             if found.deltas is not None and found.deltas.base == since:
                 deltas = found.deltas.counts()
         rows = None if its_layout.number == layout else its_layout.rows
-        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas, ties=found.ties)
+        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas)
 
     def serve_lease(
         self,
@@ -476,7 +472,6 @@ SERVICES = object_services(
         REPORT: PublishedWeights.serve_report,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
-        EQUAL: lambda weights, _, lease, pairs: weights.pool.leased(lease).equal(pairs),
         DELTAS: lambda weights, _, lease, spans: weights.pool.leased(lease).read_deltas(spans),
         HOLD: lambda weights, _, lease: weights.pool.hold(lease),
         RELEASE: Readable.release,

@@ -7,34 +7,24 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from raytorchrpc.lanes.base import Part, PartPlace, Parts
-from raytorchrpc.patterns.weights.model_tensors import Targets, ties_of
+from raytorchrpc.patterns.weights.model_tensors import Targets, shadowed
 from raytorchrpc.patterns.weights.plan import (
     KnownLayout,
     Options,
     Request,
     Transfer,
-    check_fits,
     plan,
-    tied_mismatch,
 )
-from raytorchrpc.patterns.weights.shards import Region, Row
+from raytorchrpc.patterns.weights.shards import Region
 from raytorchrpc.patterns.weights.snapshots import Place
 
 #: Devices between which readers of one host feed one another, and the least bytes of a pull for which they do.
 IN_TURN, WORTH_A_TURN = {"cuda"}, 256 << 20
-
-
-class Tie(NamedTuple):
-    """Two published tensors that go into one tensor of a model, whose elements therefore have to be equal."""
-
-    places: tuple[int, int]  # in the publisher's layout
-    names: tuple[str, str]  # in the model
-    parts: Sequence[str]  # what the first name is made of, by published names
 
 
 class Selection:
@@ -127,9 +117,9 @@ class Selection:
 class SourcePlan:
     """What a plan brings from one source."""
 
-    def __init__(self, number: int, layout: KnownLayout, transfers: Sequence[Transfer], ties: Sequence[Tie]) -> None:
-        """``number``: of the source in the plan. ``ties``: between its tensors."""
-        self.number, self.layout, self.transfers, self.ties = number, layout, transfers, ties
+    def __init__(self, number: int, layout: KnownLayout, transfers: Sequence[Transfer]) -> None:
+        """``number``: of the source in the plan."""
+        self.number, self.layout, self.transfers = number, layout, transfers
         self.nbytes = sum([transfer.nbytes for transfer in transfers])
         self.pieces: dict[str | None, list[Transfer]] = {}  # by conversion; see ``Snapshot.pieces``
         for transfer in transfers:
@@ -249,13 +239,21 @@ class PullPlan:
     """What pulls bring into models of one form, as long as the layouts stay the same."""
 
     def __init__(
-        self, options: Options, near: tuple[int, ...], sources: Sequence[SourcePlan], targets: Targets
+        self,
+        options: Options,
+        near: tuple[int, ...],
+        sources: Sequence[SourcePlan],
+        targets: Targets,
+        brought: frozenset[str],
+        shadowed_names: frozenset[str],
     ) -> None:
-        """``near``: how far each source is."""
+        """``near``: how far each source is. ``brought``: names of the model's tensors for which something comes, also
+        of those that are ``shadowed``.
+        """
         self.options, self.near, self.sources = options, near, sources
         self.names = {name for source in sources for names in source.names for name in names}
         """Of the model's tensors that it fills."""
-        self._form, self._ties = targets.form, ties_of(targets.tensors)
+        self._form, self._brought, self._shadowed = targets.form, brought, shadowed_names
         self._memories: tuple[tuple[Any, dict[Any, Any]], ...] = ()  # and what was worked out for each, the last first
 
     def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
@@ -277,7 +275,7 @@ class PullPlan:
         last = self._memories
         found = next((one for one in last if one[0] == targets.memory), None)
         if found is None:
-            if ties_of(targets.tensors) != self._ties:
+            if shadowed(targets.tensors, self._brought) != self._shadowed:
                 return None
             check(self.names)
             found = targets.memory, {}
@@ -291,52 +289,10 @@ def make_plan(
 ) -> PullPlan:
     """See ``plan.plan``. ``options``: of the pull. ``into``: the model's tensors."""
     transfers = plan(request, layouts, near, turn)
-    ties = _ties_of_plan(request, layouts, transfers)
-    sources = list(map(SourcePlan, range(len(layouts)), layouts, transfers, ties))
-    return PullPlan(options, near, sources, into)
-
-
-def _ties_of_plan(
-    request: Request, layouts: Sequence[KnownLayout], transfers: Sequence[Sequence[Transfer]]
-) -> list[list[Tie]]:
-    """For each publisher, the pairs of its tensors that go into one tensor of the model.
-
-    Raises ConfigurationError for a pair that no publisher can compare.
-    """
-    found: list[list[Tie]] = [[] for _ in layouts]
-    tied = ties_of({name: shard.tensor for name, shard in request.targets.items()})
-    brought = {transfer.target for its in transfers for transfer in its} if tied else set()
-    wrong: list[str] = []
-    for names in tied:
-        parts, others = (request.options.mapping.get(name, (name,)) for name in names)
-        if parts == others or not brought.issuperset(names):
-            continue
-        (_, *place), (_, *other_place) = (request.targets[name] for name in names)
-        rows = [layout.rows for layout in layouts]
-        ties = [_ties_at(its_rows, its, names, parts, others) for its_rows, its in zip(rows, transfers, strict=True)]
-        for its, more in zip(found, ties, strict=True):
-            its += more or ()
-        if None in ties or len(parts) != len(others) or place != other_place:
-            wrong.append(tied_mismatch(names, parts, "and no publisher can compare what is published for them"))
-    check_fits(request.store, wrong)
-    return found
-
-
-def _ties_at(
-    rows: Sequence[Row],
-    transfers: Sequence[Transfer],
-    names: tuple[str, str],
-    parts: Sequence[str],
-    others: Sequence[str],
-) -> list[Tie] | None:
-    """The pairs at one publisher; None if it has only one of a pair."""
-    places = {name: place for place, (name, *_) in enumerate(rows)}
-    brought = {transfer.place[0] for transfer in transfers if transfer.target in names}
-    found: list[Tie] = []
-    for part, other in zip(parts, others, strict=False):
-        one, two = places.get(part, -1), places.get(other, -1)
-        if one in brought or two in brought:
-            if min(one, two) < 0 or rows[one][3] != rows[two][3]:
-                return None
-            found.append(Tie((one, two), names, parts))
-    return found
+    brought = frozenset(transfer.target for its in transfers for transfer in its)
+    names = shadowed(into.tensors, brought)
+    lasting = (
+        [[transfer for transfer in its if transfer.target not in names] for its in transfers] if names else transfers
+    )
+    sources = list(map(SourcePlan, range(len(layouts)), layouts, lasting))
+    return PullPlan(options, near, sources, into, brought, names)

@@ -170,12 +170,10 @@ class Snapshot:
         changed: Sequence[int],
         pool: SnapshotPool,
         deltas: Deltas | None = None,
-        ties: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """The thread that wrote ``memory`` calls this. ``ties``: see ``ties_of``."""
+        """The thread that wrote ``memory`` calls this."""
         self.version, self.layout, self.memory, self.changed = version, layout, memory, changed
-        self.deltas, self.ties = deltas, ties
-        self._equal: dict[tuple[int, int], bool] = {}
+        self.deltas = deltas
         self.readers = 0
         self.retired = False
         self._pool = pool
@@ -237,17 +235,6 @@ class Snapshot:
         """Copy these tensors, or a region of each, into tensors of this process."""
         copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
         self.note_own_reads()
-
-    def equal(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-        """For each pair of places, return whether the tensors are equal bit for bit. Blocks; compares them once."""
-        for pair in pairs:
-            if pair not in self._equal:
-                held, its = (self.memory.tensors[place] for place in pair)
-                alike = held.dtype is its.dtype and held.shape == its.shape
-                self.make_current()
-                self._equal[pair] = alike and equal_bits([held], [its.to(held.device)])[0]
-                self.note_own_reads()
-        return [self._equal[pair] for pair in pairs]
 
     def note_own_reads(self) -> None:
         """Have the thread that writes to this memory next wait for what this thread's CUDA streams read of it."""

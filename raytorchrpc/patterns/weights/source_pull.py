@@ -24,9 +24,9 @@ from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes, takes_elements
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
-from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
+from raytorchrpc.patterns.weights.plan import KnownLayout
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
-from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Tie
+from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.process.completion import nothing
@@ -243,27 +243,6 @@ class SourcePull:
                 f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
                 f"pull again"
             )
-
-    # --- tied tensors --------------------------------------------------------------------------------------------
-
-    def check_ties(self) -> None:
-        """Raise ConfigurationError if tensors that are one in the model differ as published; may ask the home."""
-        if not (ties := self._doubtful()):
-            return
-        pairs = [tie.places for tie in ties]
-        if self._is_home:
-            equal = self.snapshot().equal(pairs)
-        else:
-            equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
-        both = zip(ties, equal, strict=True)
-        wrong = [tied_mismatch(tie.names, tie.parts) for tie, is_equal in both if not is_equal]
-        check_fits(self.requests.counter.store[0], wrong)
-
-    def _doubtful(self) -> list[Tie]:
-        """The pairs for one tensor of the model that the home has published as two tensors."""
-        ties = () if self.planned is None else self.planned.plan.ties
-        first = {place: one for one, place in self.leased.ties} if ties else {}
-        return [tie for tie in ties if len({first.get(place, place) for place in tie.places}) > 1]
 
     def snapshot(self) -> Any:
         return self.store._object(self._local).pool.leased(self.leased.lease)
