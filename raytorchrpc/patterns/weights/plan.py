@@ -102,16 +102,14 @@ def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join([*map(fnmatch.translate, globs), *literal]))
 
 
-def selected(
-    globs: tuple[str, ...], names: Collection[str], store: str, *, strict: bool = True, may_be_none: bool = False
-) -> list[str]:
+def selected(globs: tuple[str, ...], names: Collection[str], store: str, *, strict: bool = True) -> list[str]:
     """Return the names that match.
 
     Raises ConfigurationError, which names the nearest, for a glob that matches none; unless ``strict``, only if all do.
     """
     found = [name for name in names if selects(globs, name)]
     idle = [glob for glob in globs if glob not in names and not any(fnmatch.fnmatchcase(name, glob) for name in found)]
-    if idle and not may_be_none and (strict or not found):
+    if idle and (strict or not found):
         nearest = [near for glob in idle for near in difflib.get_close_matches(glob.strip("*"), names, 3, 0.0)]
         hint = f"; the nearest are {', '.join(map(repr, dict.fromkeys(nearest)))}" if nearest else ""
         raise ConfigurationError(

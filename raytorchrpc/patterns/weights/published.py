@@ -36,7 +36,6 @@ from raytorchrpc.patterns.weights.snapshots import (
     equal_bits,
 )
 from raytorchrpc.process.this_process import has_ended
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
 KIND = "weight store"
 
@@ -129,38 +128,6 @@ class Versions(Generic[V]):
             self._versions.clear()
 
 
-def complete(
-    tensors: Mapping[str, torch.Tensor],
-    places: Mapping[str, PlaceInWhole],
-    before: Snapshot | None,
-) -> tuple[dict[str, torch.Tensor], dict[str, PlaceInWhole], frozenset[int]]:
-    """Add the tensors of the version before. Returns all, the places of shards, and which are of the version before."""
-    if before is None:
-        raise ConfigurationError("only= takes the other tensors from the version before: publish all of them first")
-    layout = before.layout
-    known = {name: place for place, name in enumerate(layout.names)}
-    for name, tensor in tensors.items():
-        if name not in known:
-            raise ConfigurationError(f"{name!r} is not in the version before: publish all tensors, without only=")
-        place = known[name]
-        now = TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.device), places.get(name)
-        then = layout.specs[place], layout.places[place]
-        if now != then:
-            raise ConfigurationError(
-                f"{name!r} is {_shown(*now)}, and {_shown(*then)} in the version before: publish all tensors, without "
-                f"only="
-            )
-    held = dict(zip(layout.names, before.memory.tensors, strict=True))
-    carried = frozenset(place for place, name in enumerate(layout.names) if name not in tensors)
-    shards = {name: place for name, place in zip(layout.names, layout.places, strict=True) if place is not None}
-    return {**held, **tensors}, shards, carried
-
-
-def _shown(spec: TensorSpec, place: PlaceInWhole | None) -> str:
-    shard = "" if place is None else f", at {place[1]} of {place[0]},"
-    return f"{DTYPE_NAMES[spec.dtype]} {spec.shape}{shard} on {spec.device}"
-
-
 def lease_is_valid_until(until: float) -> float:
     """Until when a reader can rely on a lease, if its pull was to end at ``until``: clocks may differ a little."""
     return until + 0.75 * LINGER_S
@@ -245,7 +212,6 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         Versions.__init__(self, local, name)
         self.settings = settings
         self._keep, self._track = settings
-        self._partial = False  # whether some version has tensors of the version before
         self.relays = RelayPlan()
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
@@ -278,20 +244,15 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 self._check_open()
                 version = self._number(version)
                 before = next(reversed(self._versions.values()), None)
-            tensors, places, carried = draft.tensors, draft.places, frozenset[int]()
-            if draft.globs:  # all other tensors are those of the version before
-                tensors, places, carried = complete(tensors, places, before)
-                self._partial = True
-            layout = self._layout_of(tensors, places)
+            layout = self._layout_of(draft.tensors, draft.places)
             before = before if before is not None and before.layout is layout else None
             memory = self._memory_for(draft, layout)
-            sources = list(tensors.values()) if tensors else memory.tensors
-            changed = self._changed(sources, version, before, carried)
+            sources = list(draft.tensors.values()) if draft.tensors else memory.tensors
+            changed = self._changed(sources, version, before)
             self._write(memory, sources, changed)
             deltas = None if before is None else self._deltas(memory, changed, version, before)
-            if before is not None:
-                if carried or deltas:
-                    before.note_own_reads()
+            if before is not None and deltas:
+                before.note_own_reads()
             snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
             with self._lock:
                 self._check_open()
@@ -306,7 +267,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         if draft.memory is not None and draft.layout is not None and draft.layout.specs == layout.specs:
             return draft.memory
         memory = self.pool.memory(layout.specs)
-        if draft.has_copies and not draft.globs:
+        if draft.has_copies:
             for place, name in enumerate(layout.names):
                 memory.changed[place] = None
                 copy_tensors([memory.tensors[place]], [draft.tensors.pop(name)], self.pool.copy_bytes)
@@ -333,18 +294,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             known = self._layout = Layout(number, names, specs, wholes)
         return known
 
-    def _changed(
-        self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None, carried: frozenset[int]
-    ) -> list[int]:
+    def _changed(self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None) -> list[int]:
         """For each tensor, the version that its content was new in, bit for bit: torch counts not every write."""
-        if before is None or not (self._track or carried):
+        if before is None or not self._track:
             return [version] * len(sources)
         before.make_current()
-        compared = [place for place in range(len(sources)) if place not in carried] if self._track else []
-        held = before.memory.tensors
-        equal = equal_bits([sources[place] for place in compared], [held[place] for place in compared])
-        same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
-        return [old if place in same else version for place, old in enumerate(before.changed)]
+        equal = equal_bits(sources, before.memory.tensors)
+        return [old if is_equal else version for old, is_equal in zip(before.changed, equal, strict=True)]
 
     def _deltas(self, memory: VersionMemory, changed: Sequence[int], version: int, before: Snapshot) -> Deltas | None:
         """Find what has changed within tensors since the version before.
@@ -413,8 +369,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 return VersionLease(chosen, 0, its_layout.number, None, None)
             number = self.pool.lease(found, rank, lease_end(seconds))
         changed = deltas = None
-        knows_changes = self._track or self._partial
-        if knows_changes and since is not None and since < chosen and its_layout is self._layout:
+        if self._track and since is not None and since < chosen and its_layout is self._layout:
             changed = [place for place, new in enumerate(found.changed) if new > since]
             if found.deltas is not None and found.deltas.base == since:
                 deltas = found.deltas.counts()

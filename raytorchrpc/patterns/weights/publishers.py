@@ -37,10 +37,6 @@ _AHEAD = 2
 _SHOWN = 8
 
 
-#: Of a version that is published in part: the globs, and the version that all other tensors are from. Else None.
-Carried = tuple[tuple[str, ...], int] | None
-
-
 class Committed(NamedTuple):
     """A version that all publishers have."""
 
@@ -56,13 +52,6 @@ class Publisher(NamedTuple):
     instance: int  # of its shards
 
 
-class _Staged(NamedTuple):
-    """A version that some publishers have."""
-
-    carried: Carried
-    instances: dict[int, int]  # by publisher: the instance of its shards
-
-
 def shards_name(store: str, instance: int | None) -> str:
     """The name of each publisher's shards. A new store of the same name has new ones."""
     return f"{store} {instance}"
@@ -76,7 +65,8 @@ class Coordinator(Versions[Committed]):
         super().__init__(local, name)
         self.settings = settings
         self._keep, self._publishers = settings[0], settings[2]
-        self._staged: dict[int, _Staged] = {}
+        self._staged: dict[int, dict[int, int]] = {}
+        """By version that some publishers have, and by publisher: the instance of its shards."""
         self._vain: set[int] = set()
         """Versions above ``_void`` that will never exist: not all publishers have kept what they had staged."""
         self._present: dict[int, Publisher] = {}
@@ -94,50 +84,28 @@ class Coordinator(Versions[Committed]):
             self._note(publisher)
             return max(self._void, self._newest(), last) + 1, self._kept(publisher.number)
 
-    def staged(
-        self, publisher: Publisher, version: int, until: float, carried: Carried = None
-    ) -> list[int] | DeferredReply:
+    def staged(self, publisher: Publisher, version: int, until: float) -> list[int] | DeferredReply:
         """Note that a publisher has its shards of a version; returns the versions that it has to keep.
 
-        Answers later if it is far ahead of the others. Raises ConfigurationError if another has carried other tensors.
+        Answers later if it is far ahead of the others.
         """
         with self._lock:
             self._check_open()
             self._note(publisher)
             self._highest = max(self._highest, version)
             if version > max(self._void, self._newest()) and version not in self._vain:
-                there = self._staged.setdefault(version, _Staged(carried, {}))
-                if carried != there.carried:
-                    self._void_one(version)
-                    raise self._other_parts(publisher.number, version, carried, there)
-                there.instances[publisher.number] = publisher.instance
-                if len(there.instances) == len(self._publishers):
-                    self._commit(version, there.instances)
+                instances = self._staged.setdefault(version, {})
+                instances[publisher.number] = publisher.instance
+                if len(instances) == len(self._publishers):
+                    self._commit(version, instances)
                     self._lock.after(self._tell_publishers, next(iter(self._versions)), publisher.number)
             mine = self._staged_by(publisher.number)
             if version in mine and len(mine) > _AHEAD:
                 return self._await_others(publisher.number, version, until)
             return self._kept(publisher.number)
 
-    def _other_parts(self, publisher: int, version: int, carried: Carried, there: _Staged) -> ConfigurationError:
-        mine, its = (
-            "all tensors" if given is None else f"only={list(given[0])} and the others of version {given[1]}"
-            for given in (carried, there.carried)
-        )
-        return ConfigurationError(
-            f"version {version} of weight store {self._name!r} will not exist: {self._publishers[publisher]!r} "
-            f"publishes {mine}, but {self._publishers[min(there.instances)]!r} {its}; publish all tensors next, and "
-            f"then the same only= at every publisher"
-        )
-
-    def _void_one(self, version: int) -> None:
-        """This version will not exist: nobody keeps it, and nobody waits after it."""
-        if self._staged.pop(version, None) is not None:
-            self._vain.add(version)
-        self._behind.settle(version.__eq__)
-
     def _staged_by(self, publisher: int) -> list[int]:
-        return [number for number, there in self._staged.items() if publisher in there.instances]
+        return [version for version, instances in self._staged.items() if publisher in instances]
 
     def _note(self, publisher: Publisher) -> None:
         before = self._present.get(publisher.number)
@@ -165,18 +133,19 @@ class Coordinator(Versions[Committed]):
         self._versions[version] = Committed(version, instances)
         while len(self._versions) > self._keep:
             self._versions.popitem(last=False)
-        self._staged = {number: there for number, there in self._staged.items() if number > version}
+        self._staged = {number: instances for number, instances in self._staged.items() if number > version}
         self._vain = {number for number in self._vain if number > version}
         self._waits.settle(lambda wanted: wanted <= version, version)
         self._behind.settle()
 
     def _await_others(self, publisher: int, version: int, until: float) -> DeferredReply:
         first = min(self._staged_by(publisher))
-        late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first].instances]
+        late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first]]
 
         def give_up() -> tuple[None, RpcTimeout]:
-            if version in self._staged:  # each one that is in vain takes memory
-                self._void_one(version)
+            if self._staged.pop(version, None) is not None:  # each one that is in vain takes memory
+                self._vain.add(version)
+            self._behind.settle(version.__eq__)
             return None, RpcTimeout(
                 f"weight store {self._name!r}: {self._publishers[publisher]!r} has published version {version}, "
                 f"but {', '.join(late)} not even version {first}; every publisher has to publish each version"
@@ -321,9 +290,8 @@ def stage(
             weights.keep(kept)
             version = number if version is None else version
         with weights.asking():
-            carried = (draft.globs, max(weights.kept, default=0)) if draft.globs else None
             weights.publish(draft, version, staged=True)
-            kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
+            kept = yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)
         weights.keep(kept)
     return version
 
@@ -411,8 +379,8 @@ _SETTING_NAMES = ("keep", "track", "publishers")
 KINDS = {KIND: Kind(_open, _SETTING_NAMES), SHARDS: Kind(_open_shards, _SETTING_NAMES)}
 SERVICES = object_services(
     {
-        STAGED: lambda store, _, publisher, version, carried, wait_s: store.staged(
-            Publisher(*publisher), version, time.monotonic() + wait_s, carried
+        STAGED: lambda store, _, publisher, version, wait_s: store.staged(
+            Publisher(*publisher), version, time.monotonic() + wait_s
         ),
         LOOK: lambda store, _, version: store.look(version),
         NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),

@@ -159,7 +159,6 @@ class WeightStore(Handle):
         model: Model | Pairs,
         version: int | None = None,
         *,
-        only: Only | None = None,
         timeout: float | None = None,
     ) -> int:
         """Copy the model's tensors and make them the newest version; returns its number.
@@ -175,18 +174,16 @@ class WeightStore(Handle):
                 does not exist, and the next takes its number.
             version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
                 that it had not published yet never exist, and the next number is higher than theirs.
-            only: a name or glob, or several. Copies these tensors; all others are those of the version before, which
-                must have them all. Every publisher has to give the same; some may have none of these tensors.
             timeout: seconds to wait for other publishers, without the time that an iterable takes; None:
                 ``rpc_timeout_s``.
 
         Raises:
             ConfigurationError: this member does not publish to the store, something in the model is not a dense
-                tensor, an iterable has a name twice or no tensors, or another publisher has given another ``only``.
+                tensor, or an iterable has a name twice or no tensors.
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
         local, version = process_member(), checked_version("version", version)
-        draft, pairs = Draft(self._name, globs_of(only), self._publishers is not None), None
+        draft, pairs = Draft(self._name, self._publishers is not None), None
         if are_pairs(model):
             pairs = model
         else:

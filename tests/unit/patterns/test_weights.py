@@ -41,7 +41,7 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Published
 
 
 def publish(weights: PublishedWeights, tensors: dict[str, torch.Tensor], version: int | None = None) -> int:
-    draft = Draft("w", (), False)
+    draft = Draft("w", False)
     draft.take(tensors)
     return weights.publish(draft, version)
 
