@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from raytorchrpc.patterns.weights.model_tensors import (
     check_writable,
     shards_of,
 )
-from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, plan
+from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
@@ -64,14 +64,8 @@ class PulledVersions:
                 del self._versions[pulled]
 
 
-#: A publisher that has not answered after this time is silent: the pull tries to do without it (seconds).
-PATIENCE_S = 0.25
 #: The distance of a source that is not used.
 UNUSED = 9
-
-
-class Silent(Exception):
-    """A publisher does not answer. Never leaves a pull."""
 
 
 class _Unexpected(Exception):
@@ -81,19 +75,18 @@ class _Unexpected(Exception):
 class UsableSources:
     """The sources that one pull uses, by the thread that pulls."""
 
-    def __init__(self, local: LocalMember, silent: set[Source]) -> None:
-        """``silent``: publishers that have not answered earlier pulls, and have not since; shared by all pulls."""
-        self._local, self._silent = local, silent
+    def __init__(self, local: LocalMember) -> None:
+        self._local = local
         self._lost: dict[Source, NotFound | PeerLost] = {}
         self._version: int | None = None
-        self._several = self._waits = self._leaves_out = False
+        self._several = False
         self.asked: Source | None = None  # the source that raises what is raised now; None: it is not one of them
 
     def begin(self, version: int | None, sources: Sequence[Handle]) -> tuple[int, ...]:
         """Begin to bring a version; returns the distance of each source."""
         if version != self._version:  # a source that has lost one version may have the next
             self._lost = {source: error for source, error in self._lost.items() if isinstance(error, PeerLost)}
-        self._version, self._several, self._leaves_out = version, len(sources) > 1, False
+        self._version, self._several = version, len(sources) > 1
         return tuple(map(self._distance, sources))
 
     def _distance(self, handle: Handle) -> int:
@@ -104,38 +97,17 @@ class UsableSources:
                 peers.check_present(route)
             except PeerLost as error:
                 self._lost.setdefault(source, handle._home_lost(error))
-            if not self._waits and source in self._silent:
-                self._leaves_out = True
-                return UNUSED
         if source in self._lost:
             return UNUSED
         if route.member.rank == self._local.me.rank:
             return 0
         return 1 if route.member.node_id == self._local.me.node_id else 2
 
-    def silent(self, pulls: Sequence[SourcePull]) -> list[SourcePull]:
-        """Wait for ``PATIENCE_S`` for the leases that were asked for, if there is a choice; the pulls without."""
-        if self._waits or not self._several:
-            return []
-        until = time.monotonic() + PATIENCE_S
-        return [pull for pull in pulls if not pull.answers_within(max(0.0, until - time.monotonic()))]
-
-    def leave_out(self, pulls: Sequence[SourcePull]) -> None:
-        """Do without these from now on, until they have answered. Raises Silent."""
-        for pull in pulls:
-            self._silent.add(pull.source)
-            pull.abandon(partial(self._silent.discard, pull.source))
-        raise Silent
-
-    def can_do_without(self, error: Exception) -> bool:
-        """Note what a source has raised, or that the others do not have it all; whether to try once more."""
+    def can_do_without(self, error: NotFound | PeerLost) -> bool:
+        """Note what a source has raised; whether to try once more, without it."""
         asked, self.asked = self.asked, None
-        if isinstance(error, Silent):
-            self._waits = asked is None
-            return True
         if asked is None or asked in self._lost or not self._several:
             return False
-        assert isinstance(error, (NotFound, PeerLost))
         self._lost[asked] = error
         return True
 
@@ -144,10 +116,8 @@ class UsableSources:
         return next((error for error in self._lost.values() if isinstance(error, PeerLost)), None)
 
     def check_whole(self) -> None:
-        """The sources in use do not have it all: raise the reason, if others were left out."""
+        """The sources in use do not have it all: raise the reason, if others were lost."""
         self.asked = None
-        if self._leaves_out:
-            raise Silent
         if (error := self.peer_lost() or next(iter(self._lost.values()), None)) is not None:
             raise error.with_traceback(None)
 
@@ -165,7 +135,6 @@ class PullMemory:
 
     def __init__(self) -> None:
         self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
-        self.silent: set[Source] = set()  # publishers that have not answered
         self.committed: Committed | None = None  # what the last pull has found
 
     def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
@@ -196,7 +165,7 @@ class ModelPull:
         self._lending, self._wait = lending, lending(wait)
         self._model = model
         self.has_begun = False  # whether some tensors may have been written
-        self._usable = UsableSources(self._local, memory.silent)
+        self._usable = UsableSources(self._local)
         self._publishers: list[str] = []
         self._layouts: list[KnownLayout | None] = []
 
@@ -244,7 +213,7 @@ class ModelPull:
             chosen = version if committed is None else committed.version
             try:
                 return self._bring(chosen, since, sources_of(self._handle, committed))
-            except (NotFound, PeerLost, Silent) as error:
+            except (NotFound, PeerLost) as error:
                 left = self._requests.until - time.monotonic()
                 if not self._usable.can_do_without(error):
                     if isinstance(error, PeerLost) or version is not None or committed is None or left <= 0:
@@ -271,7 +240,9 @@ class ModelPull:
 
         try:
             return self._bring(None, since, sources_of(self._handle, last), is_committed)
-        except (NotFound, PeerLost, Silent, _Unexpected) as error:
+        except _Unexpected:
+            return None
+        except (NotFound, PeerLost) as error:
             if self.has_begun:  # the publishers that it has lost are not asked again
                 self._usable.can_do_without(error)
             self._usable.asked = None
@@ -316,7 +287,7 @@ class ModelPull:
                     return self._bring(version, since, sources, confirm, expects=False)
                 for number, pull in pulls.items():
                     pull.planned = planned[number]
-            found = self._lease(pulls, version, since, near)
+            found = self._lease(pulls, version, since)
             if confirm is not None and not confirm(pulls.values()):
                 raise _Unexpected
             if found == since:
@@ -363,18 +334,11 @@ class ModelPull:
             self._usable.asked = pull.source
             pull.ask(version, since, caller_waits=not at)  # this thread waits for the first
 
-    def _lease(
-        self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None, near: Sequence[int]
-    ) -> int:
+    def _lease(self, pulls: Mapping[int, SourcePull], version: int | None, since: int | None) -> int:
         """Take the lease of each source. Nothing is written before all have agreed. Returns the version."""
         alone, is_planned = len(pulls) == 1, all(pull.planned is not None for pull in pulls.values())
         if not is_planned:
             _ = self._request  # raises if the model is invalid, though there may be nothing to pull
-        silent: list[SourcePull] = []
-        while (still := self._usable.silent(silent or list(pulls.values()))) and self._requests.left():
-            if still != silent and self._can_plan(still, pulls, near):
-                self._usable.leave_out(still)
-            silent = still  # the others may only be slow
         found = version or 0
         for pull in pulls.values():
             self._usable.asked = pull.source
@@ -450,20 +414,6 @@ class ModelPull:
         check_writable(self._store, {name: its for name, its in self._targets.tensors.items() if name in names})
         if self._state is not None:
             check_lasting(self._store, self._model, self._state, names)
-
-    def _can_plan(self, silent: Collection[SourcePull], pulls: Mapping[int, SourcePull], near: Sequence[int]) -> bool:
-        """Whether the other sources, as far as they are used, have all that the model wants."""
-        if not self._options.strict:  # what those alone have would be left out unseen
-            return False
-        layouts: list[KnownLayout] = []
-        for number, known in enumerate(self._layouts):
-            pull = pulls.get(number)
-            layout = known if pull is None else pull.layout
-            layouts.append(_NOTHING if layout is None or pull in silent or near[number] == UNUSED else layout)
-        with suppress(ConfigurationError):
-            plan(self._request, layouts, near, self._local.me.rank)
-            return True
-        return False
 
     def _make_plan(self, pulls: Mapping[int, SourcePull], near: tuple[int, ...]) -> None:
         """Plan anew for the layouts that the sources have now. Raises ConfigurationError, or why some are left out."""

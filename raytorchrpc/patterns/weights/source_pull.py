@@ -131,7 +131,7 @@ class SourcePull:
         self._is_home = store._is_home(self._local)
         self._device_type = None if self._is_home else self._readable_in_place(self.home, device_type)
         self.memory = Window()  # that has come with the lease
-        self._had_turn = self._is_abandoned = False
+        self._had_turn = False
         self._asked: Future[Any] | None = None  # for the lease
 
     @property
@@ -175,16 +175,6 @@ class SourcePull:
         self._note_answer()
         return self.lease
 
-    def answers_within(self, seconds: float) -> bool:
-        """Wait for the answer to ``ask``, or its failure; False if there is none within this time."""
-        try:
-            if self._asked is not None:
-                self._asked.exception(seconds)
-                self._note_answer()
-        except RpcTimeout:
-            return False
-        return True
-
     def _note_answer(self) -> None:
         """Take the lease out of the answer, if one has come."""
         if self.lease is None and (answer := self.memory.result) is not None:
@@ -199,28 +189,17 @@ class SourcePull:
         elif lease.lease and (self.layout is None or self.layout.number != lease.layout):
             raise NotFound(f"the home of {self.requests.counter.store[0]!r} did not say what it has; pull again")
 
-    def abandon(self, answered: Callable[[], object] | None = None) -> None:
-        """Give the request for a lease up: a late answer writes nothing, and its lease ends before ``answered``."""
-        sent, self._asked = self._asked, None
-        self._is_abandoned = True
-
-        def late(sent: Future[Any]) -> None:
-            self._asked = sent
-            try:
-                self._release()
-            finally:
-                if answered is not None:
-                    answered()
-
-        if sent is not None:
-            sent.add_done_callback(late)
-
     def release(self) -> None:
-        """End the lease. Does not wait for the home's answer."""
-        if self._asked is not None and not self._asked.done():
-            self.abandon()
-        elif not self._is_abandoned:
+        """End the lease, also one that is still to come. Does not wait for the home's answer."""
+        sent, self._asked = self._asked, None
+        if sent is None:
             self._release()
+        else:
+            sent.add_done_callback(self._release_late)
+
+    def _release_late(self, sent: Future[Any]) -> None:
+        self._asked = sent
+        self._release()
 
     def _release(self) -> None:
         if self._asked is not None:
