@@ -10,17 +10,11 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.model_tensors import (
-    ModuleState,
-    Targets,
-    check_lasting,
-    check_writable,
-    shards_of,
+    ModelTensors,
 )
 from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
@@ -163,36 +157,11 @@ class ModelPull:
         self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
         self._memory, self._options = memory, options
         self._lending, self._wait = lending, lending(wait)
-        self._model = model
+        self._model = ModelTensors(model, store.name)  # looked at while the homes answer: that takes as long
         self.has_begun = False  # whether some tensors may have been written
         self._usable = UsableSources(self._local)
         self._publishers: list[str] = []
         self._layouts: list[KnownLayout | None] = []
-
-    # The model is looked at while the homes answer: that takes as long.
-
-    @cached_property
-    def _state(self) -> ModuleState | None:
-        return ModuleState.of(self._model) if isinstance(self._model, torch.nn.Module) else None
-
-    @cached_property
-    def _values(self) -> Any:
-        return self._model if self._state is None else self._state.saved
-
-    @cached_property
-    def _targets(self) -> Targets | None:
-        return Targets.of(self._values)
-
-    @cached_property
-    def _request(self) -> Request:
-        """What the model wants. Raises ConfigurationError for an invalid model."""
-        shards = shards_of(self._values, self._store)
-        request = Request.of(self._store, shards, self._options, self._publishers)
-        if isinstance(self._values, Mapping) and len(shards) < len(self._values):  # this process has nothing of some
-            absent = (str(name) for name in self._values if str(name) not in shards)
-            parts = (part for name in absent for part in self._options.mapping.get(name, (name,)))
-            request = request._replace(elsewhere=request.elsewhere.union(parts))
-        return request
 
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""
@@ -258,7 +227,7 @@ class ModelPull:
             if found is not None:
                 self._memory.committed = found
                 return found
-            shards_of(self._values, self._store)  # raises what would be wrong at any version
+            _ = self._model.shards  # raises what would be wrong at any version
             self._wait(1, self._requests.left())
 
     def _bring(
@@ -320,7 +289,7 @@ class ModelPull:
 
     def _device_type(self) -> str | None:
         """Of one of the tensors: others are probably on the same type of device."""
-        tensors = [] if self._targets is None else self._targets.tensors.values()
+        tensors = [] if self._model.targets is None else self._model.targets.tensors.values()
         return next((tensor.device.type for tensor in tensors), None)
 
     def _known_layouts(self, count: int) -> list[KnownLayout | None]:
@@ -378,9 +347,9 @@ class ModelPull:
 
     def _side_streams(self) -> SideStreams | None:
         """Streams for several sources: one comes over NVLink while another is copied within the GPU."""
-        if self._targets is None or not self._targets.tensors:
+        if self._model.targets is None or not self._model.targets.tensors:
             return None
-        device = next(iter(self._targets.tensors.values())).device
+        device = next(iter(self._model.targets.tensors.values())).device
         return SideStreams(device) if device.type == "cuda" else None
 
     @contextmanager
@@ -394,26 +363,31 @@ class ModelPull:
                 raise
             raise pull.store._home_lost(lost) from lost
 
+    @cached_property
+    def _request(self) -> Request:
+        """What the model wants. Raises ConfigurationError for an invalid model."""
+        values, shards = self._model.values, self._model.shards
+        request = Request.of(self._store, shards, self._options, self._publishers)
+        if isinstance(values, Mapping) and len(shards) < len(values):  # this process has nothing of some
+            absent = (str(name) for name in values if str(name) not in shards)
+            parts = (part for name in absent for part in self._options.mapping.get(name, (name,)))
+            request = request._replace(elsewhere=request.elsewhere.union(parts))
+        return request
+
     # --- the plan ------------------------------------------------------------------------------------------------
 
     def _planned(self, near: tuple[int, ...]) -> list[ModelSelection] | None:
         """What the plan of a pull before brings into this model from each source; None if none applies."""
-        if self._targets is None:
+        targets = self._model.targets
+        if targets is None:
             return None
         for known in self._memory.plans:
-            if known.near == near and (found := known.fill(self._targets, self._options, self._check)) is not None:
-                if self._state is not None and self._state.made:  # by state_dict(), perhaps in memory known before
-                    self._check(known.names)
+            if known.near == near and (found := known.fill(targets, self._options, self._model.check)) is not None:
+                if self._model.makes_tensors:
+                    self._model.check(known.names)
                 self._memory.remember(known)
                 return found
         return None
-
-    def _check(self, names: set[str]) -> None:
-        """Raise ConfigurationError for a tensor of the model that cannot be written, or to no effect."""
-        assert self._targets is not None
-        check_writable(self._store, {name: its for name, its in self._targets.tensors.items() if name in names})
-        if self._state is not None:
-            check_lasting(self._store, self._model, self._state, names)
 
     def _make_plan(self, pulls: Mapping[int, SourcePull], near: tuple[int, ...]) -> None:
         """Plan anew for the layouts that the sources have now. Raises ConfigurationError, or why some are left out."""
@@ -422,16 +396,16 @@ class ModelPull:
         if UNUSED in near and not self._options.strict:  # what those alone have would be left out unseen
             self._usable.check_whole()
         request = self._request
-        if self._targets is None:  # some tensor has no memory of its own
-            check_writable(self._store, {name: shard.tensor for name, shard in request.targets.items()})
-        assert self._targets is not None
+        if (targets := self._model.targets) is None:
+            self._model.check(request.targets)
+        assert targets is not None
         try:
-            made = make_plan(request, self._options, layouts, near, self._local.me.rank, self._targets)
+            made = make_plan(request, self._options, layouts, near, self._local.me.rank, targets)
         except ConfigurationError:
             if UNUSED in near:
                 self._usable.check_whole()
             raise
-        selections = made.fill(self._targets, self._options, self._check)
+        selections = made.fill(targets, self._options, self._model.check)
         self._memory.remember(made)
         for number, selection in enumerate(selections or ()):
             if number in pulls:

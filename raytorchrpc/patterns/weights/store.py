@@ -20,7 +20,6 @@ from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
-from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
 from raytorchrpc.patterns.weights.model_pull import ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
@@ -30,6 +29,7 @@ from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
 from raytorchrpc.patterns.weights.source_pull import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
+from raytorchrpc.patterns.weights.twins import Twins
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
 
@@ -140,7 +140,7 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._memory, self._prefetch_buffers = PullMemory(), BuffersByModel()
+        self._memory, self._twins = PullMemory(), Twins()
         self._publishers = publishers_of(self)
 
     @property
@@ -439,19 +439,18 @@ class WeightStore(Handle):
         only: Only | None = None,
         timeout: float | None = None,
     ) -> WeightPrefetch:
-        """Pull a version into buffers beside the model, on a thread; ``swap`` of the result has the model take it.
+        """Pull a version into a twin of the model, on a thread; ``swap`` of the result copies it into the model.
 
-        Returns at once, and leaves the model as it is. Copies to a GPU use a stream of their own. The buffers take as
-        much memory as the model. This handle keeps them for the next prefetches of the model, as long as the model
-        lives: use one handle for all of them. A model has one prefetch at a time.
+        Returns at once, and leaves the model as it is. Copies to a GPU use a stream of their own. The twin takes as
+        much memory as the model. This handle keeps it for the next prefetches of the model, as long as the model
+        lives: use one handle for all of them. A model has one prefetch at a time. In a store with ``track``, a prefetch
+        brings what differs from the version of the one before.
 
         Args:
-            model: a module, or tensors by name; see ``pull``. The buffers are like its tensors, or local shards.
+            model: a module, or tensors by name; see ``pull``. The twin is like its tensors, or local shards.
             version: see ``pull``.
             since: the version that the model has, and holds until ``swap``; see ``pull``. If it is still the newest,
-                nothing is brought, and ``swap`` has no effect. In a store with ``track``, brings what differs from the
-                version in the buffers: the one that the model had before the last ``swap``, if that prefetch had
-                ``since``, or the one that ``swap(in_place=True)`` copied.
+                nothing is brought, and ``swap`` has no effect.
             convert: see ``pull``.
             strict: see ``pull``.
             mapping: see ``pull``.
@@ -461,12 +460,11 @@ class WeightStore(Handle):
 
         Raises:
             ConfigurationError: this is not a model, a version is not a number, or the model has a prefetch that was
-                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result, and
-                so is what is wrong with the model, if it had a prefetch before.
+                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result.
         """
         version, since = checked_version("version", version), checked_version("since", since)
         options = {"convert": convert, "strict": strict, "mapping": mapping, "only": globs_of(only) or None}
-        return begin_prefetch(self, self._prefetch_buffers, model, version, since, timeout, options)
+        return begin_prefetch(self, self._twins, model, version, since, timeout, options)
 
     # --- memory --------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_tensors(members: 
         outside = {"w": foreign(6, 2), "own": torch.zeros(1)}
         assert store().pull(outside) == 1 and outside["own"].tolist() == [1.0]
         outside["own"].zero_()
-        assert store().prefetch(outside).swap(in_place=True) == 1 and outside["own"].tolist() == [1.0]
+        assert store().prefetch(outside).swap() == 1 and outside["own"].tolist() == [1.0]
 
 
 def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_numbers(members: Members, foreign: Any) -> None:
@@ -145,7 +145,7 @@ def test_a_swap_reaches_the_shard_that_a_model_has_by_then(members: Members, for
         prefetch = rtr.WeightStore("one").prefetch(model)
         prefetch.wait()
         model["w"]._local_tensor = torch.zeros(6, 2)
-        assert prefetch.swap(in_place=True) == 1 and model["w"].to_local().tolist() == [[1.0, 1.0]] * 6
+        assert prefetch.swap() == 1 and model["w"].to_local().tolist() == [[1.0, 1.0]] * 6
 
 
 @pytest.fixture
