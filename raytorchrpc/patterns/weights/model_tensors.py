@@ -158,6 +158,12 @@ class ModelTensors:
         return shards_of(self.values, self.store)
 
     @property
+    def device_type(self) -> str | None:
+        """Of one of the tensors: others are probably on the same type of device."""
+        tensors = {} if self.targets is None else self.targets.tensors
+        return next((tensor.device.type for tensor in tensors.values()), None)
+
+    @property
     def makes_tensors(self) -> bool:
         """Whether ``state_dict`` makes some of them, perhaps in memory that others had before."""
         return self._state is not None and bool(self._state.made)

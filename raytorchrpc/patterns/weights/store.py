@@ -27,7 +27,7 @@ from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
-from raytorchrpc.patterns.weights.source_pull import Requests
+from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.patterns.weights.twins import Twins
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
