@@ -14,9 +14,9 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.model_tensors import ModelTensors
-from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
+from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.source_lease import Requests, Source
 from raytorchrpc.patterns.weights.source_pull import SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
@@ -121,9 +121,9 @@ class PullMemory:
         self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
         self.committed: Committed | None = None  # what the last pull has found at the coordinator
 
-    def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
+    def expected(self, options: Options, distances: tuple[int, ...]) -> list[ModelSelection] | None:
         """See ``PullPlan.expected``; of the plan that was used last."""
-        plans = (plan.expected(options, near) for plan in self.plans)
+        plans = (plan.expected(options, distances) for plan in self.plans)
         return next((selections for selections in plans if selections is not None), None)
 
     def layouts(self, count: int) -> list[KnownLayout | None]:
@@ -180,7 +180,7 @@ class ModelPull:
 
         # Of the leases that it has, or is about to have.
         self._asks_for: int | None = None  # the version; None: the newest
-        self._near: tuple[int, ...] = ()  # how far each source is
+        self._distances: tuple[int, ...] = ()  # how far each source is
         self._may_expect = True  # that the model is the last one, in the same memory
         self._planned: list[ModelSelection] | None = None
         self._pulls: dict[int, SourcePull] = {}  # by the source's number
@@ -288,8 +288,8 @@ class ModelPull:
         before, self._pulls = self._pulls, {}
         try:
             self._requests.counter.begin_again()
-            self._near = self._usable.distances(self._asks_for, self._sources)
-            expected = self._memory.expected(self._options, self._near) if self._may_expect else None
+            self._distances = self._usable.distances(self._asks_for, self._sources)
+            expected = self._memory.expected(self._options, self._distances) if self._may_expect else None
             self._planned = expected or self._known_plan()
             self._pulls = self._pulls_of(self._planned)
             for at, pull in enumerate(self._pulls.values()):
@@ -317,7 +317,7 @@ class ModelPull:
         if (targets := self._model.targets) is None:
             return None
         for plan in self._memory.plans:
-            if plan.near != self._near:
+            if plan.distances != self._distances:
                 continue
             if (selections := plan.fill(targets, self._options, self._model.check)) is not None:
                 if self._model.makes_tensors:
@@ -335,7 +335,7 @@ class ModelPull:
         pulls: dict[int, SourcePull] = {}
         for number, source in enumerate(self._sources):
             selection = None if planned is None else planned[number]
-            if self._near[number] == UNUSED:
+            if self._distances[number] == UNUSED:
                 continue
             if selection is None or selection.transfers or len(self._sources) == 1:
                 known = None if selection is None or selection.plan.converts else selection.device_type
@@ -381,9 +381,9 @@ class ModelPull:
 
     def _make_plan(self) -> None:
         """Raises ConfigurationError, or why some sources are left out."""
-        used = [self._pulls.get(number) for number in range(len(self._near))]
+        used = [self._pulls.get(number) for number in range(len(self._distances))]
         layouts = [_NOTHING if pull is None or pull.lease.given is None else pull.lease.layout for pull in used]
-        if UNUSED in self._near and not self._options.strict:  # what those alone have would be left out unseen
+        if UNUSED in self._distances and not self._options.strict:  # what those alone have would be left out unseen
             self._usable.check_whole()
         request = self._request
         if (targets := self._model.targets) is None:
@@ -391,9 +391,9 @@ class ModelPull:
         assert targets is not None
         try:
             known = [layout or _NOTHING for layout in layouts]
-            plan = make_plan(request, self._options, known, self._near, self._local.me.rank, targets)
+            plan = make_plan(request, self._options, known, self._distances, self._local.me.rank, targets)
         except ConfigurationError:
-            if UNUSED in self._near:
+            if UNUSED in self._distances:
                 self._usable.check_whole()
             raise
         selections = plan.fill(targets, self._options, self._model.check)

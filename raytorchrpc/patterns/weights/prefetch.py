@@ -20,7 +20,7 @@ from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
 from raytorchrpc.patterns.weights.model_tensors import Model, ModelTensors
-from raytorchrpc.patterns.weights.plan import Options
+from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.twins import Twin, TwinForm, Twins, TwinSpec
 from raytorchrpc.process import fork
 from raytorchrpc.process.threads import ThreadShortage

@@ -92,13 +92,13 @@ class Versions(Generic[V]):
         if not self._versions:
             raise NotFound(f"version {version or 1} of {KIND} {self._name!r} is not there: none is published yet")
         chosen = self._newest() if version is None else version
-        if (found := self._versions.get(chosen)) is None:
+        if chosen not in self._versions:
             kept = ", ".join(map(str, self._versions))
             raise NotFound(
                 f"version {chosen} of {KIND} {self._name!r} is not there, or no longer (there: {kept}); a store with a "
                 f"larger keep= keeps more"
             )
-        return found
+        return self._versions[chosen]
 
     def _check_open(self) -> None:
         if self._broken is not None:
@@ -315,7 +315,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
         if not places or (self._is_readable(memory.whole) and not self._has_far_members()):
             return None
-        return find_deltas(before.version, places, *([its[place] for place in places] for its in (tensors, held)))
+        return find_deltas(before.version, places, *([memory[place] for place in places] for memory in (tensors, held)))
 
     def _is_readable(self, whole: torch.Tensor | None) -> bool:
         """Whether members of this host can copy from this memory; None: it is not one piece."""
@@ -350,8 +350,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         """Return a version (None: the newest), and the number and rows of its layout. Raises NotFound."""
         with self._lock:
             self._check_open()
-            found = self._find(version)
-        return found.version, found.layout.number, found.layout.rows
+            snapshot = self._find(version)
+        return snapshot.version, snapshot.layout.number, snapshot.layout.rows
 
     def lease(
         self, rank: int, version: int | None, since: int | None, layout: int, seconds: float | None
@@ -363,18 +363,18 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         with self._lock:
             if not self._versions and version is None:
                 return None
-            found = self._find(version)
-            chosen, its_layout = found.version, found.layout
+            snapshot = self._find(version)
+            chosen, leased_layout = snapshot.version, snapshot.layout
             if chosen == since:
-                return VersionLease(chosen, 0, its_layout.number, None, None)
-            number = self.pool.lease(found, rank, lease_end(seconds))
+                return VersionLease(chosen, 0, leased_layout.number, None, None)
+            number = self.pool.lease(snapshot, rank, lease_end(seconds))
         changed = deltas = None
-        if self._track and since is not None and since < chosen and its_layout is self._layout:
-            changed = [place for place, new in enumerate(found.changed) if new > since]
-            if found.deltas is not None and found.deltas.base == since:
-                deltas = found.deltas.counts()
-        rows = None if its_layout.number == layout else its_layout.rows
-        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas)
+        if self._track and since is not None and since < chosen and leased_layout is self._layout:
+            changed = [place for place, new in enumerate(snapshot.changed) if new > since]
+            if snapshot.deltas is not None and snapshot.deltas.base == since:
+                deltas = snapshot.deltas.counts()
+        rows = None if leased_layout.number == layout else leased_layout.rows
+        return VersionLease(chosen, number, leased_layout.number, rows, changed, deltas=deltas)
 
     def serve_lease(
         self,
@@ -384,19 +384,19 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         layout: int,
         seconds: float,
         device_type: str | None,
-        what: tuple[str, str] | None,
+        alike: tuple[str, str] | None,
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
         """Lease a version to a peer, with its memory if the peer can read all tensors in place on ``device_type``.
 
-        ``what``: the signature of a pull that is worth a turn, and its GPU.
+        ``alike``: the signature of a pull that is worth a turn, and its GPU.
         """
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
             return None
         if device_type is not None:  # it copies from here as fast; see ``_deltas``
             lease = lease._replace(deltas=None)
-        if what is not None and lease.lease and lease.rows is None and lease.changed is None:
-            turn = self.relays.take_turn(lease.version, *what, caller)
+        if alike is not None and lease.lease and lease.rows is None and lease.changed is None:
+            turn = self.relays.take_turn(lease.version, *alike, caller)
             if turn is not None:
                 return tuple(lease._replace(turn=(turn.source, turn.leads))), []
         if not lease.lease or device_type is None:
@@ -405,13 +405,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
     # --- relays --------------------------------------------------------------------------------------------------
 
-    def serve_advise(self, caller: int, what: tuple[Any, ...], pieces: int) -> tuple[int | bool | None, ...]:
-        """Return from where the caller pulls ``what``; see ``RelayPlan.ask``."""
-        return tuple(self.relays.ask(what, self._local.peers.route_back(caller).member.node_id, caller, pieces))
+    def serve_advise(self, caller: int, pulled: tuple[Any, ...], pieces: int) -> tuple[int | bool | None, ...]:
+        """Return from where the caller pulls it; see ``RelayPlan.ask``."""
+        return tuple(self.relays.ask(pulled, self._local.peers.route_back(caller).member.node_id, caller, pieces))
 
-    def serve_report(self, _: int, what: tuple[Any, ...], leader: int) -> None:
-        """Note that a leader could not pull ``what``. A reader reports a leader that has lost it."""
-        self.relays.failed(what, leader)
+    def serve_report(self, _: int, pulled: tuple[Any, ...], leader: int) -> None:
+        """Note that a leader could not pull it. A reader reports a leader that has lost it."""
+        self.relays.failed(pulled, leader)
 
     def lose(self, rank: int) -> None:
         super().lose(rank)

@@ -99,8 +99,8 @@ class Coordinator(Versions[Committed]):
                 if len(instances) == len(self._publishers):
                     self._commit(version, instances)
                     self._lock.after(self._tell_publishers, next(iter(self._versions)), publisher.number)
-            mine = self._staged_by(publisher.number)
-            if version in mine and len(mine) > _AHEAD:
+            staged = self._staged_by(publisher.number)
+            if version in staged and len(staged) > _AHEAD:
                 return self._await_others(publisher.number, version, until)
             return self._kept(publisher.number)
 
@@ -274,14 +274,14 @@ def stage(
         )
     until = time.monotonic() + wait_s
     yield from store._bind(local, wait_s)
-    mine = shards_of_publisher(store, local.me.name, None)
-    yield from mine._bind(local)
-    weights: PublishedShards = mine._object(local)
+    shards = shards_of_publisher(store, local.me.name, None)
+    yield from shards._bind(local)
+    weights: PublishedShards = shards._object(local)
     if pairs is not None:
         began = time.monotonic()
         weights.copy(draft, pairs, version)
         until += time.monotonic() - began
-    me = (publishers.index(local.me.name), local.incoming.token, mine._instance_id)
+    me = (publishers.index(local.me.name), local.incoming.token, shards._instance_id)
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())
         if version is None or weights.is_unsure:

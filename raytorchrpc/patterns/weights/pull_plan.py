@@ -13,14 +13,9 @@ import torch
 
 from raytorchrpc.lanes.base import Part, PartPlace, Parts
 from raytorchrpc.patterns.weights.model_tensors import Targets, shadowed
-from raytorchrpc.patterns.weights.plan import (
-    KnownLayout,
-    Options,
-    Request,
-    Transfer,
-    plan,
-)
+from raytorchrpc.patterns.weights.plan import Transfer, plan
 from raytorchrpc.patterns.weights.shards import Region
+from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.snapshots import Place
 
 #: Devices between which readers of one host feed one another, and the least bytes of a pull for which they do.
@@ -245,24 +240,24 @@ class PullPlan:
     def __init__(
         self,
         options: Options,
-        near: tuple[int, ...],
+        distances: tuple[int, ...],
         sources: Sequence[SourcePlan],
         targets: Targets,
         brought: frozenset[str],
         shadowed_names: frozenset[str],
     ) -> None:
-        """``near``: how far each source is. ``brought``: names of the model's tensors for which something comes, also
-        of those that are ``shadowed``.
+        """``distances``: how far each source is. ``brought``: names of the model's tensors for which something comes,
+        also of those that are ``shadowed``.
         """
-        self.options, self.near, self.sources = options, near, sources
+        self.options, self.distances, self.sources = options, distances, sources
         self.names = {name for source in sources for names in source.names for name in names}
         """Of the model's tensors that it fills."""
         self._form, self._brought, self._shadowed = targets.form, brought, shadowed_names
         self._memories: tuple[tuple[Any, list[Destination]], ...] = ()  # by ``Targets.memory``, the last one first
 
-    def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
+    def expected(self, options: Options, distances: tuple[int, ...]) -> list[ModelSelection] | None:
         """What a pull into the same model will bring from each source; of no use but to ask for it."""
-        if (options, near) != (self.options, self.near) or not self._memories:
+        if (options, distances) != (self.options, self.distances) or not self._memories:
             return None
         return self._selections(self._memories[0][1], {})
 
@@ -294,13 +289,18 @@ class PullPlan:
 
 
 def make_plan(
-    request: Request, options: Options, layouts: Sequence[KnownLayout], near: tuple[int, ...], turn: int, into: Targets
+    request: Request,
+    options: Options,
+    layouts: Sequence[KnownLayout],
+    distances: tuple[int, ...],
+    turn: int,
+    into: Targets,
 ) -> PullPlan:
     """See ``plan.plan``. ``options``: of the pull. ``into``: the model's tensors."""
-    by_source = plan(request, layouts, near, turn)
+    by_source = plan(request, layouts, distances, turn)
     brought = frozenset(transfer.target for transfers in by_source for transfer in transfers)
     hidden = shadowed(into.tensors, brought)
     if hidden:
         by_source = [[transfer for transfer in transfers if transfer.target not in hidden] for transfers in by_source]
     sources = list(map(SourcePlan, range(len(layouts)), layouts, by_source))
-    return PullPlan(options, near, sources, into, brought, hidden)
+    return PullPlan(options, distances, sources, into, brought, hidden)

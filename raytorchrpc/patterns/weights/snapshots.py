@@ -153,8 +153,8 @@ def equal_bits(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
             else:
                 differs = (as_copyable(one) != as_copyable(other)).any()
                 on_gpu.setdefault(one.device, []).append((place, differs))
-        for found in on_gpu.values():
-            for (place, _), differs in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True):
+        for flags in on_gpu.values():
+            for (place, _), differs in zip(flags, torch.stack([flag for _, flag in flags]).tolist(), strict=True):
                 equal[place] = not differs
     return equal
 
@@ -188,7 +188,7 @@ class Snapshot:
 
     def tensors(self, places: Places, regions: Sequence[Region] | None = None) -> list[torch.Tensor]:
         """These tensors, or a region of each, for this thread. Each conversion is made once. Raises OutOfBounds."""
-        if any(conversion is not None for _, conversion in places):
+        if any([conversion is not None for _, conversion in places]):
             whole = self._converted_tensors(places)
         else:  # without waiting while another thread converts
             self.make_current()
@@ -226,8 +226,8 @@ class Snapshot:
         names = dict.fromkeys(name for _, name in places) or (None,)
         memories = [self.memory if name is None else self.converted[name] for name in names]
         wholes = [memory.whole for memory in memories]
-        found = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
-        return found if len(found) == len(memories) else []
+        readable = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
+        return readable if len(readable) == len(memories) else []
 
     def copy_into(
         self, targets: Sequence[torch.Tensor], places: Places, regions: Sequence[Region] | None = None

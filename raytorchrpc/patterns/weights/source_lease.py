@@ -17,8 +17,8 @@ from raytorchrpc.errors import NotFound, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.plan import KnownLayout
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
+from raytorchrpc.patterns.weights.slices import KnownLayout
 
 #: A home, and the instance of what it has there.
 Source = tuple[str, int | None]

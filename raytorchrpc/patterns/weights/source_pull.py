@@ -20,10 +20,10 @@ from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.chained_pull import BETWEEN_HOSTS, ON_A_HOST, ChainedPull
 from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes, takes_elements
 from raytorchrpc.patterns.weights.feeds import Feeds
-from raytorchrpc.patterns.weights.plan import KnownLayout
 from raytorchrpc.patterns.weights.published import VersionLease
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection
 from raytorchrpc.patterns.weights.relays import Advice
+from raytorchrpc.patterns.weights.slices import KnownLayout
 from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
 from raytorchrpc.process.cuda_driver import identity_of
 

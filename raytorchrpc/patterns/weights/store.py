@@ -22,11 +22,12 @@ from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
 from raytorchrpc.patterns.weights.model_pull import ModelPull, PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.model_tensors import Model
-from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
+from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.patterns.weights.twins import Twins
@@ -234,8 +235,8 @@ class WeightStore(Handle):
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         yield from self._bind(local, wait_s)
-        left = max(0.0, until - time.monotonic())
-        return (yield from self._request(local, WAIT, (*self._address, version, left), left))  # type: ignore[no-any-return]
+        wait_s = max(0.0, until - time.monotonic())
+        return (yield from self._request(local, WAIT, (*self._address, version, wait_s), wait_s))  # type: ignore[no-any-return]
 
     def layout(self, version: int | None = None, *, timeout: float | None = None) -> StoreLayout:
         """Return names, dtypes, global shapes and shards of a version, without its tensors.
@@ -374,9 +375,11 @@ class WeightStore(Handle):
         """Whether a model of this process may have a version, as a pull with these options brings it."""
         return _pulled.has(self._instance_id or 0, version, options)
 
-    def _check_unsharded(self, what: str) -> None:
+    def _check_unsharded(self, operation: str) -> None:
         if self._publishers is not None:
-            raise ConfigurationError(f"{what} is for whole tensors of one home; {self._name!r} has several publishers")
+            raise ConfigurationError(
+                f"{operation} is for whole tensors of one home; {self._name!r} has several publishers"
+            )
 
     def view(self, version: int | None = None, *, only: Only | None = None, timeout: float | None = None) -> WeightView:
         """Return the tensors of a version for reading, without a copy where that is possible.
@@ -405,19 +408,19 @@ class WeightStore(Handle):
         local, wait_s = run(self._begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
-        found = view_in_place(self, local, version, globs, until, self.wait)
-        while isinstance(found, str):
+        view = view_in_place(self, local, version, globs, until, self.wait)
+        while isinstance(view, str):
             layout = describe(self, local, version, until, self.wait)
             names = selected(globs, layout, self._name)
             tensors = {name: tensor for name, tensor in layout.empty("cpu").items() if name in names}
-            left = max(0.0, until - time.monotonic())
+            seconds = max(0.0, until - time.monotonic())
             try:
-                self.pull(tensors, layout.version, only=names if globs else None, timeout=left)
-                found = WeightView(self._name, layout.version, tensors, found)
+                self.pull(tensors, layout.version, only=names if globs else None, timeout=seconds)
+                view = WeightView(self._name, layout.version, tensors, view)
             except NotFound:  # there is a newer one
-                if version is not None or not left:
+                if version is not None or not seconds:
                     raise
-        return found
+        return view
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""

@@ -13,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import Model, ModelTensors, ties_of
-from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
+from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams

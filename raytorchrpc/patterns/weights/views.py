@@ -19,7 +19,7 @@ from raytorchrpc.calls.options import OFTEN, CallOptions
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane, windows
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.plan import selected
+from raytorchrpc.patterns.weights.names import selected
 from raytorchrpc.patterns.weights.published import HOLD, RELEASE, lease_is_valid_until
 from raytorchrpc.patterns.weights.publishers import publishers_of
 from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
