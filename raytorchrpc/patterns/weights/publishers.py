@@ -21,7 +21,8 @@ from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
-from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, Versions
+from raytorchrpc.patterns.weights.published import PublishedWeights
+from raytorchrpc.patterns.weights.versions import KIND, Versions
 
 #: The shards of one publisher.
 SHARDS = "weight shards"

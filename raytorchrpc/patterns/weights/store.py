@@ -20,17 +20,19 @@ from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
-from raytorchrpc.patterns.weights.model_pull import ModelPull, PulledVersions, PullMemory
+from raytorchrpc.patterns.weights.model_pull import ModelPull
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
-from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
+from raytorchrpc.patterns.weights.published import WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.patterns.weights.twins import Twins
+from raytorchrpc.patterns.weights.versions import KIND
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
 
