@@ -107,7 +107,8 @@ class ModelPull:
         # What is to be pulled.
         self._wanted: int | None = None  # the version; None: the newest
         self._since: int | None = None
-        self._may_guess = memory.committed is not None
+        self._has_coordinator = publishers_of(store) is not None  # else the home alone decides which versions exist
+        self._may_guess = self._has_coordinator and memory.committed is not None
         self._is_newest: Callable[[], bool] | None = None
         """Of a guess: whether the version that the sources have leased is the newest one of the store."""
         self._committed: Committed | None = None
@@ -123,7 +124,7 @@ class ModelPull:
     def bring(self, version: int | None, since: int | None) -> int:
         """Bring a version into the model; returns its number. See ``WeightStore.pull``."""
         self._wanted, self._since = version, since
-        self._may_guess = self._may_guess and version is None and publishers_of(self._handle) is not None
+        self._may_guess = self._may_guess and version is None
         try:
             while self.state is not PullState.DONE:
                 self.advance()
@@ -154,7 +155,7 @@ class ModelPull:
         """A source has failed, or what it has: do without it, or with a newer version. Raises the error otherwise."""
         failed = next((pull for pull in self._pulls.values() if pull.failure is error), None)
         self._release()
-        is_guess, self._is_newest = self._is_newest is not None, None
+        is_guess, self._is_newest = self._has_coordinator and self._committed is None, None
         if is_guess and not self.has_begun:  # the coordinator may know better
             return PullState.FIND
         self._since = None
@@ -179,7 +180,7 @@ class ModelPull:
     def _find(self) -> PullState:
         """Find out which version to pull, and who has it. Waits for the first one."""
         self._asks_for, self._may_expect = self._wanted, True
-        if publishers_of(self._handle) is None:  # the home alone decides
+        if not self._has_coordinator:
             self._sources = [self._handle]
             return PullState.LEASE
         if self._may_guess and self._memory.committed is not None:
