@@ -93,6 +93,8 @@ def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """View a region of a contiguous tensor. Raises OutOfBounds."""
     offset, shape, strides = region
     if strides is None:
+        if not offset and shape == tensor.shape:
+            return tensor
         within(offset, math.prod(shape), tensor.numel())
         return tensor.view(-1)[offset : offset + math.prod(shape)].view(shape)
     last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
