@@ -22,7 +22,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process.cuda_driver import driver
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device
-from raytorchrpc.tensors.dtypes import as_copyable
+from raytorchrpc.tensors.dtypes import as_copyable, as_words
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 PART = 16 << 20
 #: Smaller tensors are copied together, through memory that torch keeps locked (bytes).
 _SMALL = 32 << 20
+#: From this size on, GPUs copy words: a thread of torch's kernel for many tensors moves four elements at a time, which
+#: uses the memory's speed only if they are large (bytes).
+_WORTH_WORDS = 1 << 20
 #: dtypes that all of torch's copies support; others are copied as integers. So is float16: a GPU that copies many
 #: tensors at once converts it to float32 and back, which changes some NaNs.
 _COMMON = frozenset({torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool})
@@ -257,7 +260,8 @@ def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Te
         between_gpus = target.is_cuda and tensor.is_cuda
         # Between GPUs, torch copies bfloat16 by way of float32, which changes the bits of some NaNs.
         as_is = tensor.dtype in _COMMON and not (between_gpus and tensor.dtype is torch.bfloat16)
-        pair = (target, tensor) if as_is else (as_copyable(target), as_copyable(tensor))
+        words = as_words(target, tensor) if between_gpus and tensor.nbytes >= _WORTH_WORDS else None
+        pair = words or ((target, tensor) if as_is else (as_copyable(target), as_copyable(tensor)))
         if between_gpus:
             on_gpu.setdefault(pair[0].dtype, []).append(pair)
         elif target.is_cuda and tensor.is_cpu:

@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights.published import PublishedWeights
-from raytorchrpc.patterns.weights.source_pull import SourcePull
+from raytorchrpc.patterns.weights.source_lease import Requests
 from tests import insides
 from tests.gpu.ends import ends
 from tests.insides import in_actor
@@ -164,12 +164,12 @@ def test_only_the_elements_that_have_changed(actors: dict[str, Any], reader: str
         return [torch.equal(target.cpu(), now.where(at, 77)) for target, now, at in targets]
 
     def as_if_far() -> None:
-        insides.saved.kept = SourcePull._readable_in_place, PublishedWeights._has_far_members
-        SourcePull._readable_in_place = lambda *_: None  # type: ignore[method-assign]
+        insides.saved.kept = Requests.is_readable, PublishedWeights._has_far_members
+        Requests.is_readable = lambda *_: False  # type: ignore[method-assign]
         PublishedWeights._has_far_members = lambda _: True  # type: ignore[method-assign]
 
     def as_it_is() -> None:
-        SourcePull._readable_in_place, PublishedWeights._has_far_members = insides.saved.kept  # type: ignore[method-assign]
+        Requests.is_readable, PublishedWeights._has_far_members = insides.saved.kept  # type: ignore[method-assign]
 
     both = actors["learner"], actors[reader]
     for actor in both:

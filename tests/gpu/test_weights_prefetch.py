@@ -52,7 +52,7 @@ def start(store: rtr.WeightStore) -> None:
     insides.saved.kept = store, Net(0.0, "cuda")
 
 
-def follow(version: int, in_place: bool) -> None:
+def follow(version: int) -> None:
     """Late reads of the memory before, and early ones of the memory after, each on the stream of the swap."""
     store, model = insides.saved.kept
     places = [layer.data_ptr() for layer in model.layers]
@@ -63,7 +63,7 @@ def follow(version: int, in_place: bool) -> None:
         assert handle.wait() == version
         torch.cuda._sleep(_LATE)
         before = torch.stack([layer.detach().max() for layer in model.layers])
-        assert handle.swap(in_place=in_place) == version
+        assert handle.swap() == version
         after = torch.stack([edge for layer in model.layers for edge in (layer.detach().min(), layer.detach().max())])
         # Its pull writes to the memory that is still to be read, or copied from, and so has to wait.
         following = store.prefetch(model, version)
@@ -73,16 +73,15 @@ def follow(version: int, in_place: bool) -> None:
         following.cancel()
     torch.cuda.synchronize()
     assert model.holds(version)
-    assert ([layer.data_ptr() for layer in model.layers] == places) is in_place
+    assert [layer.data_ptr() for layer in model.layers] == places
 
 
 def check(actors: dict[str, Any], home: str, reader: str, device: str) -> None:
-    for in_place in (False, True):
-        store = rtr.WeightStore(f"{home} {reader} {device} {in_place}", home=home)
-        in_actor(actors[reader], start, store)
-        for value in range(1, 6):
-            assert in_actor(actors[home], learn, store, value, device) == value
-            in_actor(actors[reader], follow, value, in_place)
+    store = rtr.WeightStore(f"{home} {reader} {device}", home=home)
+    in_actor(actors[reader], start, store)
+    for value in range(1, 6):
+        assert in_actor(actors[home], learn, store, value, device) == value
+        in_actor(actors[reader], follow, value)
 
 
 def test_on_one_gpu(actors: dict[str, Any]) -> None:

@@ -189,7 +189,7 @@ def test_the_next_group_has_other_objects(spawn: Spawn) -> None:
             store.version,
             lambda: store.publish(model),
             lambda: store.pull(model, since=5),
-            lambda: store.broadcast(lambda version, tensors: None),
+            store.clear,
         ]
         for use in uses:
             assert "has no" in not_found(use)

@@ -98,7 +98,7 @@ WAITS: dict[str, Callable[[Latch], Any]] = {
     "Subscription.get": lambda _: next(iter(rtr.Topic("news", home="two").subscribe())),
     "WeightStore.wait": lambda _: rtr.WeightStore("waited for", home="one").wait(1),
     "WeightStore.pull": lambda _: rtr.WeightStore("pulled", home="one").pull({"w": torch.zeros(2)}),
-    "prefetch": lambda _: rtr.WeightStore("fetched", home="one").prefetch({"w": torch.zeros(2)}).swap(in_place=True),
+    "prefetch": lambda _: rtr.WeightStore("fetched", home="one").prefetch({"w": torch.zeros(2)}).swap(),
 }
 END: dict[str, Callable[[], Any]] = {
     "Queue.get": lambda: rtr.Queue("empty", home="two").put(1),

@@ -41,7 +41,7 @@ def publish() -> int:
 
 def prefetch(home: str) -> int:
     prefetched = rtr.WeightStore("policy", home=home).prefetch({"w": torch.zeros(1000)})
-    return prefetched.swap(in_place=True)
+    return prefetched.swap()
 
 
 def test_perfetto_has_every_span_on_its_thread_and_every_arrow_at_its_method(

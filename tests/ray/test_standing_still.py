@@ -18,7 +18,7 @@ import raytorchrpc as rtr
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
-from raytorchrpc.patterns.weights.published import KIND
+from raytorchrpc.patterns.weights.versions import KIND
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import allowed, stands_still, suspend, wait_until

@@ -10,8 +10,8 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights import pull_plan, source_pull
-from raytorchrpc.patterns.weights.published import KIND
+from raytorchrpc.patterns.weights import chained_pull, pull_plan, source_pull
+from raytorchrpc.patterns.weights.versions import KIND
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import wait_until
@@ -26,8 +26,8 @@ BYTES = 4 * 4 * SIZE
 
 def take_turns(patience_s: float = 30.0) -> None:
     pull_plan.IN_TURN, pull_plan.WORTH_A_TURN = {"cpu"}, 1
-    source_pull.ON_A_HOST = source_pull.Pace(1 << 20, 64, 6)
-    source_pull.PATIENCE_S = patience_s
+    source_pull.ON_A_HOST = chained_pull.Pace(1 << 20, 64, 6)
+    chained_pull.PATIENCE_S = patience_s
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,17 @@ def pull_all(actors: dict[str, Any], store: rtr.WeightStore, value: int) -> None
 
 def pull_once_read(store: rtr.WeightStore) -> list[float]:
     """As ``pull``, but begin to receive only when another has begun to read."""
-    from_home = source_pull.ChainedPull._from_home
+    from_home = chained_pull.ChainedPull._from_home
 
-    def wait_for_a_reader(self: source_pull.ChainedPull, *args: Any) -> None:
-        assert wait_until(lambda: self._mine.pool.readers > 0, 20)
-        from_home(self, *args)
+    def wait_for_a_reader(self: chained_pull.ChainedPull, *args: Any) -> bool:
+        assert wait_until(lambda: self.feeds.pool.readers > 0, 20)
+        return from_home(self, *args)
 
-    source_pull.ChainedPull._from_home = wait_for_a_reader  # type: ignore[method-assign]
+    chained_pull.ChainedPull._from_home = wait_for_a_reader  # type: ignore[method-assign]
     try:
         return pull(store)
     finally:
-        source_pull.ChainedPull._from_home = from_home  # type: ignore[method-assign]
+        chained_pull.ChainedPull._from_home = from_home  # type: ignore[method-assign]
 
 
 def has_a_leader(version: int) -> bool:

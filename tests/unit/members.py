@@ -26,7 +26,6 @@ from raytorchrpc.patterns.queues.services import SUBSCRIBE as SUBSCRIBE
 from raytorchrpc.patterns.queues.services import TAKE as TAKE
 from raytorchrpc.patterns.queues.services import WITHDRAW as WITHDRAW
 from raytorchrpc.patterns.weights.published import DELTAS as DELTAS
-from raytorchrpc.patterns.weights.published import EQUAL as EQUAL
 from raytorchrpc.patterns.weights.published import LAYOUT as LAYOUT
 from raytorchrpc.patterns.weights.published import LEASE as LEASE
 from raytorchrpc.patterns.weights.published import PIECES as PIECES

@@ -74,6 +74,7 @@ PURE = {
     *("patterns.queues.items", "patterns.queues.store"),
     *("patterns.weights.conversions", "patterns.weights.deltas", "patterns.weights.model_tensors"),
     *("patterns.weights.plan", "patterns.weights.pull_plan", "patterns.weights.relays", "patterns.weights.shards"),
+    "patterns.weights.slices",
     *("tensors.codec", "tensors.devices", "tensors.dtypes", "tensors.exceptions", "tensors.plain_values"),
     *("topology.device_map", "topology.endpoint", "topology.nccl_env", "topology.rdma"),
 }

@@ -14,7 +14,7 @@ from raytorchrpc.calls import guests
 from raytorchrpc.group import supervisor
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
-from raytorchrpc.patterns.weights import model_pull, published, source_pull
+from raytorchrpc.patterns.weights import published, source_pull
 from raytorchrpc.process import tcp
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,6 @@ def test_every_test_of_a_limit_is_in_the_table() -> None:
         ("internals.md", f"at most {source_pull.MESSAGE_BYTES >> 20} MiB, or one tensor, in a message"),
         ("weights/semantics.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights/semantics.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
-        ("weights/shards.md", f"has not answered within {model_pull.PATIENCE_S} s"),
         ("failure-model.md", f"it waits {supervisor.GAP_S} s for the hanging one"),
         ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
         ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),

@@ -112,14 +112,14 @@ def scales_of(box: Box, whole: Sequence[int], block: tuple[int, int]) -> Box | N
 
 def converted(dtype: torch.dtype, shape: tuple[int, ...], name: str) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and shape of a tensor after a conversion; shape (0,) if the conversion does not apply to it."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    block = _NAME.fullmatch(name)
+    if block is None:
         to = DTYPES[name]
         return to if dtype.is_floating_point else dtype, shape if dtype.is_floating_point or dtype is to else (0,)
-    to = torch.float32 if found[3] else FP8
+    to = torch.float32 if block[3] else FP8
     if DTYPE_NAMES[dtype] not in SOURCES or len(shape) != 2:
         return to, (0,)
-    return to, blocks_in(shape, (int(found[1]), int(found[2]))) if found[3] else shape
+    return to, blocks_in(shape, (int(block[1]), int(block[2]))) if block[3] else shape
 
 
 def made_together(name: str) -> tuple[str, ...]:
@@ -132,12 +132,12 @@ def made_together(name: str) -> tuple[str, ...]:
 
 def convert(name: str, source: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     """Convert a tensor into those of ``made_together(name)``. On a GPU, queued on this thread's current stream."""
-    found = _NAME.fullmatch(name)
+    block = _NAME.fullmatch(name)
     with torch.inference_mode(False), torch.no_grad():
-        if found is None:
+        if block is None:
             targets[0].copy_(source)
         else:
-            _quantize(source, targets[0], targets[1], (int(found[1]), int(found[2])))
+            _quantize(source, targets[0], targets[1], (int(block[1]), int(block[2])))
 
 
 def _quantize(source: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> None:

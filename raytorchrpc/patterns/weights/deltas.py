@@ -66,26 +66,27 @@ class Deltas(NamedTuple):
                 delta.bits.record_stream(stream)
         flat = [
             torch.cat(each)
-            for its in groups.values()
-            for each in ([delta.at for delta in its], [delta.bits for delta in its])
+            for deltas in groups.values()
+            for each in ([delta.at for delta in deltas], [delta.bits for delta in deltas])
         ]
         return runs, flat
 
 
 def _within(wanted: Sequence[tuple[Delta, int, int]]) -> list[Delta]:
     """Cut each delta to the elements from a first to before a last. Blocks once for each GPU."""
-    found = [delta for delta, *_ in wanted]
+    deltas = [delta for delta, *_ in wanted]
     bounds: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
     for number, (delta, first, last) in enumerate(wanted):
         if first <= 0 and last >= delta.elements:
             continue
         ends = torch.searchsorted(delta.at, delta.at.new_tensor([first, last]))
         bounds.setdefault(ends.device, []).append((number, ends))
-    for its in bounds.values():
-        for (number, _), (begin, end) in zip(its, torch.stack([ends for _, ends in its]).tolist(), strict=True):
-            delta = found[number]
-            found[number] = delta._replace(at=delta.at[begin:end], bits=delta.bits[begin:end])
-    return found
+    for on_device in bounds.values():
+        both = torch.stack([ends for _, ends in on_device]).tolist()
+        for (number, _), (begin, end) in zip(on_device, both, strict=True):
+            delta = deltas[number]
+            deltas[number] = delta._replace(at=delta.at[begin:end], bits=delta.bits[begin:end])
+    return deltas
 
 
 def may_have_delta(tensor: torch.Tensor) -> bool:
@@ -101,7 +102,7 @@ def find_deltas(
     base: int, places: Sequence[int], ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> Deltas:
     """Find the deltas from version ``base`` to ``ones``, where few elements have changed. Waits for each GPU once."""
-    found: dict[int, Delta] = {}
+    deltas: dict[int, Delta] = {}
     on_gpu: dict[torch.device, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
     with torch.inference_mode(False), torch.no_grad():
         for place, one, other in zip(places, ones, others, strict=True):
@@ -109,15 +110,15 @@ def find_deltas(
             if one.is_cuda:
                 on_gpu.setdefault(one.device, []).append((place, one, other))
             elif (delta := _compare_on_cpu(one, other)) is not None:
-                found[place] = delta
+                deltas[place] = delta
         for pairs in on_gpu.values():
             counts = torch.stack([(one != other).count_nonzero() for _, one, other in pairs]).tolist()
             for (place, one, other), count in zip(pairs, counts, strict=True):
                 if count <= _most_changed(one):
                     # The count is known, so that nothing waits for the GPU here.
                     index = torch.nonzero_static(one != other, size=count).view(-1)
-                    found[place] = _delta(one, index)
-    return Deltas(base, found)
+                    deltas[place] = _delta(one, index)
+    return Deltas(base, deltas)
 
 
 def _compare_on_cpu(one: torch.Tensor, other: torch.Tensor) -> Delta | None:
@@ -126,14 +127,14 @@ def _compare_on_cpu(one: torch.Tensor, other: torch.Tensor) -> Delta | None:
     many = _LONG // one.itemsize
     whole = one.numel() // many * many
     words, others = one[:whole].view(torch.int64), other[:whole].view(torch.int64)
-    found, count = [words.new_empty(0)], 0
+    differing, count = [words.new_empty(0)], 0
     for begin in range(0, words.numel(), _WORDS_AT_ONCE):
         end = begin + _WORDS_AT_ONCE
         differ = (words[begin:end] != others[begin:end]).nonzero().view(-1)
         if (count := count + differ.numel()) > most:
             return None
-        found.append(differ.add_(begin))
-    at = torch.cat(found)
+        differing.append(differ.add_(begin))
+    at = torch.cat(differing)
     changed = (words[at].view(one.dtype) != others[at].view(one.dtype)).nonzero().view(-1)
     rest = (one[whole:] != other[whole:]).nonzero().view(-1)
     index = torch.cat([at[changed // many] * many + changed % many, rest + whole])

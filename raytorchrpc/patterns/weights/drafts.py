@@ -9,7 +9,6 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import Model, resolved, shard_of, shards_of
-from raytorchrpc.patterns.weights.plan import selected, selects
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
 from raytorchrpc.patterns.weights.snapshots import Layout, SnapshotPool, TensorSpec, VersionMemory, copy_tensors
 from raytorchrpc.tensors.cuda_streams import follow_streams
@@ -31,9 +30,9 @@ def are_pairs(given: Model | Pairs) -> TypeGuard[Pairs]:
 class Draft:
     """The tensors that a member publishes, by name. Used by one thread."""
 
-    def __init__(self, store: str, globs: tuple[str, ...], is_sharded: bool) -> None:
-        """``globs``: of the names to publish; none for all. ``is_sharded``: others publish to the store, too."""
-        self.store, self.globs, self._is_sharded = store, globs, is_sharded
+    def __init__(self, store: str, is_sharded: bool) -> None:
+        """``is_sharded``: others publish to the store, too."""
+        self.store, self._is_sharded = store, is_sharded
         self.tensors: dict[str, torch.Tensor] = {}  # without autograd; their memory holds their elements
         self.places: dict[str, PlaceInWhole] = {}  # of shards
         self.layout: Layout | None = None
@@ -44,8 +43,6 @@ class Draft:
     def take(self, model: Any) -> None:
         """Take the tensors of a model, not copies of them. Raises ConfigurationError."""
         shards = shards_of(model, self.store)
-        if self.globs:
-            shards = {name: shards[name] for name in self._selected(shards)}
         self.tensors = {name: resolved(name, shard.tensor, self.store) for name, shard in shards.items()}
         self.nbytes = sum([tensor.nbytes for tensor in self.tensors.values()])
         for name, shard in shards.items():
@@ -66,7 +63,7 @@ class Draft:
                 name, shard = self._checked(pair, names)
                 del pair
                 names[name] = None
-                if shard is not None and selects(self.globs, name):
+                if shard is not None:
                     if not shard.is_whole:
                         self._note_place(name, shard)
                     shard = shard._replace(tensor=resolved(name, shard.tensor, self.store))
@@ -105,9 +102,6 @@ class Draft:
             )
         self.places[name] = shard.global_shape, shard.offset
 
-    def _selected(self, names: Mapping[str, Any]) -> list[str]:
-        return selected(self.globs, names, self.store, may_be_none=self._is_sharded)
-
     def _checked(self, pair: Any, names: Mapping[str, None]) -> tuple[str, Shard | None]:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ConfigurationError(
@@ -126,8 +120,6 @@ class Draft:
                 f"the iterable of weights for {self.store!r} has no tensors: was the iterator used before? Make a new "
                 f"one for each version"
             )
-        if self.globs:
-            self._selected(names)
 
 
 class _Copy:

@@ -20,53 +20,49 @@ class ModuleState(NamedTuple):
     """The tensors of a module, at one moment."""
 
     saved: dict[str, torch.Tensor]  # what ``state_dict(keep_vars=True)`` returns
-    passing: list[torch.Tensor]  # parameters and buffers that are not saved
     made: frozenset[str]  # names of what is saved, and is neither a parameter nor a buffer
-    runs_code: bool = False  # whether ``state_dict`` runs code of the module's own
 
     @staticmethod
     def of(module: torch.nn.Module) -> ModuleState:
         saved, passing, is_plain = _walk(module)
         if is_plain:
-            return ModuleState(saved, passing, frozenset())
+            return ModuleState(saved, frozenset())
         saved = dict(module.state_dict(keep_vars=True))
         registered, passing, _ = _walk(module)  # again: a hook of FSDP replaces parameters
         ids = set(map(id, (*registered.values(), *passing)))
-        made = frozenset(name for name, tensor in saved.items() if id(tensor) not in ids)
-        ids = set(map(id, saved.values()))
-        return ModuleState(saved, [its for its in (*registered.values(), *passing) if id(its) not in ids], made, True)
+        return ModuleState(saved, frozenset(name for name, tensor in saved.items() if id(tensor) not in ids))
 
 
 def _walk(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], bool]:
     """Parameters and buffers by name, those that are not persistent, and whether ``state_dict`` would give the same."""
-    found: dict[str, torch.Tensor] = {}
+    saved: dict[str, torch.Tensor] = {}
     passing: list[torch.Tensor] = []
     kinds = set[Any]()
-    has_code = _visit("", module, found, passing, kinds)
-    return found, passing, not has_code and all(map(_saves_as_torch_does, kinds))
+    has_code = _visit("", module, saved, passing, kinds)
+    return saved, passing, not has_code and all(map(_saves_as_torch_does, kinds))
 
 
 def _visit(
-    prefix: str, part: Any, found: dict[str, torch.Tensor], passing: list[torch.Tensor], kinds: set[Any]
+    prefix: str, part: Any, saved: dict[str, torch.Tensor], passing: list[torch.Tensor], kinds: set[Any]
 ) -> bool:
     """Add what a module and its parts have. Returns whether one of these saves it by code of its own."""
-    its = part.__dict__
-    has_code = its.get("_state_dict_hooks", True) or its.get("_state_dict_pre_hooks", True)
-    has_code = bool(has_code) or "state_dict" in its or "_save_to_state_dict" in its
+    attributes = part.__dict__
+    has_code = attributes.get("_state_dict_hooks", True) or attributes.get("_state_dict_pre_hooks", True)
+    has_code = bool(has_code) or "state_dict" in attributes or "_save_to_state_dict" in attributes
     kinds.add(type(part))
     for name, tensor in part._parameters.items():
         if tensor is not None:
-            found[prefix + name] = tensor
+            saved[prefix + name] = tensor
     if buffers := part._buffers:
         not_saved = part._non_persistent_buffers_set
         for name, tensor in buffers.items():
             if tensor is not None and name in not_saved:
                 passing.append(tensor)
             elif tensor is not None:
-                found[prefix + name] = tensor
-    for name, its_part in part._modules.items():
-        if its_part is not None:
-            has_code |= _visit(f"{prefix}{name}.", its_part, found, passing, kinds)
+                saved[prefix + name] = tensor
+    for name, inner in part._modules.items():
+        if inner is not None:
+            has_code |= _visit(f"{prefix}{name}.", inner, saved, passing, kinds)
     return has_code
 
 
@@ -77,11 +73,8 @@ def _saves_as_torch_does(kind: Any) -> bool:
     return as_torch and not issubclass(kind, torch.jit.ScriptModule)
 
 
-def check_lasting(store: str, model: Any, state: ModuleState, names: Collection[str]) -> None:
-    """Raise ConfigurationError, which names it, for a tensor that ``state_dict`` makes anew: writes are lost in it.
-
-    ``state``: of the model, just now.
-    """
+def _check_lasting(store: str, model: Any, state: ModuleState, names: Collection[str]) -> None:
+    """Raise ConfigurationError, which names it, for a tensor that ``state_dict`` makes anew: writes are lost in it."""
     made = [name for name in names if name in state.made and state.saved[name].numel()]
     again = model.state_dict(keep_vars=True) if made else {}
     for name in made:
@@ -118,8 +111,8 @@ class Targets(NamedTuple):
             return None
         tensors = [value.tensor if type(value) is Shard else value for value in values.values()]
         try:
-            local = [its if type(its) in _PLAIN else local_tensor(its) for its in tensors]
-            kinds = list(map(type, tensors)), [its.dtype for its in local], [its.shape for its in local]
+            local = [tensor if type(tensor) in _PLAIN else local_tensor(tensor) for tensor in tensors]
+            kinds = list(map(type, tensors)), [tensor.dtype for tensor in local], [tensor.shape for tensor in local]
             places = [value[1:] if type(value) is Shard else _place_of(value) for value in values.values()]
             form = list(values), places, *kinds
             memory = [list(storage_bytes(local)), *[list(map(ask, local)) for ask in _OF_MEMORY]]
@@ -137,6 +130,53 @@ def _place_of(value: Any) -> Any:
 
 #: A module, or its tensors by name: tensors, DTensors or Shards.
 Model = torch.nn.Module | Mapping[str, Any]
+
+
+class ModelTensors:
+    """A model's tensors, as they are when each attribute is first used."""
+
+    def __init__(self, model: Model, store: str) -> None:
+        """``store``: the name of the weights, for errors."""
+        self._model, self.store = model, store
+
+    @functools.cached_property
+    def _state(self) -> ModuleState | None:
+        return ModuleState.of(self._model) if isinstance(self._model, torch.nn.Module) else None
+
+    @functools.cached_property
+    def values(self) -> Any:
+        """By name, if this is a model."""
+        return self._model if self._state is None else self._state.saved
+
+    @functools.cached_property
+    def targets(self) -> Targets | None:
+        """Where a pull writes; None for what ``shards`` refuses."""
+        return Targets.of(self.values)
+
+    @functools.cached_property
+    def shards(self) -> dict[str, Shard]:
+        """See ``shards_of``. Raises ConfigurationError."""
+        return shards_of(self.values, self.store)
+
+    @property
+    def device_type(self) -> str | None:
+        """Of one of the tensors: others are probably on the same type of device."""
+        tensors = {} if self.targets is None else self.targets.tensors
+        return next((tensor.device.type for tensor in tensors.values()), None)
+
+    @property
+    def makes_tensors(self) -> bool:
+        """Whether ``state_dict`` makes some of them, perhaps in memory that others had before."""
+        return self._state is not None and bool(self._state.made)
+
+    def check(self, names: Collection[str]) -> None:
+        """Raise ConfigurationError for one of these tensors that cannot be written, or to no effect."""
+        if self.targets is None:  # some tensor has no memory of its own
+            check_writable(self.store, {name: self.shards[name].tensor for name in names})
+        else:
+            check_writable(self.store, {name: t for name, t in self.targets.tensors.items() if name in names})
+        if self._state is not None:
+            _check_lasting(self.store, self._model, self._state, names)
 
 
 def shards_of(model: Any, store: str) -> dict[str, Shard]:
@@ -262,16 +302,28 @@ def check_writable(store: str, targets: Mapping[str, torch.Tensor]) -> None:
 T = TypeVar("T")
 
 
+def shadowed(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> frozenset[str]:
+    """Return those of the names whose memory a later one of them has, too.
+
+    ``load_state_dict`` writes one name after the other, so what it writes to these does not last.
+    """
+    last: dict[Any, str] = {}
+    ties = ties_of({name: tensor for name, tensor in tensors.items() if name in names})
+    for first, name in ties:
+        last[first] = name
+    return frozenset(name for first, name in ties if last[first] != name) | last.keys()
+
+
 def ties_of(tensors: Mapping[T, torch.Tensor]) -> list[tuple[T, T]]:
     """Return each further name of a tensor with its first one. Empty tensors are not compared."""
     addresses = list(map(torch.Tensor.data_ptr, tensors.values()))
     if len(set(addresses)) == len(addresses):
         return []
     known: dict[object, T] = {}
-    found: list[tuple[T, T]] = []
+    ties: list[tuple[T, T]] = []
     for (name, tensor), address in zip(tensors.items(), addresses, strict=True):
         if address and tensor.numel() and not is_freed(tensor):
             memory = address, tensor.get_device(), tensor.dtype, tensor.shape, tensor.stride()
             if (first := known.setdefault(memory, name)) != name:
-                found.append((first, name))
-    return found
+                ties.append((first, name))
+    return ties

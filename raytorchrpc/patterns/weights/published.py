@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
+from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.patterns.home import object_services
-from raytorchrpc.patterns.waits import ReplyLock, Waits
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
-from raytorchrpc.patterns.weights.model_tensors import ties_of
 from raytorchrpc.patterns.weights.relays import RelayPlan
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.snapshots import (
@@ -37,25 +32,15 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
     equal_bits,
 )
-from raytorchrpc.process import threads
+from raytorchrpc.patterns.weights.versions import KIND, Versions
 from raytorchrpc.process.this_process import has_ended
-from raytorchrpc.tensors.cuda_streams import own_streams
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES
-
-logger = logging.getLogger(__name__)
-
-#: Tensors that are converted at once. Other conversions wait for them.
-_AT_ONCE = 32
-_NO_RANK = -1
-
-KIND = "weight store"
 
 #: Services of a home.
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
 LAYOUT = "raytorchrpc.weights.layout"
 ADVISE, REPORT = "raytorchrpc.weights.advise", "raytorchrpc.weights.report"
 TENSORS, PIECES = "raytorchrpc.weights.tensors", "raytorchrpc.weights.pieces"
-DELTAS, EQUAL = "raytorchrpc.weights.deltas", "raytorchrpc.weights.equal"
+DELTAS = "raytorchrpc.weights.deltas"
 HOLD = "raytorchrpc.weights.hold"
 #: Also of a member that relays.
 RELEASE = "raytorchrpc.weights.release"
@@ -77,127 +62,6 @@ class VersionLease(NamedTuple):
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
-    ties: Sequence[tuple[int, int]] = ()  # places of tensors that were published as one: see ``ties_of``
-
-
-V = TypeVar("V")
-
-
-class Versions(Generic[V]):
-    """What is known of each version that there is, by its number, and waits for versions. Thread-safe."""
-
-    instance_id: int
-
-    def __init__(self, local: LocalMember, name: str) -> None:
-        """``name``: of the store."""
-        self._local, self._name, self._lock = local, name, ReplyLock()
-        self._waits: Waits[int] = Waits(local.deadlines, self._lock)
-        self._versions: OrderedDict[int, V] = OrderedDict()
-        self._broken: Exception | None = None
-
-    def _newest(self) -> int:
-        """The newest version; 0 before the first."""
-        return next(reversed(self._versions), 0)
-
-    def _find(self, version: int | None) -> V:
-        """A version (None: the newest). The caller holds the lock. Raises NotFound."""
-        if not self._versions:
-            raise NotFound(f"version {version or 1} of {KIND} {self._name!r} is not there: none is published yet")
-        chosen = self._newest() if version is None else version
-        if (found := self._versions.get(chosen)) is None:
-            kept = ", ".join(map(str, self._versions))
-            raise NotFound(
-                f"version {chosen} of {KIND} {self._name!r} is not there, or no longer (there: {kept}); a store with a "
-                f"larger keep= keeps more"
-            )
-        return found
-
-    def _check_open(self) -> None:
-        if self._broken is not None:
-            raise self._broken
-
-    def wait(self, version: int, until: float) -> int | DeferredReply:
-        """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""
-        with self._lock:
-            self._check_open()
-            if (newest := self._newest()) >= version:
-                return newest
-            if until > time.monotonic():
-                return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
-            if (error := self._not_in_time(version)) is not None:
-                raise error
-            return 0
-
-    def _not_in_time(self, version: int) -> Empty | None:
-        """What a wait that ended raises; None: it returns 0. The caller holds the lock."""
-        return None
-
-    def close(self, error: Exception) -> None:
-        """See ``Served``."""
-        with self._lock:
-            self._broken = error
-            self._waits.settle(error=error)
-            self._versions.clear()
-
-
-def complete(
-    tensors: Mapping[str, torch.Tensor],
-    places: Mapping[str, PlaceInWhole],
-    before: Snapshot | None,
-) -> tuple[dict[str, torch.Tensor], dict[str, PlaceInWhole], frozenset[int]]:
-    """Add the tensors of the version before. Returns all, the places of shards, and which are of the version before."""
-    if before is None:
-        raise ConfigurationError("only= takes the other tensors from the version before: publish all of them first")
-    layout = before.layout
-    known = {name: place for place, name in enumerate(layout.names)}
-    for name, tensor in tensors.items():
-        if name not in known:
-            raise ConfigurationError(f"{name!r} is not in the version before: publish all tensors, without only=")
-        place = known[name]
-        now = TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.device), places.get(name)
-        then = layout.specs[place], layout.places[place]
-        if now != then:
-            raise ConfigurationError(
-                f"{name!r} is {_shown(*now)}, and {_shown(*then)} in the version before: publish all tensors, without "
-                f"only="
-            )
-    held = dict(zip(layout.names, before.memory.tensors, strict=True))
-    carried = frozenset(place for place, name in enumerate(layout.names) if name not in tensors)
-    shards = {name: place for name, place in zip(layout.names, layout.places, strict=True) if place is not None}
-    return {**held, **tensors}, shards, carried
-
-
-def _shown(spec: TensorSpec, place: PlaceInWhole | None) -> str:
-    shard = "" if place is None else f", at {place[1]} of {place[0]},"
-    return f"{DTYPE_NAMES[spec.dtype]} {spec.shape}{shard} on {spec.device}"
-
-
-def convert_ahead(snapshot: Snapshot, before: Snapshot, pool: SnapshotPool) -> None:
-    """Begin to convert a snapshot, on a thread, as readers asked for the one before. Quick.
-
-    The thread that wrote the snapshot calls this. At most one version is converted for nobody.
-    """
-    if not before.asked:
-        return
-    asked, streams = list(before.asked), own_streams(snapshot.memory.pieces)
-    lease = pool.lease(snapshot, _NO_RANK, None)
-
-    def convert() -> None:
-        try:
-            with streams():
-                for at in range(0, len(asked), _AT_ONCE):
-                    if snapshot.retired:
-                        break
-                    snapshot.made(asked[at : at + _AT_ONCE])
-        except Exception as error:  # readers that ask for it are told
-            logger.debug("version %d of weights is not converted ahead: %s", snapshot.version, error)
-        finally:
-            pool.release(lease)
-
-    try:
-        threads.start(convert, name="raytorchrpc-convert")
-    except threads.ThreadShortage:
-        pool.release(lease)
 
 
 def lease_is_valid_until(until: float) -> float:
@@ -284,7 +148,6 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         Versions.__init__(self, local, name)
         self.settings = settings
         self._keep, self._track = settings
-        self._partial = False  # whether some version has tensors of the version before
         self.relays = RelayPlan()
         self._publishing = threading.Lock()
         self._layout: Layout | None = None
@@ -319,31 +182,22 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 self._check_open()
                 version = self._number(version)
                 before = next(reversed(self._versions.values()), None)
-            tensors, places, carried = draft.tensors, draft.places, frozenset[int]()
-            if draft.globs:  # all other tensors are those of the version before
-                tensors, places, carried = complete(tensors, places, before)
-                self._partial = True
-            layout = self._layout_of(tensors, places)
+            layout = self._layout_of(draft.tensors, draft.places)
             before = before if before is not None and before.layout is layout else None
             memory = self._memory_for(draft, layout)
-            sources = list(tensors.values()) if tensors else memory.tensors
-            ties = ties_of(dict(enumerate(sources)))
-            changed = self._changed(sources, version, before, carried)
+            sources = list(draft.tensors.values()) if draft.tensors else memory.tensors
+            changed = self._changed(sources, version, before)
             self._write(memory, sources, changed)
             deltas = None if before is None else self._deltas(memory, changed, version, before)
-            if before is not None:
-                ties += [tie for tie in before.ties if carried.issuperset(tie)]
-                if carried or deltas:
-                    before.note_own_reads()
-            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas, ties)
+            if before is not None and deltas:
+                before.note_own_reads()
+            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
             with self._lock:
                 self._check_open()
                 self._versions[version], self._last = snapshot, version
                 for _ in range(0 if staged else len(self._versions) - self._keep):
                     self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
                 self._waits.settle(lambda wanted: wanted <= version, version)
-            if before is not None:
-                convert_ahead(snapshot, before, self.pool)
         return version
 
     def _memory_for(self, draft: Draft, layout: Layout) -> VersionMemory:
@@ -351,7 +205,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         if draft.memory is not None and draft.layout is not None and draft.layout.specs == layout.specs:
             return draft.memory
         memory = self.pool.memory(layout.specs)
-        if draft.has_copies and not draft.globs:
+        if draft.has_copies:
             for place, name in enumerate(layout.names):
                 memory.changed[place] = None
                 copy_tensors([memory.tensors[place]], [draft.tensors.pop(name)], self.pool.copy_bytes)
@@ -378,18 +232,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             known = self._layout = Layout(number, names, specs, wholes)
         return known
 
-    def _changed(
-        self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None, carried: frozenset[int]
-    ) -> list[int]:
+    def _changed(self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None) -> list[int]:
         """For each tensor, the version that its content was new in, bit for bit: torch counts not every write."""
-        if before is None or not (self._track or carried):
+        if before is None or not self._track:
             return [version] * len(sources)
         before.make_current()
-        compared = [place for place in range(len(sources)) if place not in carried] if self._track else []
-        held = before.memory.tensors
-        equal = equal_bits([sources[place] for place in compared], [held[place] for place in compared])
-        same = carried | {place for place, is_equal in zip(compared, equal, strict=True) if is_equal}
-        return [old if place in same else version for place, old in enumerate(before.changed)]
+        equal = equal_bits(sources, before.memory.tensors)
+        return [old if is_equal else version for old, is_equal in zip(before.changed, equal, strict=True)]
 
     def _deltas(self, memory: VersionMemory, changed: Sequence[int], version: int, before: Snapshot) -> Deltas | None:
         """Find what has changed within tensors since the version before.
@@ -404,7 +253,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
         if not places or (self._is_readable(memory.whole) and not self._has_far_members()):
             return None
-        return find_deltas(before.version, places, *([its[place] for place in places] for its in (tensors, held)))
+        return find_deltas(before.version, places, *([memory[place] for place in places] for memory in (tensors, held)))
 
     def _is_readable(self, whole: torch.Tensor | None) -> bool:
         """Whether members of this host can copy from this memory; None: it is not one piece."""
@@ -439,8 +288,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         """Return a version (None: the newest), and the number and rows of its layout. Raises NotFound."""
         with self._lock:
             self._check_open()
-            found = self._find(version)
-        return found.version, found.layout.number, found.layout.rows
+            snapshot = self._find(version)
+        return snapshot.version, snapshot.layout.number, snapshot.layout.rows
 
     def lease(
         self, rank: int, version: int | None, since: int | None, layout: int, seconds: float | None
@@ -452,19 +301,18 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         with self._lock:
             if not self._versions and version is None:
                 return None
-            found = self._find(version)
-            chosen, its_layout = found.version, found.layout
+            snapshot = self._find(version)
+            chosen, leased_layout = snapshot.version, snapshot.layout
             if chosen == since:
-                return VersionLease(chosen, 0, its_layout.number, None, None)
-            number = self.pool.lease(found, rank, lease_end(seconds))
+                return VersionLease(chosen, 0, leased_layout.number, None, None)
+            number = self.pool.lease(snapshot, rank, lease_end(seconds))
         changed = deltas = None
-        knows_changes = self._track or self._partial
-        if knows_changes and since is not None and since < chosen and its_layout is self._layout:
-            changed = [place for place, new in enumerate(found.changed) if new > since]
-            if found.deltas is not None and found.deltas.base == since:
-                deltas = found.deltas.counts()
-        rows = None if its_layout.number == layout else its_layout.rows
-        return VersionLease(chosen, number, its_layout.number, rows, changed, deltas=deltas, ties=found.ties)
+        if self._track and since is not None and since < chosen and leased_layout is self._layout:
+            changed = [place for place, new in enumerate(snapshot.changed) if new > since]
+            if snapshot.deltas is not None and snapshot.deltas.base == since:
+                deltas = snapshot.deltas.counts()
+        rows = None if leased_layout.number == layout else leased_layout.rows
+        return VersionLease(chosen, number, leased_layout.number, rows, changed, deltas=deltas)
 
     def serve_lease(
         self,
@@ -474,19 +322,19 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         layout: int,
         seconds: float,
         device_type: str | None,
-        what: tuple[str, str] | None,
+        alike: tuple[str, str] | None,
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
         """Lease a version to a peer, with its memory if the peer can read all tensors in place on ``device_type``.
 
-        ``what``: the signature of a pull that is worth a turn, and its GPU.
+        ``alike``: the signature of a pull that is worth a turn, and its GPU.
         """
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
             return None
         if device_type is not None:  # it copies from here as fast; see ``_deltas``
             lease = lease._replace(deltas=None)
-        if what is not None and lease.lease and lease.rows is None and lease.changed is None:
-            turn = self.relays.take_turn(lease.version, *what, caller)
+        if alike is not None and lease.lease and lease.rows is None and lease.changed is None:
+            turn = self.relays.take_turn(lease.version, *alike, caller)
             if turn is not None:
                 return tuple(lease._replace(turn=(turn.source, turn.leads))), []
         if not lease.lease or device_type is None:
@@ -495,13 +343,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
     # --- relays --------------------------------------------------------------------------------------------------
 
-    def serve_advise(self, caller: int, what: tuple[Any, ...], pieces: int) -> tuple[int | bool | None, ...]:
-        """Return from where the caller pulls ``what``; see ``RelayPlan.ask``."""
-        return tuple(self.relays.ask(what, self._local.peers.route_back(caller).member.node_id, caller, pieces))
+    def serve_advise(self, caller: int, pulled: tuple[Any, ...], pieces: int) -> tuple[int | bool | None, ...]:
+        """Return from where the caller pulls it; see ``RelayPlan.ask``."""
+        return tuple(self.relays.ask(pulled, self._local.peers.route_back(caller).member.node_id, caller, pieces))
 
-    def serve_report(self, _: int, what: tuple[Any, ...], leader: int) -> None:
-        """Note that a leader could not pull ``what``. A reader reports a leader that has lost it."""
-        self.relays.failed(what, leader)
+    def serve_report(self, _: int, pulled: tuple[Any, ...], leader: int) -> None:
+        """Note that a leader could not pull it. A reader reports a leader that has lost it."""
+        self.relays.failed(pulled, leader)
 
     def lose(self, rank: int) -> None:
         super().lose(rank)
@@ -517,7 +365,6 @@ SERVICES = object_services(
         REPORT: PublishedWeights.serve_report,
         TENSORS: lambda weights, _, lease, places, regions=None: weights.pool.leased(lease).tensors(places, regions),
         PIECES: Readable.serve_pieces,
-        EQUAL: lambda weights, _, lease, pairs: weights.pool.leased(lease).equal(pairs),
         DELTAS: lambda weights, _, lease, spans: weights.pool.leased(lease).read_deltas(spans),
         HOLD: lambda weights, _, lease: weights.pool.hold(lease),
         RELEASE: Readable.release,

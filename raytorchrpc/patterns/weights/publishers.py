@@ -21,7 +21,8 @@ from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
-from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, Versions
+from raytorchrpc.patterns.weights.published import PublishedWeights
+from raytorchrpc.patterns.weights.versions import KIND, Versions
 
 #: The shards of one publisher.
 SHARDS = "weight shards"
@@ -35,10 +36,6 @@ RETIRE = "raytorchrpc.weights.retire"
 _AHEAD = 2
 #: How many publishers an error names.
 _SHOWN = 8
-
-
-#: Of a version that is published in part: the globs, and the version that all other tensors are from. Else None.
-Carried = tuple[tuple[str, ...], int] | None
 
 
 class Committed(NamedTuple):
@@ -56,13 +53,6 @@ class Publisher(NamedTuple):
     instance: int  # of its shards
 
 
-class _Staged(NamedTuple):
-    """A version that some publishers have."""
-
-    carried: Carried
-    instances: dict[int, int]  # by publisher: the instance of its shards
-
-
 def shards_name(store: str, instance: int | None) -> str:
     """The name of each publisher's shards. A new store of the same name has new ones."""
     return f"{store} {instance}"
@@ -76,7 +66,8 @@ class Coordinator(Versions[Committed]):
         super().__init__(local, name)
         self.settings = settings
         self._keep, self._publishers = settings[0], settings[2]
-        self._staged: dict[int, _Staged] = {}
+        self._staged: dict[int, dict[int, int]] = {}
+        """By version that some publishers have, and by publisher: the instance of its shards."""
         self._vain: set[int] = set()
         """Versions above ``_void`` that will never exist: not all publishers have kept what they had staged."""
         self._present: dict[int, Publisher] = {}
@@ -94,50 +85,28 @@ class Coordinator(Versions[Committed]):
             self._note(publisher)
             return max(self._void, self._newest(), last) + 1, self._kept(publisher.number)
 
-    def staged(
-        self, publisher: Publisher, version: int, until: float, carried: Carried = None
-    ) -> list[int] | DeferredReply:
+    def staged(self, publisher: Publisher, version: int, until: float) -> list[int] | DeferredReply:
         """Note that a publisher has its shards of a version; returns the versions that it has to keep.
 
-        Answers later if it is far ahead of the others. Raises ConfigurationError if another has carried other tensors.
+        Answers later if it is far ahead of the others.
         """
         with self._lock:
             self._check_open()
             self._note(publisher)
             self._highest = max(self._highest, version)
             if version > max(self._void, self._newest()) and version not in self._vain:
-                there = self._staged.setdefault(version, _Staged(carried, {}))
-                if carried != there.carried:
-                    self._void_one(version)
-                    raise self._other_parts(publisher.number, version, carried, there)
-                there.instances[publisher.number] = publisher.instance
-                if len(there.instances) == len(self._publishers):
-                    self._commit(version, there.instances)
+                instances = self._staged.setdefault(version, {})
+                instances[publisher.number] = publisher.instance
+                if len(instances) == len(self._publishers):
+                    self._commit(version, instances)
                     self._lock.after(self._tell_publishers, next(iter(self._versions)), publisher.number)
-            mine = self._staged_by(publisher.number)
-            if version in mine and len(mine) > _AHEAD:
+            staged = self._staged_by(publisher.number)
+            if version in staged and len(staged) > _AHEAD:
                 return self._await_others(publisher.number, version, until)
             return self._kept(publisher.number)
 
-    def _other_parts(self, publisher: int, version: int, carried: Carried, there: _Staged) -> ConfigurationError:
-        mine, its = (
-            "all tensors" if given is None else f"only={list(given[0])} and the others of version {given[1]}"
-            for given in (carried, there.carried)
-        )
-        return ConfigurationError(
-            f"version {version} of weight store {self._name!r} will not exist: {self._publishers[publisher]!r} "
-            f"publishes {mine}, but {self._publishers[min(there.instances)]!r} {its}; publish all tensors next, and "
-            f"then the same only= at every publisher"
-        )
-
-    def _void_one(self, version: int) -> None:
-        """This version will not exist: nobody keeps it, and nobody waits after it."""
-        if self._staged.pop(version, None) is not None:
-            self._vain.add(version)
-        self._behind.settle(version.__eq__)
-
     def _staged_by(self, publisher: int) -> list[int]:
-        return [number for number, there in self._staged.items() if publisher in there.instances]
+        return [version for version, instances in self._staged.items() if publisher in instances]
 
     def _note(self, publisher: Publisher) -> None:
         before = self._present.get(publisher.number)
@@ -165,18 +134,19 @@ class Coordinator(Versions[Committed]):
         self._versions[version] = Committed(version, instances)
         while len(self._versions) > self._keep:
             self._versions.popitem(last=False)
-        self._staged = {number: there for number, there in self._staged.items() if number > version}
+        self._staged = {number: instances for number, instances in self._staged.items() if number > version}
         self._vain = {number for number in self._vain if number > version}
         self._waits.settle(lambda wanted: wanted <= version, version)
         self._behind.settle()
 
     def _await_others(self, publisher: int, version: int, until: float) -> DeferredReply:
         first = min(self._staged_by(publisher))
-        late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first].instances]
+        late = [name for number, name in enumerate(self._publishers) if number not in self._staged[first]]
 
         def give_up() -> tuple[None, RpcTimeout]:
-            if version in self._staged:  # each one that is in vain takes memory
-                self._void_one(version)
+            if self._staged.pop(version, None) is not None:  # each one that is in vain takes memory
+                self._vain.add(version)
+            self._behind.settle(version.__eq__)
             return None, RpcTimeout(
                 f"weight store {self._name!r}: {self._publishers[publisher]!r} has published version {version}, "
                 f"but {', '.join(late)} not even version {first}; every publisher has to publish each version"
@@ -305,14 +275,14 @@ def stage(
         )
     until = time.monotonic() + wait_s
     yield from store._bind(local, wait_s)
-    mine = shards_of_publisher(store, local.me.name, None)
-    yield from mine._bind(local)
-    weights: PublishedShards = mine._object(local)
+    shards = shards_of_publisher(store, local.me.name, None)
+    yield from shards._bind(local)
+    weights: PublishedShards = shards._object(local)
     if pairs is not None:
         began = time.monotonic()
         weights.copy(draft, pairs, version)
         until += time.monotonic() - began
-    me = (publishers.index(local.me.name), local.incoming.token, mine._instance_id)
+    me = (publishers.index(local.me.name), local.incoming.token, shards._instance_id)
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())
         if version is None or weights.is_unsure:
@@ -321,9 +291,8 @@ def stage(
             weights.keep(kept)
             version = number if version is None else version
         with weights.asking():
-            carried = (draft.globs, max(weights.kept, default=0)) if draft.globs else None
             weights.publish(draft, version, staged=True)
-            kept = yield from store._request(local, STAGED, (*store._address, me, version, carried, wait_s), wait_s)
+            kept = yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)
         weights.keep(kept)
     return version
 
@@ -411,8 +380,8 @@ _SETTING_NAMES = ("keep", "track", "publishers")
 KINDS = {KIND: Kind(_open, _SETTING_NAMES), SHARDS: Kind(_open_shards, _SETTING_NAMES)}
 SERVICES = object_services(
     {
-        STAGED: lambda store, _, publisher, version, carried, wait_s: store.staged(
-            Publisher(*publisher), version, time.monotonic() + wait_s, carried
+        STAGED: lambda store, _, publisher, version, wait_s: store.staged(
+            Publisher(*publisher), version, time.monotonic() + wait_s
         ),
         LOOK: lambda store, _, version: store.look(version),
         NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),

@@ -5,36 +5,21 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from raytorchrpc.lanes.base import Part, PartPlace, Parts
-from raytorchrpc.patterns.weights.model_tensors import Targets, ties_of
-from raytorchrpc.patterns.weights.plan import (
-    KnownLayout,
-    Options,
-    Request,
-    Transfer,
-    check_fits,
-    plan,
-    tied_mismatch,
-)
-from raytorchrpc.patterns.weights.shards import Region, Row
+from raytorchrpc.patterns.weights.model_tensors import Targets, shadowed
+from raytorchrpc.patterns.weights.plan import Transfer, plan
+from raytorchrpc.patterns.weights.shards import Region
+from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.snapshots import Place
 
 #: Devices between which readers of one host feed one another, and the least bytes of a pull for which they do.
 IN_TURN, WORTH_A_TURN = {"cuda"}, 256 << 20
-
-
-class Tie(NamedTuple):
-    """Two published tensors that go into one tensor of a model, whose elements therefore have to be equal."""
-
-    places: tuple[int, int]  # in the publisher's layout
-    names: tuple[str, str]  # in the model
-    parts: Sequence[str]  # what the first name is made of, by published names
 
 
 class Selection:
@@ -63,10 +48,10 @@ class Selection:
     @property
     def parts(self) -> Sequence[Sequence[Part]]:
         """Which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
-        found: dict[str | None, list[Part]] = {}
+        by_conversion: dict[str | None, list[Part]] = {}
         for transfer, target in zip(self.transfers, self.targets, strict=True):
-            found.setdefault(transfer.place[1], []).append(Part(transfer.offset, target, transfer.region[2]))
-        return list(found.values())
+            by_conversion.setdefault(transfer.place[1], []).append(Part(transfer.offset, target, transfer.region[2]))
+        return list(by_conversion.values())
 
     def only(self, changed: Iterable[int] | None) -> Selection:
         """What it has of the tensors at these places; None: all."""
@@ -87,14 +72,14 @@ class Selection:
 
         ``sizes``: what each transfer takes, if that is not its ``nbytes``.
         """
-        found: list[Selection] = []
+        messages: list[Selection] = []
         begin = filled = 0
-        for place, its in enumerate(sizes or [transfer.nbytes for transfer in self.transfers]):
-            if place > begin and filled + its > size:
-                found.append(self.at(range(begin, place)))
-                begin, filled = place, 0
-            filled += its
-        return [*found, self.at(range(begin, len(self.transfers)))]
+        for index, nbytes in enumerate(sizes or [transfer.nbytes for transfer in self.transfers]):
+            if index > begin and filled + nbytes > size:
+                messages.append(self.at(range(begin, index)))
+                begin, filled = index, 0
+            filled += nbytes
+        return [*messages, self.at(range(begin, len(self.transfers)))]
 
     def in_slices(self, size: int) -> Selection:
         """The same, with each tensor of more than ``size`` bytes divided along its first dimension."""
@@ -120,35 +105,59 @@ class Selection:
 
     def signature(self, layout: int) -> str:
         """A digest: equal for pulls of one version that bring the same to the same type of device."""
-        text = repr((layout, self.places, self.regions, [target.device.type for target in self.targets]))
-        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        return _signature(layout, self.transfers, [target.device.type for target in self.targets])
+
+
+def _signature(layout: int, transfers: Sequence[Transfer], device_types: Sequence[str]) -> str:
+    text = repr((layout, [(transfer.place, transfer.region) for transfer in transfers], device_types))
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 class SourcePlan:
     """What a plan brings from one source."""
 
-    def __init__(self, number: int, layout: KnownLayout, transfers: Sequence[Transfer], ties: Sequence[Tie]) -> None:
-        """``number``: of the source in the plan. ``ties``: between its tensors."""
-        self.number, self.layout, self.transfers, self.ties = number, layout, transfers, ties
+    def __init__(self, number: int, layout: KnownLayout, transfers: Sequence[Transfer]) -> None:
+        """``number``: of the source in the plan."""
+        self.number, self.layout, self.transfers = number, layout, transfers
         self.nbytes = sum([transfer.nbytes for transfer in transfers])
         self.pieces: dict[str | None, list[Transfer]] = {}  # by conversion; see ``Snapshot.pieces``
         for transfer in transfers:
             self.pieces.setdefault(transfer.place[1], []).append(transfer)
-        self.names = [list(dict.fromkeys([transfer.target for transfer in its])) for its in self.pieces.values()]
+        self.names = [list(dict.fromkeys([t.target for t in transfers])) for transfers in self.pieces.values()]
         """Of the model's tensors that each piece fills."""
+
+    @property
+    def converts(self) -> bool:
+        """Whether the publisher has to convert some of it first."""
+        return any(conversion is not None for conversion in self.pieces)
+
+
+class Destination:
+    """The memory of a model's tensors, as one source fills it. Keeps no tensor."""
+
+    def __init__(self, plan: SourcePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        filled = [tensors[name] for names in plan.names for name in names]
+        self.device_type = _one_device_type(filled) if filled else None
+        """The type of the device that all tensors are on, if a lane can write each of them in place; else None."""
+        self.alike: tuple[str, torch.device] | None = None
+        """The signature and device of what several GPUs of a host may pull, each for itself; None: it is too little."""
+        if self.device_type in IN_TURN and plan.nbytes >= WORTH_A_TURN:
+            signature = _signature(plan.layout.number, plan.transfers, [self.device_type] * len(plan.transfers))
+            self.alike = signature, filled[0].device
+        self.prepared: list[dict[Hashable, Any]] = [{} for _ in plan.pieces]
+        """For each piece: what lanes have worked out; see ``Parts``."""
 
 
 class ModelSelection(Selection):
     """All that a plan brings from one source, into the model's tensors as they are now."""
 
-    def __init__(self, plan: SourcePlan, into: Mapping[str, torch.Tensor], known: dict[Any, Any]) -> None:
-        """``known``: what was worked out for their memory."""
-        self.plan, self.transfers, self._into = plan, plan.transfers, into
-        self._known = known.setdefault(plan.number, {})
+    def __init__(self, plan: SourcePlan, destination: Destination, tensors: Mapping[str, torch.Tensor]) -> None:
+        """``tensors``: the model's by name, which ``destination`` was made of; none if it is only to be asked for."""
+        self.plan, self.transfers, self.destination, self._tensors = plan, plan.transfers, destination, tensors
 
     @cached_property
     def _views(self) -> list[torch.Tensor]:
-        return [_view(transfer, self._into) for transfer in self.transfers]
+        return [_view(transfer, self._tensors) for transfer in self.transfers]
 
     @property
     def targets(self) -> Sequence[torch.Tensor]:
@@ -161,65 +170,44 @@ class ModelSelection(Selection):
 
     @cached_property
     def parts(self) -> Sequence[Sequence[Part]]:
-        known = [self._known.setdefault(number, {}) for number in range(len(self.plan.pieces))]
-        return list(map(self._parts_of, self.plan.pieces.values(), self.plan.names, known))
+        pieces = zip(self.plan.pieces.values(), self.plan.names, self.destination.prepared, strict=True)
+        return [self._parts_of(*piece) for piece in pieces]
 
-    def _parts_of(self, transfers: Sequence[Transfer], names: Sequence[str], known: dict[Any, Any]) -> Parts:
+    def _parts_of(self, transfers: Sequence[Transfer], names: Sequence[str], prepared: dict[Hashable, Any]) -> Parts:
         def make(index: int) -> Part:
             transfer = transfers[index]
-            return Part(transfer.offset, _view(transfer, self._into), transfer.region[2])
+            return Part(transfer.offset, _view(transfer, self._tensors), transfer.region[2])
 
         def places() -> list[PartPlace]:
-            layouts = [(its.data_ptr(), its.itemsize, its.stride(), its.device) for its in filled]
-            by_name = dict(zip(names, layouts, strict=True))
-            found: list[PartPlace] = []
+            memory = [(tensor.data_ptr(), tensor.itemsize, tensor.stride(), tensor.device) for tensor in filled]
+            by_name = dict(zip(names, memory, strict=True))
+            parts: list[PartPlace] = []
             for _, (_, shape, strides), offset, _, target, begin in transfers:
                 address, itemsize, goal, device = by_name[target]
                 if begin is not None:
                     address += itemsize * sum(map(operator.mul, begin, goal))
-                found.append((offset, address, shape, itemsize, strides, goal, device))
-            return found
+                parts.append((offset, address, shape, itemsize, strides, goal, device))
+            return parts
 
-        filled = [self._into[name] for name in names]
+        filled = [self._tensors[name] for name in names]
         size = self.plan.nbytes if len(self.plan.pieces) == 1 else sum(transfer.nbytes for transfer in transfers)
-        return Parts(len(transfers), make, places, filled, size, known)
-
-    @property
-    def converts(self) -> bool:
-        """Whether the publisher has to convert some of it first."""
-        return any(conversion is not None for conversion in self.plan.pieces)
+        return Parts(len(transfers), make, places, filled, size, prepared)
 
     @property
     def device_type(self) -> str | None:
-        """The type of the device that all targets are on; None if they are on several, or there are none."""
-        if "device type" not in self._known:
-            filled = [self._into[name] for names in self.plan.names for name in names]
-            is_one = len(set(map(torch.Tensor.get_device, filled))) == 1
-            self._known["device type"] = filled[0].device.type if is_one else None
-        found: str | None = self._known["device type"]
-        return found
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all that a home is asked for is known, without a look at the tensors."""
-        if not self.transfers or self.nbytes < WORTH_A_TURN:
-            return not self.transfers or "device type" in self._known
-        return self._known.keys() >= {"device type", "alike"} or self._known.get("device type", "cuda") not in IN_TURN
-
-    def agrees(self, other: ModelSelection) -> bool:
-        """Whether a home is asked the same for both."""
-        mine, its = (self.device_type, self.alike), (other.device_type, other.alike)
-        return self.plan is other.plan and (self._known is other._known or mine == its)
+        """See ``Destination``."""
+        return self.destination.device_type
 
     @property
     def alike(self) -> tuple[str, torch.device] | None:
-        """The signature and device of what several GPUs of a host may pull, each for itself; None: it is too little."""
-        if self.nbytes < WORTH_A_TURN or self.device_type not in IN_TURN:
-            return None
-        if "alike" not in self._known:
-            self._known["alike"] = self.signature(self.plan.layout.number), self.targets[0].device
-        found: tuple[str, torch.device] = self._known["alike"]
-        return found
+        """See ``Destination``."""
+        return self.destination.alike
+
+    def agrees(self, other: ModelSelection) -> bool:
+        """Whether a home is asked the same for both."""
+        here, there = self.destination, other.destination
+        same = here is there or (here.device_type, here.alike) == (there.device_type, there.alike)
+        return self.plan is other.plan and same
 
 
 def _view(transfer: Transfer, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -232,29 +220,40 @@ def _view(transfer: Transfer, targets: Mapping[str, torch.Tensor]) -> torch.Tens
     return tensor.as_strided(transfer.region[1], strides, tensor.storage_offset() + begin)
 
 
-#: Most memories of models of one form that a plan knows. A model whose buffers are exchanged has two.
+def _one_device_type(tensors: Sequence[torch.Tensor]) -> str | None:
+    return tensors[0].device.type if len(set(map(torch.Tensor.get_device, tensors))) == 1 else None
+
+
+#: Most memories of models of one form that a plan knows, such as those of two models, each with its twin.
 _MEMORIES = 8
 
 
 class PullPlan:
-    """What pulls bring into models of one form, as long as the layouts stay the same."""
+    """What pulls bring into models of one form, as long as the layouts stay the same: a list of copies by source."""
 
     def __init__(
-        self, options: Options, near: tuple[int, ...], sources: Sequence[SourcePlan], targets: Targets
+        self,
+        options: Options,
+        distances: tuple[int, ...],
+        sources: Sequence[SourcePlan],
+        targets: Targets,
+        brought: frozenset[str],
+        shadowed_names: frozenset[str],
     ) -> None:
-        """``near``: how far each source is."""
-        self.options, self.near, self.sources = options, near, sources
+        """``distances``: how far each source is. ``brought``: names of the model's tensors for which something comes,
+        also of those that are ``shadowed``.
+        """
+        self.options, self.distances, self.sources = options, distances, sources
         self.names = {name for source in sources for names in source.names for name in names}
         """Of the model's tensors that it fills."""
-        self._form, self._ties = targets.form, ties_of(targets.tensors)
-        self._memories: tuple[tuple[Any, dict[Any, Any]], ...] = ()  # and what was worked out for each, the last first
+        self._form, self._brought, self._shadowed = targets.form, brought, shadowed_names
+        self._memories: tuple[tuple[Any, list[Destination]], ...] = ()  # by ``Targets.memory``, the last one first
 
-    def expected(self, options: Options, near: tuple[int, ...]) -> list[ModelSelection] | None:
+    def expected(self, options: Options, distances: tuple[int, ...]) -> list[ModelSelection] | None:
         """What a pull into the same model will bring from each source; of no use but to ask for it."""
-        if (options, near) != (self.options, self.near) or not self._memories:
+        if (options, distances) != (self.options, self.distances) or not self._memories:
             return None
-        found = [ModelSelection(source, {}, self._memories[0][1]) for source in self.sources]
-        return found if all(its.is_known for its in found) else None
+        return self._selections(self._memories[0][1], {})
 
     def fill(
         self, targets: Targets, options: Options, check: Callable[[set[str]], None]
@@ -265,69 +264,37 @@ class PullPlan:
         """
         if options != self.options or targets.form != self._form:
             return None
-        last = self._memories
-        found = next((one for one in last if one[0] == targets.memory), None)
-        if found is None:
-            if ties_of(targets.tensors) != self._ties:
+        memories = self._memories
+        memory = next((known for known in memories if known[0] == targets.memory), None)
+        if memory is None:
+            if shadowed(targets.tensors, self._brought) != self._shadowed:
                 return None
             check(self.names)
-            found = targets.memory, {}
-        if not last or last[0] is not found:
-            self._memories = (found, *[one for one in last if one is not found][: _MEMORIES - 1])
-        return [ModelSelection(source, targets.tensors, found[1]) for source in self.sources]
+            memory = targets.memory, [Destination(source, targets.tensors) for source in self.sources]
+        if not memories or memories[0] is not memory:
+            self._memories = (memory, *[known for known in memories if known is not memory][: _MEMORIES - 1])
+        return self._selections(memory[1], targets.tensors)
+
+    def _selections(
+        self, destinations: Sequence[Destination], tensors: Mapping[str, torch.Tensor]
+    ) -> list[ModelSelection]:
+        both = zip(self.sources, destinations, strict=True)
+        return [ModelSelection(source, destination, tensors) for source, destination in both]
 
 
 def make_plan(
-    request: Request, options: Options, layouts: Sequence[KnownLayout], near: tuple[int, ...], turn: int, into: Targets
+    request: Request,
+    options: Options,
+    layouts: Sequence[KnownLayout],
+    distances: tuple[int, ...],
+    turn: int,
+    into: Targets,
 ) -> PullPlan:
     """See ``plan.plan``. ``options``: of the pull. ``into``: the model's tensors."""
-    transfers = plan(request, layouts, near, turn)
-    ties = _ties_of_plan(request, layouts, transfers)
-    sources = list(map(SourcePlan, range(len(layouts)), layouts, transfers, ties))
-    return PullPlan(options, near, sources, into)
-
-
-def _ties_of_plan(
-    request: Request, layouts: Sequence[KnownLayout], transfers: Sequence[Sequence[Transfer]]
-) -> list[list[Tie]]:
-    """For each publisher, the pairs of its tensors that go into one tensor of the model.
-
-    Raises ConfigurationError for a pair that no publisher can compare.
-    """
-    found: list[list[Tie]] = [[] for _ in layouts]
-    tied = ties_of({name: shard.tensor for name, shard in request.targets.items()})
-    brought = {transfer.target for its in transfers for transfer in its} if tied else set()
-    wrong: list[str] = []
-    for names in tied:
-        parts, others = (request.options.mapping.get(name, (name,)) for name in names)
-        if parts == others or not brought.issuperset(names):
-            continue
-        (_, *place), (_, *other_place) = (request.targets[name] for name in names)
-        rows = [layout.rows for layout in layouts]
-        ties = [_ties_at(its_rows, its, names, parts, others) for its_rows, its in zip(rows, transfers, strict=True)]
-        for its, more in zip(found, ties, strict=True):
-            its += more or ()
-        if None in ties or len(parts) != len(others) or place != other_place:
-            wrong.append(tied_mismatch(names, parts, "and no publisher can compare what is published for them"))
-    check_fits(request.store, wrong)
-    return found
-
-
-def _ties_at(
-    rows: Sequence[Row],
-    transfers: Sequence[Transfer],
-    names: tuple[str, str],
-    parts: Sequence[str],
-    others: Sequence[str],
-) -> list[Tie] | None:
-    """The pairs at one publisher; None if it has only one of a pair."""
-    places = {name: place for place, (name, *_) in enumerate(rows)}
-    brought = {transfer.place[0] for transfer in transfers if transfer.target in names}
-    found: list[Tie] = []
-    for part, other in zip(parts, others, strict=False):
-        one, two = places.get(part, -1), places.get(other, -1)
-        if one in brought or two in brought:
-            if min(one, two) < 0 or rows[one][3] != rows[two][3]:
-                return None
-            found.append(Tie((one, two), names, parts))
-    return found
+    by_source = plan(request, layouts, distances, turn)
+    brought = frozenset(transfer.target for transfers in by_source for transfer in transfers)
+    hidden = shadowed(into.tensors, brought)
+    if hidden:
+        by_source = [[transfer for transfer in transfers if transfer.target not in hidden] for transfers in by_source]
+    sources = list(map(SourcePlan, range(len(layouts)), layouts, by_source))
+    return PullPlan(options, distances, sources, into, brought, hidden)

@@ -84,17 +84,17 @@ template <class Element, int AT_ONCE> __device__ void convert(const Matrix& matr
     const unsigned at_once = blockDim.x / side_by_side, first_row = threadIdx.x / side_by_side;
     const unsigned first_in_row = first_row < at_once ? threadIdx.x - first_row * side_by_side : in_row;
 
-    unsigned found = 0;
+    unsigned highest = 0;
     for (unsigned down = first_row; down < height; down += at_once)
     for (unsigned along = first_in_row; along < in_row; along += side_by_side) {
         const Read read = reinterpret_cast<const Read*>(source + Long(down) * matrix.width)[along];
         #pragma unroll
         for (int k = 0; k < AT_ONCE; ++k) {
             const unsigned rest = as_bits(widened(read.elements[k], matrix.kind)) & 0x7fffffffu;
-            if (rest < 0x7f800000u && rest > found) found = rest;
+            if (rest < 0x7f800000u && rest > highest) highest = rest;
         }
     }
-    largest[threadIdx.x] = found;
+    largest[threadIdx.x] = highest;
     __syncthreads();
     for (unsigned half = blockDim.x / 2; half; half /= 2) {
         if (threadIdx.x < half && largest[threadIdx.x + half] > largest[threadIdx.x])

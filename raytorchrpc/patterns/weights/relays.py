@@ -35,13 +35,13 @@ class RelayPlan:
         self._readers: OrderedDict[str, dict[int, str]] = OrderedDict()
         """Who has pulled with the same signature, and to which GPU; see ``Selection.signature``."""
 
-    def ask(self, what: Hashable, node: str, rank: int, pieces: int) -> Advice:
-        """Where ``rank``, on ``node``, pulls ``what`` from, in so many pieces. A leader that asks again: from the home.
+    def ask(self, pulled: Hashable, node: str, rank: int, pieces: int) -> Advice:
+        """From where ``rank``, on ``node``, pulls this, in so many pieces. A leader that asks again: from the home.
 
         Leaders stand in a line; if they are more than the pieces, each feeds two.
         """
         with self._lock:
-            leaders = self._rounds.setdefault(what, {})
+            leaders = self._rounds.setdefault(pulled, {})
             if len(self._rounds) > _REMEMBERED:
                 self._rounds.popitem(last=False)
             leader = leaders.get(node)
@@ -70,10 +70,10 @@ class RelayPlan:
         advice = self.ask((version, signature), gpu, rank, sys.maxsize)
         return advice if advice.leads else None
 
-    def failed(self, what: Hashable, rank: int) -> None:
+    def failed(self, pulled: Hashable, rank: int) -> None:
         """Note that a leader could not pull it, or does not have it any more."""
         with self._lock:
-            if leaders := self._rounds.get(what):
+            if leaders := self._rounds.get(pulled):
                 _remove(leaders, rank)
 
     def lose(self, rank: int) -> None:

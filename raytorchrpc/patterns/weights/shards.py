@@ -40,16 +40,16 @@ class Box(NamedTuple):
 
     def without(self, part: Box) -> list[Box]:
         """Boxes that have the other indices. ``part`` lies in this box."""
-        left: list[Box] = []
+        others: list[Box] = []
         begin, end = list(self.offset), list(self.end)
         for dimension, (first, last) in enumerate(zip(part.offset, part.end, strict=True)):
             for low, high in ((begin[dimension], first), (last, end[dimension])):
                 if low < high:
                     offset, shape = list(begin), [end[d] - begin[d] for d in range(len(begin))]
                     offset[dimension], shape[dimension] = low, high - low
-                    left.append(Box(tuple(offset), tuple(shape)))
+                    others.append(Box(tuple(offset), tuple(shape)))
             begin[dimension], end[dimension] = first, last
-        return left
+        return others
 
     def __str__(self) -> str:
         ranges = zip(self.offset, self.end, strict=True)
@@ -93,6 +93,8 @@ def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """View a region of a contiguous tensor. Raises OutOfBounds."""
     offset, shape, strides = region
     if strides is None:
+        if not offset and shape == tensor.shape:
+            return tensor
         within(offset, math.prod(shape), tensor.numel())
         return tensor.view(-1)[offset : offset + math.prod(shape)].view(shape)
     last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))

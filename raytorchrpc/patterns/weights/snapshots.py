@@ -153,8 +153,8 @@ def equal_bits(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> 
             else:
                 differs = (as_copyable(one) != as_copyable(other)).any()
                 on_gpu.setdefault(one.device, []).append((place, differs))
-        for found in on_gpu.values():
-            for (place, _), differs in zip(found, torch.stack([flag for _, flag in found]).tolist(), strict=True):
+        for flags in on_gpu.values():
+            for (place, _), differs in zip(flags, torch.stack([flag for _, flag in flags]).tolist(), strict=True):
                 equal[place] = not differs
     return equal
 
@@ -170,18 +170,15 @@ class Snapshot:
         changed: Sequence[int],
         pool: SnapshotPool,
         deltas: Deltas | None = None,
-        ties: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """The thread that wrote ``memory`` calls this. ``ties``: see ``ties_of``."""
+        """The thread that wrote ``memory`` calls this."""
         self.version, self.layout, self.memory, self.changed = version, layout, memory, changed
-        self.deltas, self.ties = deltas, ties
-        self._equal: dict[tuple[int, int], bool] = {}
+        self.deltas = deltas
         self.readers = 0
         self.retired = False
         self._pool = pool
         self._converting = threading.Lock()
         self.converted: dict[str, VersionMemory] = {}
-        self.asked: dict[tuple[int, str | None], None] = {}  # what readers had converted
         self._handoffs = [handoff_streams(memory.pieces)]
 
     def make_current(self) -> None:
@@ -191,27 +188,24 @@ class Snapshot:
 
     def tensors(self, places: Places, regions: Sequence[Region] | None = None) -> list[torch.Tensor]:
         """These tensors, or a region of each, for this thread. Each conversion is made once. Raises OutOfBounds."""
-        converted = [place for place in places if place[1] is not None]
-        self.asked.update(dict.fromkeys(converted))
-        if converted:
-            found = self.made(places)
+        if any([conversion is not None for _, conversion in places]):
+            whole = self._converted_tensors(places)
         else:  # without waiting while another thread converts
             self.make_current()
-            found = [self.memory.tensors[place] for place, _ in places]
+            whole = [self.memory.tensors[place] for place, _ in places]
         if regions is None:
-            return found
-        return [cut(tensor, region) for tensor, region in zip(found, regions, strict=True)]
+            return whole
+        return [cut(tensor, region) for tensor, region in zip(whole, regions, strict=True)]
 
-    def made(self, places: Places) -> list[torch.Tensor]:
-        """As ``tensors``, for conversions that no reader has asked for."""
+    def _converted_tensors(self, places: Places) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         with self._converting:
             self.make_current()  # not before: it also waits for what another thread has converted
-            found = [self._tensor(place, dtype, made) for place, dtype in places]
+            tensors = [self._tensor(place, conversion, made) for place, conversion in places]
             if made:
                 self._handoffs.append(handoff_streams(made))
                 self.note_own_reads()
-        return found
+        return tensors
 
     def read_deltas(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
         """Return the changed elements of these spans; see ``Deltas.read``."""
@@ -232,8 +226,8 @@ class Snapshot:
         names = dict.fromkeys(name for _, name in places) or (None,)
         memories = [self.memory if name is None else self.converted[name] for name in names]
         wholes = [memory.whole for memory in memories]
-        found = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
-        return found if len(found) == len(memories) else []
+        readable = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
+        return readable if len(readable) == len(memories) else []
 
     def copy_into(
         self, targets: Sequence[torch.Tensor], places: Places, regions: Sequence[Region] | None = None
@@ -241,17 +235,6 @@ class Snapshot:
         """Copy these tensors, or a region of each, into tensors of this process."""
         copy_tensors(targets, self.tensors(places, regions), self._pool.copy_bytes)
         self.note_own_reads()
-
-    def equal(self, pairs: Sequence[tuple[int, int]]) -> list[bool]:
-        """For each pair of places, return whether the tensors are equal bit for bit. Blocks; compares them once."""
-        for pair in pairs:
-            if pair not in self._equal:
-                held, its = (self.memory.tensors[place] for place in pair)
-                alike = held.dtype is its.dtype and held.shape == its.shape
-                self.make_current()
-                self._equal[pair] = alike and equal_bits([held], [its.to(held.device)])[0]
-                self.note_own_reads()
-        return [self._equal[pair] for pair in pairs]
 
     def note_own_reads(self) -> None:
         """Have the thread that writes to this memory next wait for what this thread's CUDA streams read of it."""

@@ -1,118 +1,52 @@
-"""One pull from one home: leases a version there, and brings its tensors from there or from a member of this host."""
+"""What one pull brings from one home: from its memory, in messages, as deltas, or by way of other members."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.guests import is_guest
-from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Window
-from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import WindowLane
-from raytorchrpc.patterns.handle import Handle, run
+from raytorchrpc.errors import NotFound, PeerLost
+from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights import feeds, published
+from raytorchrpc.patterns.weights.chained_pull import BETWEEN_HOSTS, ON_A_HOST, ChainedPull
 from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes
-from raytorchrpc.patterns.weights.feeds import Feed, Feeds
-from raytorchrpc.patterns.weights.plan import KnownLayout, check_fits, tied_mismatch
-from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
-from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection, Tie
+from raytorchrpc.patterns.weights.feeds import Feeds
+from raytorchrpc.patterns.weights.published import VersionLease
+from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection
 from raytorchrpc.patterns.weights.relays import Advice
-from raytorchrpc.patterns.weights.snapshots import TensorSpec
-from raytorchrpc.process.completion import nothing
+from raytorchrpc.patterns.weights.slices import KnownLayout
+from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
 from raytorchrpc.process.cuda_driver import identity_of
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
-#: A home, and the instance of what it has there.
-Source = tuple[str, int | None]
 #: Smaller pulls do not use a relay: asking which member has it takes as long (bytes).
 _WORTH_RELAYING = 1 << 20
 
 
-class Requests:
-    """Requests of one pull, by the thread that uses it."""
+class Way(Enum):
+    """How what a pull brings gets here from a home."""
 
-    def __init__(self, local: LocalMember, until: float, counter: PullCounter) -> None:
-        """``until``: when the pull has to end (``time.monotonic``)."""
-        self.local, self.until, self.counter = local, until, counter
-        self._brought: dict[Any, int] = {}  # bytes, by the member that they came from, since the last report to it
-
-    def left(self, least: float = 0.0) -> float:
-        """Seconds until the pull has to end."""
-        return max(least, self.until - time.monotonic())
-
-    def call(
-        self, target: Any, service: str, args: tuple[Any, ...], timeout: float | None, **options: Any
-    ) -> Future[Any]:
-        """Send a request. Raises PeerLost."""
-        return Future(self.local.outgoing.call(target, service, args, {}, CallOptions(timeout, retry=0, **options)))
-
-    def notify(self, target: Any, service: str, args: tuple[Any, ...]) -> None:
-        """Send a request without waiting for its answer; ignores errors."""
-        with suppress(RayTorchRpcError):
-            self.call(target, service, args, None)
-
-    def count(self, source: Any, size: int) -> None:
-        """Count bytes that have come from a member."""
-        self.counter.add(size, source if isinstance(source, str) else published.name_of(self.local, source))
-        self._brought[source] = self._brought.get(source, 0) + size
-
-    def report(self, source: Any) -> tuple[Any, ...]:
-        """What a member that granted a lease is told with the end of it."""
-        size = self._brought.pop(source, 0)
-        return (self.counter.store, self.counter.version, size) if size else ()
-
-    def is_near(self, member: Any) -> bool:
-        """Whether a member is on this node."""
-        return self.local.peers.route(member).member.node_id == self.local.me.node_id
-
-
-def stream(requests: Iterable[Callable[[], Future[Any]]], ahead: int) -> Iterable[Any]:
-    """Send requests, so many ahead, and yield their answers in order. Raises the error of the first that fails."""
-    sent: deque[Future[Any]] = deque()
-    for request in requests:
-        sent.append(request())
-        if len(sent) > ahead:
-            yield sent.popleft().wait()
-    while sent:
-        yield sent.popleft().wait()
-
-
-class Pace(NamedTuple):
-    """In which pieces members feed one another."""
-
-    piece_bytes: int  # the least bytes of a piece
-    pieces: int  # the most pieces
-    ahead: int  # how many are asked for at once
-
-
-#: Between hosts; and on one host, where members take about a millisecond to ask for a piece and to answer, and GPUs two
-#: to copy a sixth of 4 GB.
-BETWEEN_HOSTS, ON_A_HOST = Pace(4 << 20, 64, 2), Pace(64 << 20, 6, 6)
-#: How long a pull waits at least for those that it feeds, once it has everything (seconds).
-PATIENCE_S = 0.02
-#: How many members are tried before the home alone.
-_ATTEMPTS = 3
-#: What a member may do to others that it feeds: stop, lose the weights, be out of reach or stand still.
-_FAILURES = (PeerLost, NotFound, LaneUnavailable, RpcTimeout)
+    NOTHING = "nothing has changed"
+    OWN = "copied from this process's own snapshot"
+    ARRIVED = "copied from memory that came with the lease"
+    REQUESTED = "requested under the lease"
 
 
 class SourcePull:
     """One pull of a version from one home into a model, by the thread that uses it.
 
     ``ask`` and ``answer`` lease a version. If the plan was made for another layout, ``planned`` is None then: set it.
-    ``bring`` moves the tensors, and ``release`` ends the lease.
+    ``request`` and ``receive`` move the tensors, and ``release`` ends the lease.
     """
 
     def __init__(
@@ -123,150 +57,71 @@ class SourcePull:
         planned: ModelSelection | None,
         device_type: str | None,
     ) -> None:
-        """``device_type``: of the memory that is to come with the lease; None: none is."""
-        self.store, self.requests, self._local = store, requests, requests.local
-        self.layout, self.planned = layout, planned
-        self.lease: VersionLease | None = None  # as soon as the home has answered. It has to be released
-        self.home, self._address = store.home, store._address
-        self._is_home = store._is_home(self._local)
-        self._device_type = None if self._is_home else self._readable_in_place(self.home, device_type)
-        self.memory = Window()  # that has come with the lease
-        self._had_turn = self._is_abandoned = False
-        self._asked: Future[Any] | None = None  # for the lease
+        """``device_type``: see ``SourceLease``."""
+        self.lease = SourceLease(store, requests, layout, device_type, self._give_turn_back)
+        self.planned, self.home = planned, store.home
+        self.failure: NotFound | PeerLost | None = None  # what this source has raised
+        self._requests, self._local = requests, requests.local
+        self._way = Way.NOTHING
+        self._had_turn = False
+        self._deltas: list[Selection] = []
+        self._whole: Selection | None = None  # what comes whole, if it is requested
+        self._sent_deltas: Future[Any] | None = None
+        self._sent_pieces: Future[Any] | None = None
 
-    @property
-    def source(self) -> Source:
-        """Where it pulls from."""
-        return self.home, self.store._instance_id
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Note that this source has failed, if that is raised within."""
+        try:
+            yield
+        except (NotFound, PeerLost) as error:
+            self.failure = error
+            raise
 
-    @property
-    def leased(self) -> VersionLease:
-        assert self.lease is not None
-        return self.lease
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Say what is lost with the home, if that is raised within."""
+        try:
+            yield
+        except PeerLost as lost:
+            if lost.peer != self.home:
+                raise
+            raise self.lease.store._home_lost(lost) from lost
 
     # --- the lease -----------------------------------------------------------------------------------------------
 
     def ask(self, version: int | None, since: int | None, caller_waits: bool = False) -> None:
         """Ask the home for a lease. Then call ``answer`` or ``release``."""
-        left = self.requests.left()
-        args = version, since, 0 if self.layout is None else self.layout.number
-        if self._is_home:
-            found = self.store._object(self._local).lease(self._local.me.rank, *args, None)
-            if found is not None:
-                self._take(found)
-            return
-        what = None
-        if self.planned is not None and (alike := self.planned.alike) is not None and self._takes_turns(alike[1]):
-            signature, device = alike
-            gpu = identity_of(device.index) if device.type == "cuda" else ""
-            what = signature, gpu or f"rank {self._local.me.rank}"
-            self.feeds()  # before the home hears of it: others come at once
-        request = (*self._address, *args, left, self._device_type, what)
-        options: dict[str, Any] = {"caller_waits": caller_waits, "into": self.memory}
-        self._asked = self.store._send(self._local, published.LEASE, request, left, **options)
+        self.lease.ask(version, since, None if self.lease.is_home else self._turn_wanted(), caller_waits)
+
+    def _turn_wanted(self) -> tuple[str, str] | None:
+        """The signature and the GPU of a pull for which others on this host may be nearer than the home."""
+        if self.planned is None or self.planned.alike is None:
+            return None
+        signature, device = self.planned.alike
+        same_gpus = {own for own, _ in self._local.peers.route(self.home).same_gpus}
+        if not self._requests.is_readable(self.home, device.type) or device.index in same_gpus:
+            return None
+        self.feeds()  # before the home hears of it: others come at once
+        gpu = identity_of(device.index) if device.type == "cuda" else ""
+        return signature, gpu or f"rank {self._local.me.rank}"
 
     def answer(self) -> VersionLease | None:
         """The lease; None if nothing is published yet."""
-        sent, self._asked = self._asked, None
-        if sent is not None:
-            response = self.store._response(sent)
-            del sent  # see _response
-            run(response)
-        self._note_answer()
-        return self.lease
+        lease = self.lease.answer()
+        if lease is not None and lease.rows is not None:
+            self.planned = None  # the plan was for another layout
+        if self.planned is None:
+            self.lease.memory.prepare()
+        return lease
 
-    def answers_within(self, seconds: float) -> bool:
-        """Wait for the answer to ``ask``, or its failure; False if there is none within this time."""
-        try:
-            if self._asked is not None:
-                self._asked.exception(seconds)
-                self._note_answer()
-        except RpcTimeout:
-            return False
-        return True
-
-    def _note_answer(self) -> None:
-        """Take the lease out of the answer, if one has come."""
-        if self.lease is None and (answer := self.memory.result) is not None:
-            self._take(VersionLease(*answer[0]))
-            if self.planned is None:
-                self.memory.prepare()
-
-    def _take(self, lease: VersionLease) -> None:
-        self.lease = lease
-        if lease.lease and lease.rows is not None:
-            self.layout, self.planned = KnownLayout(lease.layout, lease.rows), None  # the plan was for another one
-        elif lease.lease and (self.layout is None or self.layout.number != lease.layout):
-            raise NotFound(f"the home of {self.requests.counter.store[0]!r} did not say what it has; pull again")
-
-    def abandon(self, answered: Callable[[], object] | None = None) -> None:
-        """Give the request for a lease up: a late answer writes nothing, and its lease ends before ``answered``."""
-        sent, self._asked = self._asked, None
-        self._is_abandoned = True
-
-        def late(sent: Future[Any]) -> None:
-            self._asked = sent
-            try:
-                self._release()
-            finally:
-                if answered is not None:
-                    answered()
-
-        if sent is not None:
-            sent.add_done_callback(late)
+    @property
+    def leased(self) -> VersionLease:
+        return self.lease.leased
 
     def release(self) -> None:
-        """End the lease. Does not wait for the home's answer."""
-        if self._asked is not None and not self._asked.done():
-            self.abandon()
-        elif not self._is_abandoned:
-            self._release()
-
-    def _release(self) -> None:
-        if self._asked is not None:
-            with suppress(RayTorchRpcError):  # no lease then
-                self.answer()
-        if self.lease is None or not self.lease.lease:
-            return
-        self._give_turn_back()
-        if self._is_home:
-            self.store._object(self._local).pool.release(self.lease.lease)
-        else:
-            report = (*self._address, self.lease.lease, *self.requests.report(self.home))
-            self.requests.notify(self.home, published.RELEASE, report)
-
-    def check_lease(self) -> None:
-        """Raise RpcTimeout if the lease may have ended before the tensors were copied."""
-        if time.monotonic() > lease_is_valid_until(self.requests.until):
-            raise RpcTimeout(
-                f"a pull of {self.store.kind} {self.store.name!r} was suspended, or took much longer than its "
-                f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
-                f"pull again"
-            )
-
-    # --- tied tensors --------------------------------------------------------------------------------------------
-
-    def check_ties(self) -> None:
-        """Raise ConfigurationError if tensors that are one in the model differ as published; may ask the home."""
-        if not (ties := self._doubtful()):
-            return
-        pairs = [tie.places for tie in ties]
-        if self._is_home:
-            equal = self.snapshot().equal(pairs)
-        else:
-            equal = self._request(published.EQUAL, pairs, caller_waits=True).wait()
-        both = zip(ties, equal, strict=True)
-        wrong = [tied_mismatch(tie.names, tie.parts) for tie, is_equal in both if not is_equal]
-        check_fits(self.requests.counter.store[0], wrong)
-
-    def _doubtful(self) -> list[Tie]:
-        """The pairs for one tensor of the model that the home has published as two tensors."""
-        ties = () if self.planned is None else self.planned.plan.ties
-        first = {place: one for one, place in self.leased.ties} if ties else {}
-        return [tie for tie in ties if len({first.get(place, place) for place in tie.places}) > 1]
-
-    def snapshot(self) -> Any:
-        return self.store._object(self._local).pool.leased(self.leased.lease)
+        """See ``SourceLease``."""
+        self.lease.release()
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
@@ -279,62 +134,81 @@ class SourcePull:
     def expect(self) -> int:
         """Count the tensors as still to come; returns their bytes."""
         size = self.selection.nbytes
-        self.requests.counter.expect(self.leased.version, size)
+        self._requests.counter.expect(self.leased.version, size)
         return size
 
-    @property
-    def _has_arrived(self) -> bool:
-        """Whether the memory that has come with the lease has the tensors."""
+    def request(self, caller_waits: bool = False) -> None:
+        """Ask the home for what comes first. Then call ``receive``."""
         assert self.planned is not None
-        its_type = None if self.planned.converts else self.planned.device_type
-        return self.memory.has_tensors and its_type == self._device_type
-
-    def bring(self, caller_waits: bool = False) -> Iterator[None]:
-        """Bring the tensors into the model. Yields once, when the home is asked for what comes first."""
-        if not (selection := self.selection).transfers:
-            return
-        if self._is_home or self._has_arrived:
-            yield
-            if self._is_home:
-                self.snapshot().copy_into(selection.targets, selection.places, selection.regions)
-                self.requests.counter.add(selection.nbytes)
-            else:
-                self.memory.copy_into(selection.parts)
-                self.requests.count(self.home, selection.nbytes)
+        lease, converts = self.lease, self.planned.plan.converts
+        if not self.selection.transfers:
+            self._way = Way.NOTHING
+        elif lease.is_home:
+            self._way = Way.OWN
+        elif lease.memory.has_tensors and lease.device_type == (None if converts else self.planned.device_type):
+            self._way = Way.ARRIVED
         else:
-            self.memory = Window()  # what came with the lease, if anything, is in another form
-            deltas, rest = self._divide(selection)
-            first = self._request_deltas(deltas[0], caller_waits) if deltas else None
-            sent = self._request_whole(rest, caller_waits and not deltas)
-            yield
-            self._fetch_deltas(deltas, first)
-            if rest.transfers:
-                self._fetch_whole(rest, sent)
-        self.check_lease()
+            self._way = Way.REQUESTED
+            lease.memory = Window()  # what came with the lease, if anything, is in another form
+            self._deltas, self._whole = self._divide(self.selection)
+            with self._moving():
+                if self._deltas:
+                    self._sent_deltas = self._request_deltas(self._deltas[0], caller_waits)
+                self._sent_pieces = self._request_in_place(self._whole, caller_waits and not self._deltas)
 
-    def _request_whole(self, selection: Selection, caller_waits: bool) -> Future[Any] | None:
-        """Ask for memory to copy from; None if the tensors come in another way."""
-        if not selection.transfers or self._uses_relay(selection) or self._has_turn:
-            return None
-        assert self.planned is not None
-        device_type = self._readable_in_place(self.home, self.planned.device_type)
-        return None if device_type is None else self._request_pieces(device_type, selection, caller_waits)
+    def receive(self) -> None:
+        """Bring the tensors into the model. Raises PeerLost also if the home has lost the version."""
+        try:
+            with self._moving():
+                self._receive()
+        except NotFound as error:
+            raise PeerLost(self.home, f"it has lost version {self.leased.version}: {error}", True) from error
 
-    def _fetch_whole(self, selection: Selection, sent: Future[Any] | None) -> None:
-        if self._uses_relay(selection):
-            signature = selection.signature(self.leased.layout)
-            ChainedPull(self, signature, selection, BETWEEN_HOSTS, self._request_message).bring_between_hosts()
+    def _receive(self) -> None:
+        selection = self.selection
+        match self._way:
+            case Way.NOTHING:
+                return
+            case Way.OWN:
+                self.lease.snapshot().copy_into(selection.targets, selection.places, selection.regions)
+                self._requests.counter.add(selection.nbytes)
+            case Way.ARRIVED:
+                self.lease.memory.copy_into(selection.parts)
+                self._requests.count(self.home, selection.nbytes)
+            case Way.REQUESTED:
+                self._receive_deltas()
+                self._receive_whole()
+        self.lease.check()
+
+    def _receive_whole(self) -> None:
+        whole = self._whole
+        if whole is None or not whole.transfers:
             return
-        if self._has_turn and self._take_turn(selection):
+        if self._is_relayed(whole):
+            signature = whole.signature(self.leased.layout)
+            ChainedPull(
+                self.lease, self.feeds(), signature, whole, BETWEEN_HOSTS, self._request_message
+            ).bring_between_hosts()
             return
-        if sent is None:
-            sent = self._request_whole(selection, caller_waits=True)
+        if self._has_turn and self._take_turn(whole):
+            return
+        sent = self._sent_pieces or self._request_in_place(whole, caller_waits=True)
         if sent is not None and sent.wait():
-            self.requests.count(self.home, selection.nbytes)
+            self._requests.count(self.home, whole.nbytes)
             return
-        for message in selection.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
+        for message in whole.messages(MESSAGE_BYTES):  # copied out of the lane's memory before the next
             self._request_message(message).wait()
-            self.requests.count(self.home, message.nbytes)
+            self._requests.count(self.home, message.nbytes)
+
+    def _request_in_place(self, whole: Selection, caller_waits: bool) -> Future[Any] | None:
+        """Ask for memory to copy from; None if the tensors come in another way."""
+        assert self.planned is not None
+        device_type = self.planned.device_type
+        if not whole.transfers or device_type is None or self._is_relayed(whole) or self._has_turn:
+            return None
+        if not self._requests.is_readable(self.home, device_type):
+            return None
+        return self._request_pieces(device_type, whole, caller_waits)
 
     def _request_pieces(
         self, device_type: str, selection: Selection, caller_waits: bool = False
@@ -344,14 +218,10 @@ class SourcePull:
         into = Window(lambda pieces: parts if pieces else None)
         if all(name is None for _, name in places):
             places = []  # the same memory, in a shorter request
-        return self._request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)
+        return self.lease.request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)
 
     def _request_message(self, message: Selection) -> Future[Any]:
-        return self._request(published.TENSORS, message.places, message.regions, into=message.targets)
-
-    def _request(self, service: str, *args: Any, **options: Any) -> Future[Any]:
-        request = (*self._address, self.leased.lease, *args)
-        return self.requests.call(self.home, service, request, self.requests.left(0.001), **options)
+        return self.lease.request(published.TENSORS, message.places, message.regions, into=message.targets)
 
     # --- deltas --------------------------------------------------------------------------------------------------
 
@@ -359,50 +229,46 @@ class SourcePull:
         """The messages of what comes as deltas, and what comes whole."""
         deltas, planned = self.leased.deltas, self.planned
         assert planned is not None
-        if not deltas or self._readable_in_place(self.home, planned.device_type):
+        if not deltas or self._requests.is_readable(self.home, planned.device_type):
             return [], selection
         # The home sends deltas to each reader, and whole tensors to other hosts once.
-        times = 1 if self.requests.is_near(self.home) else max(1, self._far_members())
+        times = 1 if self._requests.is_near(self.home) else max(1, self._count_far_members())
         return divide(selection, dict(deltas), planned.plan.layout, times)
 
-    def _fetch_deltas(self, deltas: Sequence[Selection], sent: Future[Any] | None) -> None:
-        for number, message in enumerate(deltas):
+    def _receive_deltas(self) -> None:
+        sent, self._sent_deltas = self._sent_deltas, None
+        for number, message in enumerate(self._deltas):
             answer = (sent or self._request_deltas(message, caller_waits=True)).wait()
-            sent = self._request_deltas(deltas[number + 1]) if number + 1 < len(deltas) else None
+            more = number + 1 < len(self._deltas)
+            sent = self._request_deltas(self._deltas[number + 1]) if more else None
             apply(message.regions, message.targets, answer)
             size = sum(tensor.nbytes for tensor in answer[1])
-            self.requests.counter.expect(self.leased.version, size - message.nbytes)
-            self.requests.count(self.home, size)
+            self._requests.counter.expect(self.leased.version, size - message.nbytes)
+            self._requests.count(self.home, size)
 
     def _request_deltas(self, message: Selection, caller_waits: bool = False) -> Future[Any]:
         spans = [(transfer.place[0], *bounds_of(transfer.region)) for transfer in message.transfers]
-        return self._request(published.DELTAS, spans, caller_waits=caller_waits)
+        return self.lease.request(published.DELTAS, spans, caller_waits=caller_waits)
 
     # --- by way of others ----------------------------------------------------------------------------------------
 
-    def _uses_relay(self, selection: Selection) -> bool:
+    def _is_relayed(self, selection: Selection) -> bool:
         """Whether other members that are not on the home's host may pull the same."""
         if is_guest(self._local.me.rank):  # no member connects to it
             return False
-        if self.requests.is_near(self.home) or selection.nbytes < _WORTH_RELAYING:
+        if self._requests.is_near(self.home) or selection.nbytes < _WORTH_RELAYING:
             return False
-        return self._far_members() > 1
+        return self._count_far_members() > 1
 
-    def _far_members(self) -> int:
+    def _count_far_members(self) -> int:
         """How many members are not on the home's host."""
         peers = self._local.peers
-        its_node = peers.member(self.home).node_id
-        return sum(member.node_id != its_node for member in peers.members)
+        node = peers.member(self.home).node_id
+        return sum(member.node_id != node for member in peers.members)
 
     def feeds(self) -> Feeds:
         """What this member feeds to others. To be called before the home hears of a pull that might."""
-        return feeds.feeds_of(self._local, self.store, self.requests.counter.store)
-
-    def _takes_turns(self, device: torch.device) -> bool:
-        """Whether other GPUs of this host may be nearer than the home: not for a reader on the home's own."""
-        if self._readable_in_place(self.home, device.type) is None:
-            return False
-        return device.index not in {mine for mine, _ in self._local.peers.route(self.home).same_gpus}
+        return feeds.feeds_of(self._local, self.lease.store, self._requests.counter.store)
 
     @property
     def _has_turn(self) -> bool:
@@ -412,164 +278,22 @@ class SourcePull:
     def _take_turn(self, selection: Selection) -> bool:
         """Copy from the one that is before this member; False if that is not possible."""
         assert self.leased.turn is not None
-        if self.planned is None or selection is not self.planned or (alike := selection.alike) is None:
-            self._give_turn_back()
+        if self.planned is None or selection is not self.planned or self.planned.alike is None:
+            self._give_turn_back(self.leased)
             return False
-        self._had_turn = True
-        chained = ChainedPull(self, alike[0], selection, ON_A_HOST, partial(self._request_pieces, alike[1].type))
+        self._had_turn, (signature, device) = True, self.planned.alike
+        fetch = partial(self._request_pieces, device.type)
+        chained = ChainedPull(self.lease, self.feeds(), signature, selection, ON_A_HOST, fetch)
         return chained.bring_on_a_host(Advice(*self.leased.turn).source)
 
-    def _give_turn_back(self) -> None:
+    def _give_turn_back(self, lease: VersionLease) -> None:
         """Tell those that would be fed by this member that they have to look elsewhere."""
-        if self._has_turn and self.planned is not None and (alike := self.planned.alike) is not None:
-            self._had_turn, version = True, self.leased.version
-            self.feeds().fail(alike[0], version, None)
-            report = (*self._address, (version, alike[0]), self._local.me.rank)
-            self.requests.notify(self.home, published.REPORT, report)
-
-    def _readable_in_place(self, source: Any, device_type: str | None) -> str | None:
-        """Return ``device_type`` if a lane can read parts of the source's memory on such devices in place."""
-        if device_type is None or not self.requests.is_near(source):
-            return None
-        lane = self._local.tensor_lanes.get(self._local.peers.route(source).beside.get(device_type, ""))
-        return device_type if isinstance(lane, WindowLane) else None
-
-
-class _NotReadable(Exception):
-    """The home's memory cannot be copied from."""
-
-
-class ChainedPull:
-    """One pull of a chain: another member may feed it, and it may feed others. By the thread that uses it."""
-
-    def __init__(
-        self,
-        pull: SourcePull,
-        signature: str,
-        selection: Selection,
-        pace: Pace,
-        fetch: Callable[[Selection], Future[Any]],
-    ) -> None:
-        """``signature``: see ``Selection``. ``fetch``: sends a request for a message to the home."""
-        self._pull, self._requests, self._local, self._store = pull, pull.requests, pull.requests.local, pull.store
-        self._what = pull.leased.version, signature
-        self._selection, self._pace, self._fetch = selection, pace, fetch
-        self._size = max(pace.piece_bytes, selection.nbytes // pace.pieces)
-        self._mine = pull.feeds()
-
-    def bring_between_hosts(self) -> None:
-        """Bring the tensors from another host. The member of a host that leads keeps them for all others."""
-        pieces = self._pieces(self._selection)
-        for _ in range(_ATTEMPTS):
-            request = *self._store._address, self._what, len(pieces)
-            answer = self._requests.call(self._store.home, published.ADVISE, request, self._requests.left(0.001))
-            advice = Advice(*answer.wait())
-            if advice.leads or advice.source is None:
-                self._lead(advice.source)
-                return
-            if self._from_member(advice.source, pieces, nothing) == len(pieces):
-                return
-        self._from_home(pieces, nothing)
-
-    def _lead(self, source: int | None) -> None:
-        """Pull into memory that this member keeps for others."""
-        feed, (version, signature) = None, self._what
-        targets, pool = self._selection.targets, self._mine.pool
-        specs = [TensorSpec(target.dtype, tuple(target.shape), target.device) for target in targets]
-        try:
-            memory = pool.memory(specs)
-            pieces = self._pieces(self._selection.into(memory.tensors))
-            feed = Feed(self._local, version, specs, memory, pool, [piece.targets for piece in pieces])
-            lease = self._mine.open(signature, feed)
-            try:
-                brought = 0 if source is None else self._from_member(source, pieces, feed.add)
-                self._from_home(pieces[brought:], feed.add)
-                feed.copy_into(targets, [(place, None) for place in range(len(targets))])
-            finally:
-                pool.release(lease)
-        except BaseException:
-            self._mine.fail(signature, version, feed)
-            self._report(self._local.me.rank)
-            raise
-
-    def bring_on_a_host(self, source: int | None) -> bool:
-        """Copy from the GPU before this one, or from the home; meanwhile feed the next from the model's tensors.
-
-        Returns False if the home's memory cannot be copied from.
-        """
-        (version, signature), began = self._what, time.monotonic()
-        pieces = self._pieces(self._selection)
-        feed = Feed(self._local, version, (), None, self._mine.pool, [piece.targets for piece in pieces])
-        self._mine.pool.release(self._mine.open(signature, feed))
-        is_sound = False
-        try:
-            if source is None:
-                self._from_home(pieces, feed.add)
-                is_sound = True
-            elif self._from_member(source, pieces, feed.add, confirms=True) == len(pieces):
-                is_sound = True
-            else:
-                self._mine.fail(signature, version, feed)  # those that were fed have what nobody vouches for
-                self._from_home(pieces, nothing)
-            if is_sound:
-                self._mine.end(signature, feed, PATIENCE_S + (time.monotonic() - began) / 2)
-            return True
-        except _NotReadable:
-            return False
-        finally:
-            if not is_sound:
-                self._mine.fail(signature, version, feed)
-            self._report(self._local.me.rank)
-
-    def _pieces(self, selection: Selection) -> list[Selection]:
-        return selection.in_slices(self._size).messages(self._size)
-
-    def _from_home(self, pieces: Sequence[Selection], arrived: Callable[[], None]) -> None:
-        answers = stream((partial(self._fetch, piece) for piece in pieces), self._pace.ahead)
-        for piece, answer in zip(pieces, answers, strict=True):
-            if not answer:
-                raise _NotReadable
-            self._pull.check_lease()
-            self._requests.count(self._store.home, piece.nbytes)
-            arrived()
-
-    def _from_member(
-        self, source: int, pieces: Sequence[Selection], arrived: Callable[[], None], *, confirms: bool = False
-    ) -> int:
-        """Bring pieces from a member that leads; returns how many it has brought before it failed.
-
-        ``confirms``: it may have taken back what came, and says so at the end: then none.
-        """
-        requests, address, brought = self._requests, (feeds.KIND, self._mine.name, None), 0
-
-        def request(service: str, *args: Any, **options: Any) -> Future[Any]:
-            wait_s = requests.left(0.001) / 2  # the rest is for the home
-            return requests.call(source, service, (*address, *args, wait_s), 1.5 * wait_s, **options)
-
-        try:
-            lease = request(feeds.LEASE, *reversed(self._what), requests.left()).wait()
-            if lease:
-                try:
-                    fed = enumerate(piece.targets for piece in pieces)
-                    asks = (partial(request, feeds.PIECE, lease, place, into=into) for place, into in fed)
-                    for piece, _ in zip(pieces, stream(asks, self._pace.ahead), strict=True):
-                        self._pull.check_lease()
-                        requests.count(source, piece.nbytes)
-                        arrived()
-                        brought += 1
-                    if not confirms or request(feeds.CONFIRM, lease).wait():
-                        return brought
-                finally:
-                    requests.notify(source, published.RELEASE, (*address, lease, *requests.report(source)))
-        except _FAILURES:
-            if not requests.left():
-                raise
-        self._report(source)
-        return 0 if confirms else brought
-
-    def _report(self, leader: int) -> None:
-        """Tell the home that a leader feeds no more."""
-        self._requests.notify(self._store.home, published.REPORT, (*self._store._address, self._what, leader))
+        if lease.turn is None or self._had_turn or self.planned is None or self.planned.alike is None:
+            return
+        self._had_turn, (signature, _) = True, self.planned.alike
+        self.feeds().fail(signature, lease.version, None)
+        report = (*self.lease.store._address, (lease.version, signature), self._local.me.rank)
+        self._requests.notify(self.home, published.REPORT, report)
 
 
 def divide(

@@ -18,18 +18,21 @@ from raytorchrpc.calls.server.gates import keep_admission
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
-from raytorchrpc.patterns.weights.conversions import Convert, converts_blocks
+from raytorchrpc.patterns.weights.conversions import Convert
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
-from raytorchrpc.patterns.weights.model_buffers import BuffersByModel
-from raytorchrpc.patterns.weights.model_pull import Carry, ModelPull, PulledVersions, PullMemory
+from raytorchrpc.patterns.weights.model_pull import ModelPull
 from raytorchrpc.patterns.weights.model_tensors import Model
-from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, selected
+from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
-from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
+from raytorchrpc.patterns.weights.published import WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
-from raytorchrpc.patterns.weights.source_pull import Requests
+from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
+from raytorchrpc.patterns.weights.slices import Options
+from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
+from raytorchrpc.patterns.weights.twins import Twins
+from raytorchrpc.patterns.weights.versions import KIND
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
 
@@ -140,7 +143,7 @@ class WeightStore(Handle):
 
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
-        self._memory, self._prefetch_buffers = PullMemory(), BuffersByModel()
+        self._memory, self._twins = PullMemory(), Twins()
         self._publishers = publishers_of(self)
 
     @property
@@ -159,7 +162,6 @@ class WeightStore(Handle):
         model: Model | Pairs,
         version: int | None = None,
         *,
-        only: Only | None = None,
         timeout: float | None = None,
     ) -> int:
         """Copy the model's tensors and make them the newest version; returns its number.
@@ -175,18 +177,16 @@ class WeightStore(Handle):
                 does not exist, and the next takes its number.
             version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
                 that it had not published yet never exist, and the next number is higher than theirs.
-            only: a name or glob, or several. Copies these tensors; all others are those of the version before, which
-                must have them all. Every publisher has to give the same; some may have none of these tensors.
             timeout: seconds to wait for other publishers, without the time that an iterable takes; None:
                 ``rpc_timeout_s``.
 
         Raises:
             ConfigurationError: this member does not publish to the store, something in the model is not a dense
-                tensor, an iterable has a name twice or no tensors, or another publisher has given another ``only``.
+                tensor, or an iterable has a name twice or no tensors.
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
         local, version = process_member(), checked_version("version", version)
-        draft, pairs = Draft(self._name, globs_of(only), self._publishers is not None), None
+        draft, pairs = Draft(self._name, self._publishers is not None), None
         if are_pairs(model):
             pairs = model
         else:
@@ -204,29 +204,6 @@ class WeightStore(Handle):
             about.update(version=newest, bytes=draft.nbytes)
             local.weights.published(self._key, newest, draft.nbytes)
         return newest
-
-    def broadcast(self, carry: Carry, version: int | None = None) -> int:
-        """Pass a version to ``carry``, while the members that pull it call theirs; returns its number.
-
-        Only at the home. Blocks as ``carry`` does.
-
-        Args:
-            carry: ``carry(version, tensors)`` gets the published copy in the order of publishing, for instance to
-                broadcast it in a process group. The tensors must have been sent when it returns.
-            version: None: the newest.
-        """
-        local = process_member()
-        self._check_unsharded("broadcast")
-        weights = self._at_home(local)
-        lease = weights.lease(local.me.rank, version, None, 0, None)
-        if lease is None:
-            raise NotFound(f"nothing has been published to {self.kind} {self._name!r} yet")
-        try:
-            snapshot = weights.pool.leased(lease.lease)
-            carry(lease.version, snapshot.tensors([(place, None) for place in range(len(snapshot.layout.specs))]))
-        finally:
-            weights.pool.release(lease.lease)
-        return lease.version
 
     def _at_home(self, local: LocalMember) -> PublishedWeights:
         if not run(self._bind(local)):
@@ -260,8 +237,8 @@ class WeightStore(Handle):
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         yield from self._bind(local, wait_s)
-        left = max(0.0, until - time.monotonic())
-        return (yield from self._request(local, WAIT, (*self._address, version, left), left))  # type: ignore[no-any-return]
+        wait_s = max(0.0, until - time.monotonic())
+        return (yield from self._request(local, WAIT, (*self._address, version, wait_s), wait_s))  # type: ignore[no-any-return]
 
     def layout(self, version: int | None = None, *, timeout: float | None = None) -> StoreLayout:
         """Return names, dtypes, global shapes and shards of a version, without its tensors.
@@ -297,7 +274,6 @@ class WeightStore(Handle):
         only: Only | None = None,
         timeout: float | None = None,
         through_restarts: bool = False,
-        carry: Carry | None = None,
     ) -> int:
         """Bring a version into the model's tensors, in place; returns its number.
 
@@ -325,7 +301,6 @@ class WeightStore(Handle):
                 versions that they publish then, instead of raising PeerLost, NotFound or Empty. If the home was
                 restarted, this handle refers to its new store from then on, whose versions count from 1 again.
                 While it waits, the model may have tensors of two versions.
-            carry: moves the tensors instead of the lanes, while the home calls ``broadcast``. ``since`` has no effect.
 
         Raises:
             ConfigurationError: the model does not match; names up to ten tensors. Nothing is written.
@@ -341,7 +316,7 @@ class WeightStore(Handle):
             try:
                 run(self._bind(local, max(0.0, until - time.monotonic())))
                 options = Options.of(mapping, convert, strict, only)
-                return self._pull(local, model, version, since, until, options, carry)
+                return self._pull(local, model, version, since, until, options)
             except (PeerLost, NotFound, Empty, RpcTimeout) as error:
                 if not through_restarts or not self._follows(local, error, version, until):
                     raise
@@ -379,21 +354,16 @@ class WeightStore(Handle):
         since: int | None,
         until: float,
         options: Options,
-        carry: Carry | None,
     ) -> int:
         instance_id, failures = self._instance_id or 0, _pulled.failures
-        if carry is not None:
-            self._check_unsharded("carry=")
-            if converts_blocks(options.convert) or options.mapping or options.only:
-                raise ConfigurationError("carry= brings whole tensors as published: leave out the other options")
-        if carry is not None or (since is not None and not self._has_pulled(since, options)):
+        if since is not None and not self._has_pulled(since, options):
             since = None
         # Weights have no history, whatever autograd context asks for them.
         # No other method of the actor is to see a model that is filled in part.
         no_history = torch_internals.autograd_context(torch_internals.NO_CONTEXT)
         with no_history, pulling(local, self._key) as counter, keep_admission() as lending:
             requests = Requests(local, until, counter)
-            pull = ModelPull(requests, self, self._memory, model, options, lending, self.wait, carry)
+            pull = ModelPull(requests, self, self._memory, model, options, lending, self.wait)
             try:
                 counter.version = pulled = pull.bring(version, since)
             except BaseException:
@@ -407,9 +377,11 @@ class WeightStore(Handle):
         """Whether a model of this process may have a version, as a pull with these options brings it."""
         return _pulled.has(self._instance_id or 0, version, options)
 
-    def _check_unsharded(self, what: str) -> None:
+    def _check_unsharded(self, operation: str) -> None:
         if self._publishers is not None:
-            raise ConfigurationError(f"{what} is for whole tensors of one home; {self._name!r} has several publishers")
+            raise ConfigurationError(
+                f"{operation} is for whole tensors of one home; {self._name!r} has several publishers"
+            )
 
     def view(self, version: int | None = None, *, only: Only | None = None, timeout: float | None = None) -> WeightView:
         """Return the tensors of a version for reading, without a copy where that is possible.
@@ -438,19 +410,19 @@ class WeightStore(Handle):
         local, wait_s = run(self._begin(timeout))
         until = time.monotonic() + wait_s
         run(self._bind(local, wait_s))
-        found = view_in_place(self, local, version, globs, until, self.wait)
-        while isinstance(found, str):
+        view = view_in_place(self, local, version, globs, until, self.wait)
+        while isinstance(view, str):
             layout = describe(self, local, version, until, self.wait)
             names = selected(globs, layout, self._name)
             tensors = {name: tensor for name, tensor in layout.empty("cpu").items() if name in names}
-            left = max(0.0, until - time.monotonic())
+            seconds = max(0.0, until - time.monotonic())
             try:
-                self.pull(tensors, layout.version, only=names if globs else None, timeout=left)
-                found = WeightView(self._name, layout.version, tensors, found)
+                self.pull(tensors, layout.version, only=names if globs else None, timeout=seconds)
+                view = WeightView(self._name, layout.version, tensors, view)
             except NotFound:  # there is a newer one
-                if version is not None or not left:
+                if version is not None or not seconds:
                     raise
-        return found
+        return view
 
     async def apull(self, model: Model, version: int | None = None, **options: Any) -> int:
         """Like ``pull``, for coroutines: on a thread, and there on the default stream of a GPU."""
@@ -472,19 +444,18 @@ class WeightStore(Handle):
         only: Only | None = None,
         timeout: float | None = None,
     ) -> WeightPrefetch:
-        """Pull a version into buffers beside the model, on a thread; ``swap`` of the result has the model take it.
+        """Pull a version into a twin of the model, on a thread; ``swap`` of the result copies it into the model.
 
-        Returns at once, and leaves the model as it is. Copies to a GPU use a stream of their own. The buffers take as
-        much memory as the model. This handle keeps them for the next prefetches of the model, as long as the model
-        lives: use one handle for all of them. A model has one prefetch at a time.
+        Returns at once, and leaves the model as it is. Copies to a GPU use a stream of their own. The twin takes as
+        much memory as the model. This handle keeps it for the next prefetches of the model, as long as the model
+        lives: use one handle for all of them. A model has one prefetch at a time. In a store with ``track``, a prefetch
+        brings what differs from the version of the one before.
 
         Args:
-            model: a module, or tensors by name; see ``pull``. The buffers are like its tensors, or local shards.
+            model: a module, or tensors by name; see ``pull``. The twin is like its tensors, or local shards.
             version: see ``pull``.
             since: the version that the model has, and holds until ``swap``; see ``pull``. If it is still the newest,
-                nothing is brought, and ``swap`` has no effect. In a store with ``track``, brings what differs from the
-                version in the buffers: the one that the model had before the last ``swap``, if that prefetch had
-                ``since``, or the one that ``swap(in_place=True)`` copied.
+                nothing is brought, and ``swap`` has no effect.
             convert: see ``pull``.
             strict: see ``pull``.
             mapping: see ``pull``.
@@ -494,12 +465,11 @@ class WeightStore(Handle):
 
         Raises:
             ConfigurationError: this is not a model, a version is not a number, or the model has a prefetch that was
-                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result, and
-                so is what is wrong with the model, if it had a prefetch before.
+                neither swapped nor cancelled. Errors of the pull are raised by ``wait`` and ``swap`` of the result.
         """
         version, since = checked_version("version", version), checked_version("since", since)
         options = {"convert": convert, "strict": strict, "mapping": mapping, "only": globs_of(only) or None}
-        return begin_prefetch(self, self._prefetch_buffers, model, version, since, timeout, options)
+        return begin_prefetch(self, self._twins, model, version, since, timeout, options)
 
     # --- memory --------------------------------------------------------------------------------------------------
 

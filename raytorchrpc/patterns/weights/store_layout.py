@@ -14,10 +14,11 @@ import torch
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.plan import Held, KnownLayout, Published, check_fits, differing
+from raytorchrpc.patterns.weights.names import check_fits
 from raytorchrpc.patterns.weights.published import LAYOUT
 from raytorchrpc.patterns.weights.publishers import look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.shards import Box
+from raytorchrpc.patterns.weights.slices import Held, KnownLayout, Published, differing
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES
 
 #: How many shards of a tensor are printed.
@@ -95,7 +96,7 @@ class StoreLayout(Mapping[str, TensorLayout]):
         Args:
             device: where; None: torch's default. On ``"meta"`` they take no memory.
         """
-        return {name: torch.empty(its.shape, dtype=its.dtype, device=device) for name, its in self.items()}
+        return {name: torch.empty(each.shape, dtype=each.dtype, device=device) for name, each in self.items()}
 
     def __repr__(self) -> str:
         return (
@@ -105,9 +106,9 @@ class StoreLayout(Mapping[str, TensorLayout]):
 
     def __str__(self) -> str:
         """One line for each tensor."""
-        names = sorted({shard.publisher for its in self.values() for shard in its.shards})
+        names = sorted({shard.publisher for tensor in self.values() for shard in tensor.shards})
         by = f", published by {', '.join(names[:_SHOWN])}" if len(names) <= _SHOWN else f" of {len(names)} publishers"
-        rows = [(name, DTYPE_NAMES[its.dtype], str(its.shape), _parts_of(its)) for name, its in self.items()]
+        rows = [(name, DTYPE_NAMES[each.dtype], str(each.shape), _parts_of(each)) for name, each in self.items()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         head = f"version {self.version} of {self.store!r}: {len(self)} tensors, {self.nbytes:,} bytes{by}"
@@ -131,31 +132,33 @@ def describe(
     ``wait``: blocks until that version or a newer one is there.
     """
 
-    def left() -> float:
+    def seconds_left() -> float:
         return max(0.0, until - time.monotonic())
 
     after = 0  # a publisher has lost this version, or retired it since
     while True:
         if version is None:
-            wait(after + 1, left())
-        committed = None if publishers_of(store) is None else look(store, local, version, left())()
+            wait(after + 1, seconds_left())
+        committed = None if publishers_of(store) is None else look(store, local, version, seconds_left())()
         sources = sources_of(store, committed)
         chosen = version if committed is None else committed.version
         try:
-            found = [run(source._request(local, LAYOUT, (*source._address, chosen), left())) for source in sources]
+            answers = [
+                run(source._request(local, LAYOUT, (*source._address, chosen), seconds_left())) for source in sources
+            ]
         except NotFound:
             if version is not None or committed is None:
                 raise
             after = committed.version
             continue
-        layouts = [KnownLayout(number, rows) for _, number, rows in found]
+        layouts = [KnownLayout(number, rows) for _, number, rows in answers]
         published = Published([source.home for source in sources], layouts)
         held = {name: published.held(name) for name in published.names}
-        check_fits(store.name, [wrong for name, its in held.items() if (wrong := differing(name, its)) is not None])
-        return StoreLayout(store.name, found[0][0], tuple((name, _tensor(its)) for name, its in held.items()))
+        check_fits(store.name, [wrong for name, parts in held.items() if (wrong := differing(name, parts)) is not None])
+        return StoreLayout(store.name, answers[0][0], tuple((name, _tensor(parts)) for name, parts in held.items()))
 
 
 def _tensor(held: Sequence[Held]) -> TensorLayout:
-    shape, boxes = held[0].kind.global_shape, [(one.publisher, one.kind.box) for one in held]
+    shape, boxes = held[0].slice.global_shape, [(one.publisher, one.slice.box) for one in held]
     shards = (PublishedShard(publisher, *box) for publisher, box in boxes if box.size or not math.prod(shape))
-    return TensorLayout(DTYPES[held[0].kind.dtype], shape, tuple(shards))
+    return TensorLayout(DTYPES[held[0].slice.dtype], shape, tuple(shards))

@@ -19,10 +19,10 @@ from raytorchrpc.calls.options import OFTEN, CallOptions
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import WindowLane, windows
 from raytorchrpc.patterns.handle import Handle, run
-from raytorchrpc.patterns.weights.plan import selected
+from raytorchrpc.patterns.weights.names import selected
 from raytorchrpc.patterns.weights.published import HOLD, RELEASE, lease_is_valid_until
 from raytorchrpc.patterns.weights.publishers import publishers_of
-from raytorchrpc.patterns.weights.source_pull import Requests, SourcePull
+from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
 from raytorchrpc.tensors.dtypes import DTYPES, view_at
 
 
@@ -89,47 +89,47 @@ def view_in_place(
         return obstacle
     at_home, requests = store._is_home(local), Requests(local, until, PullCounter((store.name, store.home)))
     while True:
-        pull = SourcePull(store, requests, None, None, "cpu")
-        pull.ask(version, None)
-        if (lease := pull.answer()) is not None:
+        lease = SourceLease(store, requests, None, "cpu")
+        lease.ask(version, None)
+        if (given := lease.answer()) is not None:
             break
-        wait(1, requests.left())
-    address = *store._address, lease.lease
+        wait(1, requests.seconds_left())
+    address = *store._address, given.lease
     release: Callable[[], object] = partial(_release, local, store.home, address)
     if at_home:
-        release = partial(store._object(local).pool.release, lease.lease)
+        release = partial(store._object(local).pool.release, given.lease)
     try:
         if at_home:
-            whole, is_copy = pull.snapshot().memory.whole, False
+            whole, is_copy = lease.snapshot().memory.whole, False
             flat = None if whole is None or whole.is_cuda else _read_only(local, whole)
         else:
-            pieces, is_copy = pull.memory.view()
+            pieces, is_copy = lease.memory.view()
             flat = pieces[0] if pieces else None
-        if flat is None or pull.layout is None:
+        if flat is None or lease.layout is None:
             release()
             return (
                 f"its tensors are not all in CPU memory that {store.home!r} shares: to read those of a GPU there, pull "
                 f"them into tensors on that GPU"
             )
         if not at_home and not is_copy:  # from now on the lease has no end
-            run(store._request(local, HOLD, address, requests.left()))
+            run(store._request(local, HOLD, address, requests.seconds_left()))
             if time.monotonic() > lease_is_valid_until(until):
                 raise RpcTimeout(f"a view of {store.kind} {store.name!r} took much longer than its timeout; try again")
-        rows = pull.layout.rows
-        wanted = set(selected(globs, [name for name, *_ in rows], store.name))
+        rows = lease.layout.rows
+        names = set(selected(globs, [name for name, *_ in rows], store.name))
         with torch.inference_mode(False):
-            flat, offsets = _tracked(flat, partial(local.cleanup.leave, release)), pull.layout.offsets(None)
+            flat, offsets = _tracked(flat, partial(local.cleanup.leave, release)), lease.layout.offsets(None)
             tensors = {
                 name: view_at(flat, offsets[place], (DTYPES[dtype], shape))
                 for place, (name, dtype, shape, _) in enumerate(rows)
-                if name in wanted
+                if name in names
             }
     except BaseException:
         release()
         raise
     if not is_copy and not at_home:
         local.weights.viewed((store.name, store.home))
-    return WeightView(store.name, lease.version, tensors, "they came in a message" if is_copy else None)
+    return WeightView(store.name, given.version, tensors, "they came in a message" if is_copy else None)
 
 
 def _obstacle(store: Handle, local: LocalMember) -> str | None:
@@ -151,8 +151,8 @@ def _read_only(local: LocalMember, lent: torch.Tensor) -> torch.Tensor | None:
     for lane in windows(local.tensor_lanes):
         if "cpu" in lane.capabilities.devices:
             descriptor = lane.export([lent], local.me.name, {}).descriptor
-            if (found := lane.view(local.me.name, descriptor, [lent.nbytes])) is not None:
-                return found[0]
+            if (seen := lane.view(local.me.name, descriptor, [lent.nbytes])) is not None:
+                return seen[0]
     return None
 
 

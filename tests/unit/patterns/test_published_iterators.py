@@ -209,8 +209,6 @@ def test_names_in_another_order_are_the_same_layout(members: Members) -> None:
 
 
 def test_what_is_given_may_be_written_again_for_the_next(members: Members) -> None:
-    """And tensors that had one memory, one after the other, are not taken for one tensor."""
-
     def reused(first: float) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = torch.zeros(SHAPE)
         for value, name in enumerate(NAMES):
@@ -219,9 +217,6 @@ def test_what_is_given_may_be_written_again_for_the_next(members: Members) -> No
     for first in (1.0, 10.0):
         publish(members, reused(first))
         assert pulled(members) == [first + value for value in range(5)]
-    tied = torch.zeros(SHAPE)
-    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="are one tensor in the model, but differ"):
-        rtr.WeightStore.find("w").pull({name: tied for name in NAMES})
 
 
 def test_tied_tensors(members: Members) -> None:
@@ -255,22 +250,6 @@ def test_views_without_an_order_of_their_own(members: Members) -> None:
 
 
 # --- with the options of publish and pull -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("track", [False, True])
-def test_only_some_of_an_iterator(members: Members, track: bool) -> None:
-    settings = {"track": track, "keep": 2}
-    publish(members, pairs(1), settings)
-    for value in (2, 3, 4):
-        publish(members, pairs(value), settings, only=["layer1", "layer3"])
-        assert pulled(members) == [1, value, 1, value, 1]
-    publish(members, pairs(5, NAMES[1:2]), settings, only="layer1")
-    assert pulled(members) == [1, 5, 1, 4, 1] and pulled(members, version=4) == [1, 4, 1, 4, 1]
-    with pytest.raises(rtr.ConfigurationError, match=r"only=\['layer7'\] matches none of the 5 names"):
-        publish(members, pairs(6), settings, only=["layer1", "layer7"])
-    with pytest.raises(rtr.ConfigurationError, match="'more' is not in the version before"):
-        publish(members, pairs(6, ("more",)), settings, only="more")
-    assert pulled(members) == [1, 5, 1, 4, 1]
 
 
 def test_since_brings_what_has_changed(members: Members) -> None:

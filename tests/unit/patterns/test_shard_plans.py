@@ -12,8 +12,9 @@ import torch
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import shards_of
-from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, Transfer, plan
+from raytorchrpc.patterns.weights.plan import Transfer, plan
 from raytorchrpc.patterns.weights.shards import Box, Shard, strides_of
+from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from tests.unit.members import spied
 
 

@@ -75,17 +75,11 @@ def test_shards_and_fused_parameters_of_a_store_with_one_home(members: Members) 
 
 
 def test_what_several_publishers_do_not_support_is_refused(members: Members) -> None:
-    def carry(version: int, tensors: Any) -> None:
-        raise AssertionError
-
     publish(members, 1.0, 1.0)
-    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="broadcast is for whole tensors"):
-        store().broadcast(carry)
-    with members.acting("home"):
-        with pytest.raises(rtr.ConfigurationError, match="carry= is for whole tensors"):
-            store().pull({"w": torch.zeros(6)}, carry=carry)
-        with pytest.raises(rtr.ConfigurationError, match="is published by a, b, not by 'home'"):
-            store().publish({"w": half(0, 1.0)})
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="clear is for whole tensors"):
+        store().clear()
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="is published by a, b, not by 'home'"):
+        store().publish({"w": half(0, 1.0)})
     with members.acting("b"), pytest.raises(rtr.ConfigurationError, match=r"'w' .* is a shard: name all members"):
         rtr.WeightStore("one").publish({"w": half(0, 1.0)})
 
@@ -115,7 +109,7 @@ def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_tensors(members: 
         outside = {"w": foreign(6, 2), "own": torch.zeros(1)}
         assert store().pull(outside) == 1 and outside["own"].tolist() == [1.0]
         outside["own"].zero_()
-        assert store().prefetch(outside).swap(in_place=True) == 1 and outside["own"].tolist() == [1.0]
+        assert store().prefetch(outside).swap() == 1 and outside["own"].tolist() == [1.0]
 
 
 def test_a_process_outside_of_a_device_mesh_has_nothing_of_its_numbers(members: Members, foreign: Any) -> None:
@@ -151,7 +145,7 @@ def test_a_swap_reaches_the_shard_that_a_model_has_by_then(members: Members, for
         prefetch = rtr.WeightStore("one").prefetch(model)
         prefetch.wait()
         model["w"]._local_tensor = torch.zeros(6, 2)
-        assert prefetch.swap(in_place=True) == 1 and model["w"].to_local().tolist() == [[1.0, 1.0]] * 6
+        assert prefetch.swap() == 1 and model["w"].to_local().tolist() == [[1.0, 1.0]] * 6
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
-"""Publishers that are silent, lost or restarted: pulls go on with others that have the same."""
+"""Publishers that are lost or restarted: pulls go on with others that have the same."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +11,10 @@ import torch
 
 import raytorchrpc as rtr
 from tests.polling import wait_until
-from tests.unit.members import LEASE, LOOK, Members, in_thread
+from tests.unit.members import LEASE, Members, in_thread
 
 LONG = 20.0
 BOTH = ("a", "b")
-PATIENCE = "raytorchrpc.patterns.weights.model_pull.PATIENCE_S"
 
 
 def publish(members: Members, value: float) -> None:
@@ -61,42 +59,6 @@ def hold_lease(members: Members, number: int) -> Callable[[], int]:
 def leases(members: Members, name: str) -> int:
     reader = members.members["home"].me.rank
     return sum(len(its.pool.leases_of(reader)) for its in members.shards(name))
-
-
-@pytest.mark.parametrize("are_others_slow", [False, True])
-@pytest.mark.parametrize("is_planned", [False, True])
-def test_what_others_have_does_not_wait_for_a_publisher_that_is_silent(
-    members: Members, is_planned: bool, are_others_slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if are_others_slow:
-        monkeypatch.setattr(PATIENCE, 0.0)
-    publish(members, 1.0)
-    reader = Reader(members)
-    if is_planned:
-        reader.pull("copy")
-    hold_lease(members, 0)
-    version, took = reader.pull("copy")
-    assert version == 1 and took < LONG / 4
-    silent = next(name for name in BOTH if not leases(members, name))
-    reader.model["copy"].fill_(-1.0)
-    members.lanes["home"].release()  # it answers after all
-    assert wait_until(lambda: not any(leases(members, name) for name in BOTH), 10), "the lease of the late answer ends"
-    assert reader.model["copy"].tolist() == [-1.0] * 5, f"what {silent} has answered is not wanted any more"
-
-
-def test_a_silent_publisher_is_asked_again_once_it_has_answered(members: Members) -> None:
-    publish(members, 1.0)
-    reader, asked = Reader(members), hold_lease(members, 0)
-    reader.pull("copy")  # asks the other one in vain, then this one
-    before = asked()
-    reader.pull("copy")
-    assert asked() - before == 1, "nobody waits for it again"
-    members.lanes["home"].release()
-    assert wait_until(lambda: not reader._store._memory.silent, 10), "it has answered"
-    publish(members, 2.0)
-    asked = hold_lease(members, -1)
-    reader.pull()
-    assert asked() >= 2, "its shards are needed, and it serves them"
 
 
 def test_what_one_publisher_alone_has_waits_for_it(members: Members) -> None:
@@ -162,35 +124,6 @@ def test_a_version_that_every_publisher_has_lost_is_not_pulled(
     assert reader.model["copy"].tolist() == [-1.0] * 5
 
 
-@pytest.mark.parametrize("is_planned", [False, True])
-def test_a_pull_of_a_version_that_slow_publishers_have_lost_ends(
-    members: Members, is_planned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each takes longer to say so than a publisher may that is not silent."""
-    publish(members, 1.0)
-    reader, lane = Reader(members), members.lanes["home"]
-    if is_planned:
-        reader.pull("copy")
-    for name in BOTH:
-        members.forget_shards(name)
-    monkeypatch.setattr(PATIENCE, 0.02)
-
-    def release() -> None:
-        assert wait_until(lambda: bool(lane.held), 10)
-        lane.release(0)
-
-    def answers_late(method: str) -> bool:
-        is_late = method in (LOOK, LEASE)
-        if is_late:
-            threading.Timer(0.1, release).start()
-        return is_late
-
-    lane.holds = answers_late
-    with pytest.raises((rtr.NotFound, rtr.RpcTimeout)):
-        reader.pull("copy", version=1, timeout=0.3)
-    assert wait_until(lambda: not lane.held, 10)
-
-
 def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> None:
     publish(members, 1.0)
     reader = Reader(members)
@@ -201,3 +134,21 @@ def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> 
         assert asked() == pulls
     with pytest.raises(rtr.PeerLost, match="parted"):
         reader.pull()
+
+
+def test_a_version_that_ends_while_its_new_layout_is_leased_is_followed_by_the_next(members: Members) -> None:
+    def publish_names(*names: str) -> int:
+        with members.acting("a"):
+            return rtr.WeightStore("one", publishers=("a",)).publish({name: torch.ones(4) for name in names})
+
+    publish_names("w")
+    with members.acting("home"):
+        store, model = rtr.WeightStore("one", publishers=("a",)), {"w": torch.zeros(4)}
+        assert store.pull(model, strict=False) == 1
+        publish_names("w", "more")
+        hold_lease(members, 1)  # the one that is asked for once the layout is known
+        pulled = in_thread(lambda: store.pull(model, strict=False))
+        assert wait_until(lambda: bool(members.lanes["home"].held), 10)
+        assert publish_names("w", "more") == 3
+        members.lanes["home"].release()
+        assert pulled() == 3 and model["w"].all()

@@ -290,15 +290,6 @@ def test_what_is_no_tensor_is_named(published: Members, call: str, wrong: Any) -
         getattr(rtr.WeightStore.find("w"), call)(model(n=wrong))
 
 
-def test_a_prefetch_copies_into_no_expanded_tensor(published: Members) -> None:
-    mine = model(x=torch.zeros(4).expand(3, 4))
-    with published.acting("a"):
-        handle = rtr.WeightStore.find("w").prefetch(mine)
-        with pytest.raises(rtr.ConfigurationError, match=r"cannot write to 'x', which is expanded"):
-            handle.swap(in_place=True)
-    assert written(mine) == []
-
-
 @pytest.mark.parametrize("place", [((4.0,), (0,)), (None, None), (4, 0), ("4", "0")])
 def test_a_place_in_a_global_tensor_is_whole_numbers(members: Members, place: Any) -> None:
     with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="is a Shard with global_shape="):
@@ -347,7 +338,7 @@ def test_nothing_is_pulled_into_a_tensor_whose_storage_was_freed(members: Member
             with pytest.raises(rtr.ConfigurationError, match="'w' of the weights for 'w' has no memory: its st"):
                 store.pull(mine)
         with pytest.raises(rtr.ConfigurationError, match="'w', which has no memory: its storage was freed"):
-            store.prefetch(mine).swap(in_place=True)
+            store.prefetch(mine).swap()
         assert not mine["x"].any()
         assert store.pull(mine, only="x") == 1 and torch.equal(mine["x"], X)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
+import threading
+from functools import partial
 from typing import Any
 
 import numpy
@@ -13,7 +15,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import conversions
 from tests.polling import wait_until
-from tests.unit.members import Members, spied
+from tests.unit.members import Members, in_thread, spied
 
 FP8 = torch.float8_e4m3fn
 NAN = 0x7F
@@ -104,6 +106,36 @@ def test_each_block_is_as_the_definition_says(
     published(members, {"w": weight})
     model = pulled(members, target(shape, block), reader, convert=rtr.BlockFp8(block=block))
     assert is_quantized(model, weight, block)
+
+
+def test_a_reader_without_conversion_does_not_wait_for_one(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one that converts the same gets it when it is done; nobody converts it again."""
+    quantize, began, goes_on = conversions._quantize, threading.Event(), threading.Event()
+    made: list[Any] = []
+
+    def converts(*args: Any) -> None:
+        made.append(args)
+        began.set()
+        assert goes_on.wait(20)
+        quantize(*args)
+
+    monkeypatch.setattr(conversions, "_quantize", converts)
+    weight = torch.ones(130, 130)
+    published(members, {"w": weight})
+    store, models = members.served("weight store", "w"), [target((130, 130)) for _ in range(2)]
+
+    def reads(model: dict[str, Any]) -> Any:
+        snapshot = store.pool.leased(store.lease(0, None, None, 0, None).lease)
+        names = rtr.BlockFp8().values, rtr.BlockFp8().scales
+        for tensor, converted in zip(model.values(), snapshot.tensors([(0, name) for name in names]), strict=True):
+            tensor.copy_(converted)
+        return model
+
+    both = [in_thread(partial(reads, model)) for model in models]
+    assert began.wait(20)
+    assert torch.equal(pulled(members, {"w": torch.zeros(130, 130)}, convert=False)["w"], weight)
+    goes_on.set()
+    assert all(is_quantized(model(), weight) for model in both) and len(made) == 1
 
 
 def test_rows_are_converted_in_pieces_that_give_the_same(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:

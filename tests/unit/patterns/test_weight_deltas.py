@@ -353,7 +353,7 @@ def test_where_all_members_read_in_place_nothing_is_searched(members: Members, m
     assert members.served("weight store", "w")._versions[2].deltas is None
 
 
-def test_a_prefetch_into_buffers_of_the_version_before_brings_a_delta(members: Members) -> None:
+def test_a_prefetch_into_a_twin_of_the_version_before_brings_a_delta(members: Members) -> None:
     tensor = noise(torch.bfloat16)
     model = {"w": torch.zeros_like(tensor)}
     sent: Counter[str] = Counter()
@@ -363,7 +363,7 @@ def test_a_prefetch_into_buffers_of_the_version_before_brings_a_delta(members: M
             if version == 1:
                 handle = rtr.WeightStore("w", home="home", track=True)
             sent = counted(members)
-            assert handle.prefetch(model, since=version - 1).swap(in_place=True) == version
+            assert handle.prefetch(model, since=version - 1).swap() == version
         assert same(model["w"], tensor)
         assert sent[DELTAS] == (version > 1)
         tensor = changed(tensor, seed=version)

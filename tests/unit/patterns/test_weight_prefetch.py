@@ -56,8 +56,8 @@ def addresses(model: torch.nn.Module) -> list[int]:
     return [tensor.data_ptr() for tensor in model.state_dict().values()]
 
 
-def test_the_model_changes_at_swap_and_takes_turns_with_one_other_memory(members: Members) -> None:
-    model, seen = Net(-1.0), set()
+def test_the_model_changes_at_swap_and_its_tensors_stay_where_they_are(members: Members) -> None:
+    model, twins = Net(-1.0), set()
     parameters = list(model.parameters())
     for value in (1.0, 2.0, 3.0, 4.0):
         version = publish(members, value)
@@ -68,19 +68,19 @@ def test_the_model_changes_at_swap_and_takes_turns_with_one_other_memory(members
             assert handle.wait() == version and handle.done()
             assert (values(model), addresses(model)) == (before, place)
             assert handle.swap() == version
-        assert holds(model, value)
-        seen.add(tuple(addresses(model)))
-    assert len(seen) == 2, "the memory of the model, and that of the buffers"
+        assert holds(model, value) and addresses(model) == place
+        twins.add(tuple(tensor.data_ptr() for tensor in store._twins.of(model).tensors.values()))
+    assert len(twins) == 1, "a model has one twin, whatever the number of prefetches"
     assert list(map(id, model.parameters())) == list(map(id, parameters))
     assert model.tied.weight is model.first.weight
 
 
 def store_of(members: Members) -> rtr.WeightStore:
-    """One handle for each test: it keeps the buffers."""
-    found = getattr(members, "store", None)
-    if found is None:
-        found = members.store = rtr.WeightStore.find("w")  # type: ignore[attr-defined]
-    return found
+    """One handle for each test: it keeps the twin."""
+    store = getattr(members, "store", None)
+    if store is None:
+        store = members.store = rtr.WeightStore.find("w")  # type: ignore[attr-defined]
+    return store
 
 
 def test_names_of_one_memory_keep_it_together(members: Members) -> None:
@@ -95,8 +95,7 @@ def test_names_of_one_memory_keep_it_together(members: Members) -> None:
     assert model.tied.weight.data_ptr() == model.first.weight.data_ptr()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_training_goes_on_after_a_swap(members: Members, in_place: bool) -> None:
+def test_training_goes_on_after_a_swap(members: Members) -> None:
     publish(members, 0.5)
     model, twin = Net(2.0), Net(0.5)
     optimizers = [torch.optim.Adam(net.parameters()) for net in (model, twin)]
@@ -107,20 +106,19 @@ def test_training_goes_on_after_a_swap(members: Members, in_place: bool) -> None
         optimizer.step()
 
     with members.acting("a"):
-        store_of(members).prefetch(model).swap(in_place=in_place)
+        store_of(members).prefetch(model).swap()
     for net, optimizer in zip((model, twin), optimizers, strict=True):
         step(net, optimizer)
     assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), twin.parameters(), strict=True))
     assert not holds(model, 0.5)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_backward_pass_through_weights_that_were_swapped_is_refused(members: Members, in_place: bool) -> None:
+def test_a_backward_pass_through_weights_that_were_swapped_is_refused(members: Members) -> None:
     publish(members, 1.0)
     model = Net(2.0)
     loss = model(torch.ones(2, 3)).square().sum()
     with members.acting("a"):
-        store_of(members).prefetch(model).swap(in_place=in_place)
+        store_of(members).prefetch(model).swap()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -158,30 +156,7 @@ def test_a_model_may_change_between_prefetches(members: Members, change: Any) ->
     assert (model.tied.weight[0, 0].item() == 7.0) == is_one and model.first.bias[0].item() == 3.0
 
 
-def test_in_place_the_tensors_stay_where_they_are(members: Members) -> None:
-    publish(members, 1.0)
-    model = Net()
-    tensors = dict(model.state_dict())
-    for given in (model, tensors):
-        model.fill(-1.0)
-        place = addresses(model)
-        with members.acting("a"):
-            assert store_of(members).prefetch(given).swap(in_place=True) == 1
-        assert holds(model, 1.0) and addresses(model) == place
-
-
-def test_a_mapping_is_only_copied_into(members: Members) -> None:
-    publish(members, 1.0)
-    tensors = dict(Net(-1.0).state_dict())
-    with members.acting("a"):
-        handle = store_of(members).prefetch(tensors)
-        with pytest.raises(rtr.ConfigurationError, match=r"memory of a dict of tensors.*in_place=True"):
-            handle.swap()
-        assert holds(tensors, -1.0)
-        assert handle.swap(in_place=True) == 1 and holds(tensors, 1.0)
-
-
-def view(model: Net) -> None:
+def flat(model: Net) -> None:
     model.first.bias.data = torch.zeros(9)[3:6]
 
 
@@ -193,79 +168,64 @@ def shared(model: Net) -> None:
     model.first.bias.data = torch.zeros(3).share_memory_()
 
 
-def transposed(model: Net) -> None:
-    model.tied.weight = torch.nn.Parameter(model.first.weight.data.t())
-
-
 def aliased(model: Net) -> None:
     model.register_buffer("alias", model.first.bias.data, persistent=False)
 
 
-def made(model: Net) -> None:
+@pytest.mark.parametrize("prepare", [flat, borrowed, shared, aliased])
+def test_tensors_may_lie_anywhere(members: Members, prepare: Callable[[Net], None]) -> None:
+    """Also in views, and in memory that others use; and a model may be given as a mapping."""
+    publish(members, 1.0)
+    model = Net()
+    prepare(model)
+    for given in (model, dict(model.state_dict())):
+        model.fill(-1.0)
+        place = addresses(model)
+        with members.acting("a"):
+            assert store_of(members).prefetch(given).swap() == 1
+        assert holds(model, 1.0) and addresses(model) == place
+
+
+def copies_bias(model: Net) -> None:
     def replace(module: Any, state: dict[str, torch.Tensor], prefix: str, metadata: Any) -> None:
         state["first.bias"] = state["first.bias"].clone()
 
     model.register_state_dict_post_hook(replace)
 
 
-OBSTACLES = [
-    (view, r"'first.bias', which is a view"),
-    (borrowed, r"'first.bias', which lies in memory that torch did not allocate"),
-    (shared, r"'first.bias', which lies in memory that processes share"),
-    (aliased, r"'first.bias', which shares memory with another"),
-    (made, r"'first.bias', which is made by state_dict\(\)"),
-]
+def expands_bias(model: Net) -> None:
+    model.first.bias.data = torch.zeros(1).expand(3)
 
 
 @pytest.mark.parametrize(
-    ("prepare", "reason"), [*OBSTACLES, (transposed, r"'tied.weight', which shares memory with another")]
+    ("change", "reason"),
+    [(copies_bias, "'first.bias' .* is a copy that state_dict"), (expands_bias, "'first.bias' .* is expanded")],
 )
-def test_tensors_that_cannot_be_replaced_are_named(
-    members: Members, prepare: Callable[[Net], None], reason: str
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_cannot_be_written_is_named_before_anything_is(
+    members: Members, change: Callable[[Net], None], reason: str, is_late: bool
 ) -> None:
-    publish(members, 1.0)
-    model = Net()
-    prepare(model)
-    model.fill(-1.0)
-    bias = model.first.bias
-    with members.acting("a"):
-        handle = store_of(members).prefetch(model)
-        with pytest.raises(rtr.ConfigurationError, match=reason + r".*swap\(in_place=True\)"):
-            handle.swap()
-        assert set(torch.cat([tensor.flatten() for tensor in model.parameters()]).tolist()) <= {-1.0, 0.0}
-        if prepare is made:
-            with pytest.raises(rtr.ConfigurationError, match=r"'first.bias' of the weights .* is a copy that"):
-                handle.swap(in_place=True)
-            return
-        assert handle.swap(in_place=True) == 1
-    assert bool((bias == 1.0).all())
-
-
-@pytest.mark.parametrize(("change", "reason"), OBSTACLES)
-def test_what_the_pulls_thread_has_found_is_looked_at_again(
-    members: Members, change: Callable[[Net], None], reason: str
-) -> None:
+    """Also if the model has changed since its prefetch."""
     publish(members, 1.0)
     model = Net(-1.0)
+    if not is_late:
+        change(model)
     with members.acting("a"):
         handle = store_of(members).prefetch(model)
         handle.wait()
-        change(model)
+        if is_late:
+            change(model)
         with pytest.raises(rtr.ConfigurationError, match=reason):
             handle.swap()
         assert model.first.weight[0, 0].item() == -1.0
 
 
-def test_a_known_model_is_looked_at_on_the_pulls_thread(members: Members) -> None:
+def test_what_is_no_model_is_refused_at_once(members: Members) -> None:
     publish(members, 1.0)
     model = Net(-1.0)
     with members.acting("a"):
         store_of(members).prefetch(model).swap()
         model.first.bias = torch.nn.Parameter(torch.zeros(3, device="meta"))
-        handle = store_of(members).prefetch(model)
-        for ask in (handle.wait, handle.swap):
-            with pytest.raises(rtr.ConfigurationError, match=r"'first\.bias' .* is not a dense tensor with memory"):
-                ask()
         with pytest.raises(rtr.ConfigurationError, match=r"'first\.bias' .* is not a dense tensor with memory"):
             store_of(members).prefetch(model)
         model.first.bias = torch.nn.Parameter(torch.zeros(3))
@@ -283,40 +243,17 @@ def test_code_of_a_model_runs_on_the_programs_thread(members: Members) -> None:
     assert holds(model, 1.0) and ran == {threading.get_ident()}
 
 
-def test_a_swap_that_fails_changes_nothing(members: Members) -> None:
-    class Stubborn(torch.nn.Parameter):
-        @property
-        def data(self) -> torch.Tensor:  # type: ignore[override]
-            return self.detach()
-
-        @data.setter
-        def data(self, value: torch.Tensor) -> None:
-            if bool((value == 1.0).all()):
-                raise RuntimeError("not this one")
-
-    publish(members, 1.0)
-    model = Net(-1.0)
-    model.first.bias = Stubborn(model.first.bias)
-    with members.acting("a"):
-        handle, place = store_of(members).prefetch(model), addresses(model)
-        with pytest.raises(RuntimeError, match="not this one"):
-            handle.swap()
-        assert holds(model, -1.0) and addresses(model) == place
-        assert handle.swap(in_place=True) == 1 and holds(model, 1.0)
-
-
 def test_a_model_that_has_changed_since_is_refused(members: Members) -> None:
     publish(members, 1.0)
     model = Net(-1.0)
     with members.acting("a"):
         handle = store_of(members).prefetch(model)
         model.first.bias = torch.nn.Parameter(torch.full((3,), -1.0, dtype=torch.float64))
-        for in_place in (False, True):
-            with pytest.raises(rtr.ConfigurationError, match=r"has changed since its prefetch.*'first.bias'"):
-                handle.swap(in_place=in_place)
+        with pytest.raises(rtr.ConfigurationError, match=r"has changed since its prefetch.*'first.bias'"):
+            handle.swap()
         assert holds(model, -1.0)
         handle.cancel()
-        # The buffers had the version, and are others now.
+        # The twin had the version, and is another now.
         assert store_of(members).prefetch(model, convert=True).swap() == 1 and holds(model, 1.0)
 
 
@@ -435,38 +372,26 @@ def publish_tracked(members: Members, weight: float, bias: float) -> int:
         return rtr.WeightStore("w", track=True).publish(model)
 
 
-def test_since_brings_what_the_buffers_lack(members: Members) -> None:
-    """The test writes to the buffers, which shows what is brought."""
+def test_a_prefetch_brings_what_the_twin_lacks(members: Members) -> None:
+    """The test writes to the twin, which shows what is brought. The model may be trained meanwhile."""
     model = Net()
     publish_tracked(members, 1.0, 1.0)
     with members.acting("a"):
         store = store_of(members)
-        assert store.pull(model) == 1
+        assert store.prefetch(model).swap() == 1
+        store._twins.of(model).tensors["first.weight"].fill_(-1.0)
     publish_tracked(members, 1.0, 2.0)
     with members.acting("a"):
-        old = {name: tensor.data for name, tensor in model.named_parameters()}
-        assert store.prefetch(model, since=1).swap() == 2
-        assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (1.0, 2.0)
-        for tensor in old.values():  # the buffers, which hold version 1
-            tensor.fill_(-1.0)
-    publish_tracked(members, 1.0, 3.0)
-    with members.acting("a"):
-        old = {name: tensor.data for name, tensor in model.named_parameters()}
-        assert store.prefetch(model, since=2).swap() == 3
-        assert model.first.bias.unique().item() == 3.0
-        assert model.first.weight.unique().item() == -1.0, "it has not changed since version 1: not brought"
-        for tensor in old.values():
-            tensor.fill_(-1.0)
-        assert store.prefetch(model).swap() == 3
-        assert model.first.weight.unique().item() == -1.0, "not since version 2 either"
-        old = {name: tensor.data for name, tensor in model.named_parameters()}
-        assert store.prefetch(model).swap() == 3 and holds(model, 3.0) is False
-        assert model.first.weight.unique().item() == 1.0, "without since=, what the model held is not taken for granted"
+        model.fill(9.0)
+        assert store.prefetch(model).swap() == 2
+        assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (-1.0, 2.0)
+        model.fill(9.0)
+        assert store.prefetch(model).swap() == 2 and model.first.bias.unique().item() == 2.0, "it has the version"
 
 
 @pytest.mark.parametrize("track", [False, True])
-def test_what_the_buffers_hold_counts_for_the_same_options_only(members: Members, track: bool) -> None:
-    """Buffers that hold a version by another mapping, or other names of it, lack it."""
+def test_what_the_twin_holds_counts_for_the_same_options_only(members: Members, track: bool) -> None:
+    """A twin that holds a version by another mapping, or other names of it, lacks it."""
     with members.acting("home"):
         home = rtr.WeightStore("w", track=track)
         home.publish({"weight": torch.full((3, 3), 1.0), "bias": torch.full((3,), 2.0), "other": torch.full((3,), 3.0)})
@@ -475,9 +400,9 @@ def test_what_the_buffers_hold_counts_for_the_same_options_only(members: Members
     swapped = {"bias": "other", "other": "bias"}
     with members.acting("a"):
         store = store_of(members)
-        assert store.prefetch(model).swap(in_place=True) == 1
+        assert store.prefetch(model).swap() == 1
         assert (model.bias[0].item(), model.other[0].item()) == (2.0, 3.0)
-        assert store.prefetch(model, mapping=swapped).swap(in_place=True) == 1
+        assert store.prefetch(model, mapping=swapped).swap() == 1
         assert (model.bias[0].item(), model.other[0].item()) == (3.0, 2.0)
         assert store.pull(model) == 1
     with members.acting("home"):
@@ -488,39 +413,21 @@ def test_what_the_buffers_hold_counts_for_the_same_options_only(members: Members
         assert store.pull(model, since=2) == 2, "no pull without mapping has returned this version"
         assert (model.bias[0].item(), model.other[0].item()) == (2.0, 9.0)
         model.more = torch.nn.Parameter(torch.zeros(3))
-        assert store.prefetch(model, strict=False).swap(in_place=True) == 2
+        assert store.prefetch(model, strict=False).swap() == 2
         with pytest.raises(rtr.ConfigurationError, match="'more' of the model was not published"):
-            store.prefetch(model).swap(in_place=True)
+            store.prefetch(model).swap()
 
 
-def test_buffers_that_hold_fp8_are_filled_again_without_scales(members: Members) -> None:
+def test_a_twin_that_holds_fp8_is_filled_again_without_scales(members: Members) -> None:
     with members.acting("home"):
         rtr.WeightStore("w").publish({"weight": torch.full((4, 4), 6.0)})
     model = {"weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(1, 1)}
     with members.acting("a"):
         store = store_of(members)
-        assert store.prefetch(model, convert=rtr.BlockFp8()).swap(in_place=True) == 1
+        assert store.prefetch(model, convert=rtr.BlockFp8()).swap() == 1
         assert model["weight"].float().unique().item() == 448.0
-        assert store.prefetch(model, convert=True, strict=False).swap(in_place=True) == 1
+        assert store.prefetch(model, convert=True, strict=False).swap() == 1
         assert model["weight"].float().unique().item() == 6.0
-
-
-def test_a_model_that_was_trained_does_not_count_as_the_version_it_was(members: Members) -> None:
-    publish_tracked(members, 1.0, 1.0)
-    model = Net()
-    with members.acting("a"):
-        store = store_of(members)
-        assert store.pull(model) == 1
-    publish_tracked(members, 1.0, 2.0)
-    with members.acting("a"):
-        handle = store.prefetch(model, since=1)
-        handle.wait()
-        model.fill(9.0)
-        assert handle.swap() == 2
-    publish_tracked(members, 1.0, 3.0)
-    with members.acting("a"):
-        assert store.prefetch(model, since=2).swap() == 3
-    assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (1.0, 3.0)
 
 
 def test_since_the_newest_brings_nothing(members: Members) -> None:
@@ -538,22 +445,7 @@ def test_since_the_newest_brings_nothing(members: Members) -> None:
             assert handle.swap() == 1 and addresses(model) == place
 
 
-def test_buffers_that_were_copied_keep_their_version(members: Members) -> None:
-    publish_tracked(members, 1.0, 1.0)
-    model = Net()
-    with members.acting("a"):
-        store = store_of(members)
-        handle = store.prefetch(model)
-        handle.swap(in_place=True)
-        handle._buffers.tensors["first.weight"].fill_(-1.0)
-    publish_tracked(members, 1.0, 2.0)
-    with members.acting("a"):
-        model.fill(9.0)  # trained meanwhile
-        assert store.prefetch(model).swap(in_place=True) == 2
-    assert (model.first.weight.unique().item(), model.first.bias.unique().item()) == (-1.0, 2.0)
-
-
-def test_a_failed_prefetch_leaves_no_version_in_the_buffers(members: Members) -> None:
+def test_a_failed_prefetch_leaves_no_version_in_the_twin(members: Members) -> None:
     publish_tracked(members, 1.0, 1.0)
     model, lane = Net(), members.lanes["a"]
 
@@ -565,7 +457,7 @@ def test_a_failed_prefetch_leaves_no_version_in_the_buffers(members: Members) ->
     with members.acting("a"):
         store = store_of(members)
         handle = store.prefetch(model)
-        handle.swap(in_place=True)
+        handle.swap()
     publish_tracked(members, 1.0, 2.0)
     with members.acting("a"):
         lane.holds = fails
@@ -573,12 +465,12 @@ def test_a_failed_prefetch_leaves_no_version_in_the_buffers(members: Members) ->
             store.prefetch(model).wait()
         lane.holds = lambda method: False
         assert store.pull(Net(), version=None) == 2
-        handle._buffers.tensors["first.weight"].fill_(-1.0)
+        store._twins.of(model).tensors["first.weight"].fill_(-1.0)
         assert store.prefetch(model).swap() == 2
     assert model.first.weight.unique().item() == 1.0
 
 
-def test_what_was_not_published_is_not_exchanged(members: Members) -> None:
+def test_what_was_not_published_is_not_written(members: Members) -> None:
     publish(members, 1.0)
     model = Net(-1.0)
     model.head = torch.nn.Linear(2, 2)
@@ -592,8 +484,7 @@ def test_what_was_not_published_is_not_exchanged(members: Members) -> None:
             assert holds(del_head, 1.0)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_models_of_every_kind(members: Members, in_place: bool) -> None:
+def test_models_of_every_kind(members: Members) -> None:
     publish(members, 1.0)
     with torch.inference_mode():
         frozen = Net(-1.0)
@@ -604,7 +495,7 @@ def test_models_of_every_kind(members: Members, in_place: bool) -> None:
         for model in (frozen, half, turned):
             strides = [tensor.stride() for tensor in model.state_dict().values()]
             for _ in range(3):
-                assert store_of(members).prefetch(model, convert=True).swap(in_place=in_place) == 1
+                assert store_of(members).prefetch(model, convert=True).swap() == 1
                 assert holds(model, 1.0)
                 model.state_dict() if model is frozen else model.fill(-1.0)
             assert [tensor.stride() for tensor in model.state_dict().values()] == strides
@@ -628,17 +519,17 @@ def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyP
             asyncio.run(wait_for(handle))
 
 
-def test_buffers_end_with_their_model(members: Members) -> None:
+def test_a_twin_ends_with_its_model(members: Members) -> None:
     publish(members, 1.0)
     with members.acting("a"):
         store = store_of(members)
         for make in (Net, lambda: dict(Net().state_dict())):
             model = make()
             handle = store.prefetch(model)
-            assert handle.swap(in_place=True) == 1
-            buffers = weakref.ref(handle._buffers)
+            assert handle.swap() == 1
+            twin = weakref.ref(store._twins.of(model))
             del handle
             gc.collect()
-            assert buffers() is not None
+            assert twin() is not None
             del model
-            assert wait_until(lambda it=buffers: gc.collect() >= 0 and it() is None, LONG)  # type: ignore[misc]
+            assert wait_until(lambda it=twin: gc.collect() >= 0 and it() is None, LONG)  # type: ignore[misc]

@@ -168,29 +168,6 @@ def test_publishers_that_are_late_are_named(members: Members, timeout: float) ->
             rtr.WeightStore("w", publishers=BOTH).wait(number + 1, timeout)
 
 
-def test_publishers_that_give_other_parts_make_no_version(members: Members) -> None:
-    def publish_parts(value: float, *parts: str | None) -> None:
-        for number, (name, only) in enumerate(zip(BOTH, parts, strict=True)):
-            with members.acting(name):
-                mine = half(number, value) | {"lora": torch.full((3,), value)}
-                rtr.WeightStore("w", publishers=BOTH).publish(mine, only=only)
-
-    def found() -> list[Any]:
-        with members.acting("home"):
-            model = {"matrix": torch.zeros(8, 4), "lora": torch.zeros(3)}
-            rtr.WeightStore("w", publishers=BOTH).pull(model)
-        return [tensor.unique().tolist() for tensor in model.values()]
-
-    publish_parts(1.0, None, None)
-    for parts in (("lora", None), (None, "lora"), ("lora", "matrix")):
-        with pytest.raises(rtr.ConfigurationError, match=r"will not exist: 'b' publishes .*, but 'a'"):
-            publish_parts(2.0, *parts)
-        assert found() == [[1.0], [1.0]]
-    publish_parts(3.0, None, None)
-    publish_parts(4.0, "lora", "lora")
-    assert found() == [[3.0], [4.0]]
-
-
 def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members) -> None:
     publish(members, None, 1.0)
     for turn in range(1, 6):  # no version is completed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import pydoc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +182,37 @@ def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
             pull_all()
         assert [values(mine) for mine in models] == [[4.0] * len(mine) for mine in models]
         assert len(store._memory.plans) == 4
+
+
+def test_a_pull_goes_from_state_to_state(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leases once, unless what was published has another layout than the last plan was made for."""
+    kind, states = pydoc.locate("raytorchrpc.patterns.weights.model_pull.ModelPull"), list[str]()
+    advance = vars(kind)["advance"]
+
+    def note(pull: Any) -> None:
+        states.append(pull.state.name)
+        advance(pull)
+
+    monkeypatch.setattr(kind, "advance", note)
+    target = model(0.0)
+
+    def states_of_pull(value: float, **options: Any) -> list[str]:
+        states.clear()
+        with members.acting("a"):
+            store.pull(target, **options)
+        assert values(target) == [value] * 5
+        return [*states]
+
+    publish(members, 1.0)
+    with members.acting("a"):
+        store = rtr.WeightStore.find("w")
+    assert states_of_pull(1.0) == states_of_pull(1.0) == ["FIND", "LEASE", "PLAN", "MOVE"]
+    assert states_of_pull(1.0, since=1) == ["FIND", "LEASE"]
+    with members.acting("home"):
+        rtr.WeightStore("w").publish(dict(reversed(model(2.0).items())))
+    assert states_of_pull(2.0) == ["FIND", "LEASE", "PLAN", "LEASE", "PLAN", "MOVE"]
+    target = {name: tensor.clone() for name, tensor in target.items()}
+    assert states_of_pull(2.0) == ["FIND", "LEASE", "PLAN", "MOVE"], "its memory is another, and its form is not"
 
 
 def test_plans_of_like_models_end_with_their_layout(members: Members) -> None:

@@ -41,7 +41,7 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Published
 
 
 def publish(weights: PublishedWeights, tensors: dict[str, torch.Tensor], version: int | None = None) -> int:
-    draft = Draft("w", (), False)
+    draft = Draft("w", False)
     draft.take(tensors)
     return weights.publish(draft, version)
 
@@ -159,7 +159,7 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines,
 
 
 def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: Any) -> None:
-    """A broadcast may take as long as the slowest of those who take part."""
+    """The home itself is certain to release it."""
     monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
     weights = store(deadlines)
     publish(weights, model(1))

@@ -1,0 +1,70 @@
+"""What pulls leave for later ones: the versions that a process has, and the plans of a handle."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from raytorchrpc.patterns.weights.publishers import Committed
+from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan
+from raytorchrpc.patterns.weights.slices import KnownLayout, Options
+
+#: How many plans a handle remembers, of the last pulls of different models, or with different options.
+_MOST_PLANS = 4
+#: How many pulled versions a process remembers, the last ones.
+_REMEMBERED = 1024
+
+
+class PulledVersions:
+    """The versions that this process has pulled, by the instance of their store. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._versions: OrderedDict[tuple[int, int, tuple[str, ...], Hashable], None] = OrderedDict()
+        self.failures = 0  # how many pulls have failed and may have left a model with tensors of several versions
+
+    def add(self, instance_id: int, version: int, options: Options, failures: int) -> None:
+        """Note a pull. No effect if another has failed since there were ``failures``: it may have torn this model."""
+        pulled = instance_id, version, options.only, options.form
+        with self._lock:
+            if failures != self.failures:
+                return
+            self._versions[pulled] = None
+            self._versions.move_to_end(pulled)
+            if len(self._versions) > _REMEMBERED:
+                self._versions.popitem(last=False)
+
+    def has(self, instance_id: int, version: int, options: Options) -> bool:
+        """Whether a model of this process may have this version in this form, or these tensors of it."""
+        with self._lock:
+            return any((instance_id, version, only, options.form) in self._versions for only in ((), options.only))
+
+    def forget(self, instance_id: int) -> None:
+        """Forget a store's versions: a pull has failed and may have left a model with tensors of several versions."""
+        with self._lock:
+            self.failures += 1
+            for pulled in [pulled for pulled in self._versions if pulled[0] == instance_id]:
+                del self._versions[pulled]
+
+
+class PullMemory:
+    """What the pulls of one handle leave for the next ones."""
+
+    def __init__(self) -> None:
+        self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
+        self.committed: Committed | None = None  # what the last pull has found at the coordinator
+
+    def expected(self, options: Options, distances: tuple[int, ...]) -> list[ModelSelection] | None:
+        """See ``PullPlan.expected``; of the plan that was used last."""
+        plans = (plan.expected(options, distances) for plan in self.plans)
+        return next((selections for selections in plans if selections is not None), None)
+
+    def layouts(self, count: int) -> list[KnownLayout | None]:
+        """The layouts of so many sources, as a pull before found them."""
+        plans = (plan.sources for plan in self.plans if len(plan.sources) == count)
+        return [source.layout for source in next(plans, ())] or [None] * count
+
+    def remember(self, plan: PullPlan) -> None:
+        """Note that a plan was used; forgets the one that was used before all others."""
+        self.plans = (plan, *[known for known in self.plans if known is not plan][: _MOST_PLANS - 1])
