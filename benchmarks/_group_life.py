@@ -249,10 +249,3 @@ def interrupt_forming(actors: Sequence[Any], after_s: float) -> dict[str, float]
             raise TimeoutError(f"actors {inside} are still in the group, whose forming was interrupted")
         threading.Event().wait(_POLL_S)
     return {} if was_late else {"raised": raised - pressed[0], "left": time.monotonic() - pressed[0]}
-
-
-def cpu_at_rest(window_s: float) -> float:
-    """CPU time of this process while nothing happens, in percent of a core; Ray's own threads are part of it."""
-    began, before = time.monotonic(), time.process_time()
-    time.sleep(window_s)
-    return (time.process_time() - before) * 100 / (time.monotonic() - began)
