@@ -17,7 +17,7 @@ from raytorchrpc.bench.site import Site, examine, obstacle, size_obstacle
 from raytorchrpc.bench.teams import START_S, Place, Team
 
 #: Bytes from which a payload is freed at the end of each turn: memory is needed for one contestant at a time.
-_LARGE = 50_000_000
+_LARGE = 200_000_000
 #: A contestant with a turn that took longer is not measured at larger sizes (seconds).
 _SLOW_S = 20.0
 #: Longest time to wait for an answer of an actor (seconds).
@@ -84,12 +84,13 @@ class Runner:
         """Measure every case, within the time."""
         budget_s = self.options.budget_s
         jobs = [(device, pattern) for device in self.options.devices for pattern in self.options.patterns]
+        jobs.sort(key=lambda job: not self._able(*job))  # what has only reasons comes last, and takes no time
         for number, (device, pattern) in enumerate(jobs):
             self._prepare(device, pattern)
             began = time.monotonic()
             case = self._case(device, pattern)
             progress = partial(self._report, case, (number / len(jobs), 1 / len(jobs)))
-            deadline = began + budget_s / (len(jobs) - number)
+            deadline = began + budget_s / max(1, sum(bool(self._able(*job)) for job in jobs[number:]))
             measure(case, self.options.rounds, self.figures, deadline=deadline, report=progress)
             self._pause()
             budget_s -= time.monotonic() - began
@@ -113,17 +114,21 @@ class Runner:
         before, share = done
         self.report(f"{case.device}, {case.name}: {name}", before + share * case.sizes.index(size) / len(case.sizes))
 
-    def _obstacle(self, one: Contestant, device: Device, pattern: Pattern) -> str | None:
-        """Why the contestant cannot be measured at any size."""
-        reasons = [patterns.obstacle(one, pattern, device, size) for size in self.options.sizes]
-        return obstacle(one, device, self.site) or (reasons[0] if all(reasons) else None)
+    def _able(self, device: Device, pattern: Pattern) -> list[Contestant]:
+        """The contestants that can be measured at some size."""
+        return [
+            one
+            for one in self.options.contestants
+            if device in one.devices
+            and obstacle(one, device, self.site) is None
+            and not all(patterns.obstacle(one, pattern, device, size) for size in self.options.sizes)
+        ]
 
     def _prepare(self, device: Device, pattern: Pattern) -> None:
         """Start the actors that this pattern needs and do not run yet, and end the others."""
         needed: dict[Key, Contestant] = {}
-        for one in self.options.contestants:
-            if device in one.devices and self._obstacle(one, device, pattern) is None:
-                needed.setdefault((one.actors, device, shape(one, pattern)), one)
+        for one in self._able(device, pattern):
+            needed.setdefault((one.actors, device, shape(one, pattern)), one)
         for key in [key for key, team in self._teams.items() if key not in needed or team.failed]:
             self._teams.pop(key).end("no case needs it")
         place = self.place if device == "cuda" else self.place._replace(gpus=())

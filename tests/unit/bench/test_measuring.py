@@ -247,7 +247,7 @@ def test_one_that_is_stuck_loses_its_actors_and_starts_anew_with_the_next_case(r
 
 
 def test_a_large_tensor_is_freed_at_the_end_of_each_turn(run: Any) -> None:
-    run(["auto"], sizes=(1250, 60_000_000))
+    run(["auto"], sizes=(1250, 600_000_000))
     assert ScriptedTeam.log.count("drop") == 3
 
 
