@@ -171,17 +171,17 @@ def kill_some(actors: Sequence[Any], group: rtr.Group | None, first: int = 0) ->
     took: dict[str, float] = {}
     if group is not None:
         took["lost"] = _reported(news, {known[actor_id].name for actor_id in doomed}) - began
-    left = {*doomed}
-    while left:
-        states = {actor_id: ray_internals.actor_state(actor_id) for actor_id in left}
-        left = {
+    waiting = {*doomed}
+    while waiting:
+        states = {actor_id: ray_internals.actor_state(actor_id) for actor_id in waiting}
+        waiting = {
             actor_id
             for actor_id, state in states.items()
             if state.state != "ALIVE" or (state.pid, state.node_id) == (before[actor_id].pid, before[actor_id].node_id)
         }
         if time.monotonic() - began > TIMEOUT_S:
-            raise TimeoutError(f"Ray has not restarted {len(left)} of {len(doomed)} actors")
-        if left:
+            raise TimeoutError(f"Ray has not restarted {len(waiting)} of {len(doomed)} actors")
+        if waiting:
             threading.Event().wait(_POLL_S)
     took["ray"] = time.monotonic() - began
     if group is not None:

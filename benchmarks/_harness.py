@@ -146,8 +146,8 @@ def group_of(
     *names: str, gpus: Sequence[str] = (), config: rtr.GroupConfig | None = None, **env: str
 ) -> Iterator[tuple[rtr.Group, dict[str, Any]]]:
     """A group of ``actors`` with these names."""
-    with actors(len(names), gpus=gpus, **env) as found:
-        members = dict(zip(names, found, strict=True))
+    with actors(len(names), gpus=gpus, **env) as ends:
+        members = dict(zip(names, ends, strict=True))
         with rtr.init_group(members, name=f"bench-{os.getpid()}", config=config) as group:
             yield group, members
 

@@ -43,7 +43,7 @@ def atari(pick: Pick) -> list[Figure]:
 
     device = "cuda" if gpu_count() else "cpu"
     transports = pick(TRANSPORTS, TRANSPORTS, ("auto",))
-    found = []
+    figures = []
     for name, (changes, iterations) in pick(CASES, CASES, {"tiny": (TINY, 2)}).items():
         settings = Settings(device=device, collectors=pick(8 if gpu_count() else 2, 2, 1), **changes)
         actions = Player(settings.game, settings.seed).actions
@@ -58,7 +58,7 @@ def atari(pick: Pick) -> list[Figure]:
                 progress = ray.get(sessions[transport].train(count), timeout=TIMEOUT_S)
                 return float(100 * progress["seconds"] / progress["done"])
 
-            found += compare(
+            figures += compare(
                 f"100 iterations of DQN on Atari, {name}", turn, transports, [device], pick(3, 2, 1), unit="s"
             )
-    return found
+    return figures

@@ -75,18 +75,18 @@ def crowds(pick: Pick, members: str | None = None) -> list[Figure]:
     where = [f"{size} members"]
     with rtr.init_group(actors, timeout=TIMEOUT_S) as group:
         each(actors, hold, rtr.WeightStore("crowd", home=0), pick(1 << 20, 1 << 20, 1000))
-        found = compare(
+        figures = compare(
             "a queue's item, 1 KB", through_queue, [f"{n} producers" for n in (many, few)], where, rounds, unit="us"
         )
         topics = [f"{n} subscribers" for n in (many, few)]
-        found += compare("a topic's delivery, 1 KB", through_topic, topics, where, rounds, unit="us")
-        found += compare("16 MB of weights", to_readers, [*readers], where, rounds)
+        figures += compare("a topic's delivery, 1 KB", through_topic, topics, where, rounds, unit="us")
+        figures += compare("16 MB of weights", to_readers, [*readers], where, rounds)
         gloos = "raytorchrpc", "gloo over torch's TCPStore"
-        found += compare("a process group over gloo, and its first sum", first_sum, gloos, where, rounds, unit="s")
+        figures += compare("a process group over gloo, and its first sum", first_sum, gloos, where, rounds, unit="s")
         if on(readers["one reader"][0], weights.sums) != on(home, weights.sums):
             raise RuntimeError("the weights arrived changed")
     life.end(actors)
-    return found
+    return figures
 
 
 def _each_of(crowd: list[Any], users: int, function: Callable[..., T], *args: Any) -> list[T]:

@@ -61,21 +61,21 @@ def _call(lane: MessageLane, message: Message) -> None:
 
 def protection(pick: Pick) -> list[Figure]:
     tls = make_identity("benchmark")
-    mine, its = multiprocessing.Pipe()
-    callee = multiprocessing.get_context("spawn").Process(target=_serve, args=(its, tls))
+    here, there = multiprocessing.Pipe()
+    callee = multiprocessing.get_context("spawn").Process(target=_serve, args=(there, tls))
     callee.start()
-    found = []
+    figures = []
     try:
         for size, count, kind in pick(SIZES, SIZES, SIZES[1:2]):
             message = Message((), Encoded(b"", (torch.ones(size // 4),) if size else (), (), 0))
             lanes = {}
             for mode in MODES:
-                mine.send((kind, mode))
-                address = mine.recv()
+                here.send((kind, mode))
+                address = here.recv()
                 lanes[mode], _ = _lane(kind, mode, 0, tls, lambda message, reply: None)
                 lanes[mode].connect([PeerAddress("b", address)])
                 _call(lanes[mode], message)
-                mine.send("connected")
+                here.send("connected")
 
             def turn(
                 mode: str,
@@ -86,12 +86,12 @@ def protection(pick: Pick) -> list[Figure]:
             ) -> float:
                 return median_of(lambda: _call(lanes[mode], message), count)
 
-            found += compare(f"a call by the {kind.name} lane", turn, MODES, [size], pick(10, 3, 1))
+            figures += compare(f"a call by the {kind.name} lane", turn, MODES, [size], pick(10, 3, 1))
             for lane in lanes.values():
                 lane.close()
     finally:
         protection_of_lanes.Tagged = _TAGGED  # type: ignore[misc]
-        mine.send(None)
+        here.send(None)
         callee.join(20)
         callee.kill()
-    return found
+    return figures

@@ -37,32 +37,32 @@ Note = Callable[[str, str, float, str], None]
 
 def scale(pick: Pick, members: str | None = None, deadline: float | None = None) -> list[Figure]:
     sizes = [int(size) for size in members.split(",")] if members else pick((8, 16, 32, 64), (8, 16), (4,))
-    until, found = time.monotonic() + (deadline or 3600.0), list[Figure]()
+    until, figures = time.monotonic() + (deadline or 3600.0), list[Figure]()
     for size in sizes:
         label = f"{size} members"
 
-        def note(case: str, what: str, value: float, unit: str, label: str = label) -> None:
-            known: Any = {"case": case, "contestant": label, "size": what, "unit": unit}
-            found.append(Figure(**known, median=value, low=value, high=value, turns=1))
-            print(f"  {label}: {what} {value:.3g} {unit}", flush=True)
+        def note(case: str, step_name: str, value: float, unit: str, label: str = label) -> None:
+            known: Any = {"case": case, "contestant": label, "size": step_name, "unit": unit}
+            figures.append(Figure(**known, median=value, low=value, high=value, turns=1))
+            print(f"  {label}: {step_name} {value:.3g} {unit}", flush=True)
 
         actors: list[Any] = []
         try:
             _measure(size, actors, pick(5, 2, 1), until, note)
         except (Failed, TimeoutError, rtr.RayTorchRpcError, ray.exceptions.RayError) as reason:
-            found.append(Figure(case="time", contestant=label, size="the rest", unit="s", reason=str(reason)[:200]))
+            figures.append(Figure(case="time", contestant=label, size="the rest", unit="s", reason=str(reason)[:200]))
         finally:
             life.end(actors)
-    return found
+    return figures
 
 
 def _measure(size: int, actors: list[Any], repeats: int, until: float, note: Note) -> None:
     """All steps with so many fresh actors. Raises Failed if time or memory do not suffice."""
 
-    def step(what: str, seconds: float) -> None:
-        note("time", what, seconds, "s")
+    def step(step_name: str, seconds: float) -> None:
+        note("time", step_name, seconds, "s")
         if time.monotonic() > until:
-            raise Failed(f"{OUT_OF_TIME} after {what!r}")
+            raise Failed(f"{OUT_OF_TIME} after {step_name!r}")
 
     def weigh(stage: str) -> None:
         rows = life.of_all(actors, "weigh")
@@ -87,8 +87,8 @@ def _measure(size: int, actors: list[Any], repeats: int, until: float, note: Not
         weigh("joined, no calls yet")
         life.of_all(actors, "call_neighbours")
         weigh("each has called two neighbours")
-        for what, seconds in life.first_calls(actors, 4 * repeats).items():
-            note("calls between two members", what, seconds * 1e3, "ms")
+        for step_name, seconds in life.first_calls(actors, 4 * repeats).items():
+            note("calls between two members", step_name, seconds * 1e3, "ms")
         step("all-to-all calls, first time", life.call_all_pairs(actors))
         step("all-to-all calls, again", life.call_all_pairs(actors))
         weigh("each has called all members")

@@ -172,21 +172,22 @@ def soak_calls(calls: int, rounds: int, seed: int = 1) -> tuple[dict[str, list[d
         for actor in members.values():
             ray.kill(actor)
     for name, (before, *_, after) in looks.items():
-        grown = {what: after[what] - before[what] for what in after if after[what] - before[what] > LIMITS.get(what, 0)}
-        complaints += [f"{name}: {what} grew by {by:,}" for what, by in grown.items()]
+        for resource, count in after.items():
+            if (growth := count - before[resource]) > LIMITS.get(resource, 0):
+                complaints.append(f"{name}: {resource} grew by {growth:,}")
     return looks, complaints
 
 
 def soak(pick: Pick, calls: int | None = None) -> list[Figure]:
     """Raises SystemExit if something grew or was wrong; a tiny run is too short to tell what grew."""
     looks, complaints = soak_calls(calls or pick(1_000_000, 20_000, 800), rounds=pick(10, 3, 1))
-    found = []
+    figures = []
     for name, (before, *_, after) in looks.items():
         ends = {"after the first calls": before, "at the end": after}
-        body: Callable[[str, Size], float] = lambda when, what, ends=ends: float(ends[when][str(what)])  # noqa: E731
-        found += compare(f"what {name!r} holds", body, [*ends], [*after], 1, unit="bytes or pieces")
+        body: Callable[[str, Size], float] = lambda when, resource, ends=ends: float(ends[when][str(resource)])  # noqa: E731
+        figures += compare(f"what {name!r} holds", body, [*ends], [*after], 1, unit="bytes or pieces")
     for text in complaints:
         print(f"  {text}")
     if complaints and not pick(False, False, all("grew" in text for text in complaints)):
         raise SystemExit("soak: FAILED")
-    return found
+    return figures

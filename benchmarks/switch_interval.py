@@ -123,15 +123,15 @@ def switch_interval(pick: Pick) -> list[Figure]:
                 on(end, set_interval, contestant == "shortened")
             return on(caller, calls, "callee", SIZES[size], 0.02, pick(20, 13, 5))
 
-        found = []
+        figures = []
         for called, when in ((False, "that nobody calls"), (True, "with 40 calls a second")):
             name = f"CPU time of a step of a program {when}"
-            found += compare(
+            figures += compare(
                 name, lambda *at, called=called: price(*at, called), CONTESTANTS, programs, rounds, unit="us"
             )
         for busy in ("the callee runs", "both ends run"):
             on(callee if busy == "the callee runs" else caller, run_python)
-            found += compare(f"calls every 20 ms while {busy} Python", gain, CONTESTANTS, sizes, pick(6, 3, 1))
+            figures += compare(f"calls every 20 ms while {busy} Python", gain, CONTESTANTS, sizes, pick(6, 3, 1))
         for end in (callee, caller):
             on(end, run_nothing)
-    return found
+    return figures

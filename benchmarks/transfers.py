@@ -41,11 +41,11 @@ def tensors(pick: Pick) -> list[Figure]:
     if not gpus:
         raise Unavailable("it needs a GPU, and Ray has none")
     ends = [_ours("share=True", options={"share": True}, one_gpu=True), _ours("copied", one_gpu=True)]
-    found = engine(ends, [Pattern("between two actors on one GPU")], [1_250, 640_000_000], "cuda")
+    figures = engine(ends, [Pattern("between two actors on one GPU")], [1_250, 640_000_000], "cuda")
     if gpus > 1:
         patterns = [Pattern("in one tensor"), Pattern("in 400 tensors", tensors=400)]
-        found += engine([_ours("auto")], patterns, [400 * 256 * 1024], "cuda")
-    return found
+        figures += engine([_ours("auto")], patterns, [400 * 256 * 1024], "cuda")
+    return figures
 
 
 def huge_pages(pick: Pick) -> list[Figure]:
@@ -62,15 +62,15 @@ def huge_pages(pick: Pick) -> list[Figure]:
     # By the ends that have the environment, those that start without it.
     without = {"both": (), "receiver only": (0,), "sender only": (1,), "neither": (0, 1)}
     sizes = pick((10_000_000, 40_000_000, 640_000_000), (10_000_000, 40_000_000), (1_000_000,))
-    found = []
+    figures = []
     for name in pick([*routes], [*routes], ["shm"]):
         ends = [
             _ours(have, config=routes[name], bare_ends=without[have]) for have in pick([*without], [*without], ["both"])
         ]
-        found += engine(
+        figures += engine(
             ends, [Pattern(f"runtime_env(), {name}")], sizes, rounds=pick(10, 3, 1), window_s=pick(0.3, 0.1, 0)
         )
-    return found
+    return figures
 
 
 def objectrefs(pick: Pick) -> list[Figure]:
@@ -91,19 +91,19 @@ def objectrefs(pick: Pick) -> list[Figure]:
     patterns = [Pattern("ObjectRefs"), *pick([Pattern("ObjectRefs, 1000 tensors", tensors=1000)], [], [])]
     effort: dict[str, Any] = {"rounds": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
     sizes = pick((20_000, 1_250_000, 40_000_000), (20_000, 40_000_000), (20_000,))
-    found = engine(
+    figures = engine(
         [ours, store, *pick([zero_copy, gloo, nixl], [zero_copy, gloo, nixl], [])], patterns, sizes, **effort
     )
     sizes = pick((1_250, 1_250_000, 10_000_000, 640_000_000), (1_250, 10_000_000), (1_250,))
     if (gpus := gpu_count()) > 1:
-        found += engine([ours, nccl, nixl, store], patterns, sizes, "cuda", **effort)
+        figures += engine([ours, nccl, nixl, store], patterns, sizes, "cuda", **effort)
     elif gpus:
         one = [
             rdt("raytorchrpc", "TORCHRPC", "TORCHRPC", one_gpu=True),
             rdt("RDT cuda_ipc", "IPC", "cuda_ipc", one_gpu=True),
         ]
-        found += engine(one, patterns, sizes, "cuda", **effort)
-    return found
+        figures += engine(one, patterns, sizes, "cuda", **effort)
+    return figures
 
 
 def observability(pick: Pick, against: str | None = None) -> list[Figure]:

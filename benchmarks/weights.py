@@ -119,12 +119,12 @@ def get(end: Any, ref: list[Any]) -> None:
 
 def weights(pick: Pick) -> list[Figure]:
     sizes = pick((10_000_000, 1 << 30), (10_000_000,), (1_000_000,))
-    found = _to_readers(sizes, pick(4, 2, 1), pick(5, 3, 1))
-    found += _in_place(pick(1 << 28, 1 << 26, 1 << 21), pick(15, 7, 1))
-    found += _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
+    figures = _to_readers(sizes, pick(4, 2, 1), pick(5, 3, 1))
+    figures += _in_place(pick(1 << 28, 1 << 26, 1 << 21), pick(15, 7, 1))
+    figures += _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
     if gpu_count() >= 2:
-        found += _between_gpus(sizes, pick(30, 10, 3))
-    return found
+        figures += _between_gpus(sizes, pick(30, 10, 3))
+    return figures
 
 
 def _to_readers(sizes: Sequence[int], count: int, rounds: int) -> list[Figure]:
@@ -179,9 +179,9 @@ def _in_place(size: int, rounds: int) -> list[Figure]:
             return on(reader, load_from, how, size)
 
         ways = "view", "pull into tensors that stay", "pull into new tensors"
-        found = compare("weights into a model of other tensors", turn, ways, [size], rounds)
+        figures = compare("weights into a model of other tensors", turn, ways, [size], rounds)
         check_same(on(learner, sums), on(reader, sums))
-    return found
+    return figures
 
 
 def step(end: Any, share: float) -> None:
@@ -208,13 +208,13 @@ def _changes(size: int, rounds: int) -> list[Figure]:
         store: Any = rtr.WeightStore("changes", home="learner", track=True)
         each([learner, reader], load, store, size, "cpu", torch.bfloat16)
 
-        def turn(what: str, _: Size) -> float:
-            on(learner, step, 1.0 if what == "all" else 0.01)
-            return on(reader, follow, what != "all")
+        def turn(share: str, _: Size) -> float:
+            on(learner, step, 1.0 if share == "all" else 0.01)
+            return on(reader, follow, share != "all")
 
-        found = compare("a pull over TCP of what a step changed", turn, ("1 % of the elements", "all"), [size], rounds)
+        figures = compare("a pull over TCP of what changed", turn, ("1 % of the elements", "all"), [size], rounds)
         check_same(on(learner, sums), on(reader, sums))
-    return found
+    return figures
 
 
 def raw(end: Any, contestant: str, size: int) -> float:
@@ -289,7 +289,7 @@ def gather(end: Any) -> float:
 
 def sharded_weights(pick: Pick) -> list[Figure]:
     """From two trainers, sharded by FSDP, to two tensor parallel generators, each time by the slower one."""
-    gpus, found = gpu_count(), list[Figure]()
+    gpus, figures = gpu_count(), list[Figure]()
     device: Any = "cuda" if gpus else "cpu"
     for model in models(pick).values():
         places = [str(place % gpus) for place in range(4)] if gpus else []
@@ -310,10 +310,10 @@ def sharded_weights(pick: Pick) -> list[Figure]:
 
             size = sum(each(readers, lambda end: sum(tensor.nbytes for tensor in tensors(end.model).values())))
             name = f"sharded weights, {model.name}"
-            found += compare(name, turn, [*works], [size], pick(10 if gpus else 3, 3, 1), device=device)
+            figures += compare(name, turn, [*works], [size], pick(10 if gpus else 3, 3, 1), device=device)
             known: Any = {"case": name, "device": device, "size": size, "turns": 1}
-            found.append(Figure(contestant="the first pull", median=first, low=first, high=first, **known))
-    return found
+            figures.append(Figure(contestant="the first pull", median=first, low=first, high=first, **known))
+    return figures
 
 
 def _check(sent: list[dict[str, float]], got: list[dict[str, float]]) -> None:
@@ -496,9 +496,9 @@ def weight_readers(pick: Pick) -> list[Figure]:
             return max(each(some, at, time.monotonic() + 0.2, pull))
 
         sizes = "1 reader", "2 readers", "3 readers"
-        found = compare(
+        figures = compare(
             "weights to several readers", turn, ("raytorchrpc", "broadcast"), sizes, pick(15, 5, 1), device=device
         )
         if any(arrived != on(publisher, sums) for arrived in each(readers, sums)):
             raise RuntimeError("the weights arrived changed")
-    return found
+    return figures

@@ -28,7 +28,7 @@ class Window(NamedTuple):
     start: float = 0.0
     end: float = math.inf
     """When what makes the callee busy ends: later samples do not count."""
-    fewest: int = 2
+    fewest: int = 1
     """Samples that are taken even if the time is over."""
     lead: int = 1
     """Fewest uncounted samples before them."""
@@ -233,17 +233,3 @@ class GroupMember(Member):
     take, take_checked = rtr.method(Member.take), rtr.method(Member.take_checked)
     take_beside = rtr.method(concurrent=True)(Member.take_beside)
     work = rtr.method(concurrent=True)(Member.work)  # else calls to this sync actor would wait for its end
-
-
-class AsyncMember(Member):
-    """A Ray actor whose callee is a coroutine."""
-
-    async def take(self, payload: Any = None) -> None:  # type: ignore[override]
-        """The callee."""
-        take(payload)
-
-
-class AsyncGroupMember(AsyncMember):
-    """A member of a group whose callee is a coroutine."""
-
-    take = rtr.method(AsyncMember.take)

@@ -25,7 +25,7 @@ class Contestant:
     name: str
     link: str
     """A key of ``links.LINKS``."""
-    what: str
+    meaning: str
     devices: tuple[Device, ...] = ("cpu", "cuda")
     needs: tuple[Need, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -69,27 +69,27 @@ _NO_P2P = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SOCKET_IN_BAND = 256 * 1024
 
 
-def _lane(name: str, what: str, *lanes: str, published: str = "", **more: Any) -> Contestant:
+def _lane(name: str, meaning: str, *lanes: str, published: str = "", **more: Any) -> Contestant:
     """One lane forced, by default the first of ``lanes``; ``published``: scope of the published figures."""
     config = {**({"lanes": lanes} if lanes else {}), **more.pop("config", {})}
     more.setdefault("carries", lanes[:1])
-    return Contestant(name, "group", what, config=config, published=(published, name) if published else None, **more)
+    return Contestant(name, "group", meaning, config=config, published=(published, name) if published else None, **more)
 
 
-def _torchrpc(name: str, what: str, transports: tuple[str, ...], channels: tuple[str, ...], **more: Any) -> Contestant:
-    config = {"transports": transports, "channels": channels}
-    return _lane(name, what, "torchrpc", config=config, published=_BETWEEN, **more)
+def _torchrpc(name: str, meaning: str, transports: Sequence[str], channels: Sequence[str], **more: Any) -> Contestant:
+    config = {"transports": tuple(transports), "channels": tuple(channels)}
+    return _lane(name, meaning, "torchrpc", config=config, published=_BETWEEN, **more)
 
 
-def _nccl(name: str, what: str, *needs: str, **more: Any) -> Contestant:
+def _nccl(name: str, meaning: str, *needs: str, **more: Any) -> Contestant:
     lanes = ("socket", "nccl", "torchrpc")
-    return _lane(name, what, *lanes, needs=("two GPUs", "NCCL", *needs), carries=("nccl",), **_CUDA, **more)
+    return _lane(name, meaning, *lanes, needs=("two GPUs", "NCCL", *needs), carries=("nccl",), **_CUDA, **more)
 
 
-def rdt(name: str, what: str, transport: str | None, **more: Any) -> Contestant:
+def rdt(name: str, meaning: str, transport: str | None, **more: Any) -> Contestant:
     """An actor's result as another's argument, by Ray Direct Transport, or through the object store."""
     needs = ("ObjectRefs", *more.pop("needs", ()))
-    return Contestant(name, "rdt", what, options={"tensor_transport": transport}, needs=needs, **more)
+    return Contestant(name, "rdt", meaning, options={"tensor_transport": transport}, needs=needs, **more)
 
 
 # fmt: off

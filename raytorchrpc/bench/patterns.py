@@ -37,8 +37,6 @@ class Pattern:
     """The argument is a list of so many, if more than one."""
     members: int = 2
     """The last member is the callee, except in all-to-all."""
-    concurrency: int = 1
-    """``max_concurrency`` of the callee; 0: an async actor."""
     interval_s: float = 0.0
     """Time from the start of one call to the start of the next; 0: none between them."""
     in_flight: int = 0
@@ -64,10 +62,8 @@ class Shape(NamedTuple):
     """The actors of one contestant for one pattern."""
 
     members: int = 2
-    callers: int = 1
-    """``max_concurrency`` of all but the last."""
-    callee: int = 1
-    """``max_concurrency`` of the last; 0: an async actor."""
+    threads: int = 1
+    """``max_concurrency``."""
 
 
 def variants(name: str, quick: bool) -> list[Pattern]:
@@ -75,8 +71,7 @@ def variants(name: str, quick: bool) -> list[Pattern]:
     if name == "paced":
         return [Pattern(f"paced, every {ms:g} ms", interval_s=ms / 1e3) for ms in ((2,) if quick else (0.5, 2, 10))]
     if name == "in-flight":
-        widths = {"max_concurrency 1": 1} | ({} if quick else {"max_concurrency 4": 4, "async actor": 0})
-        return [Pattern(f"in-flight, {text}", "calls/s", in_flight=64, concurrency=n) for text, n in widths.items()]
+        return [Pattern("in-flight, 64", "calls/s", in_flight=64)]
     if name == "busy-callee":
         kinds: tuple[Busy, ...] = ("Python",) if quick else ("Python", "torch", "sleep")
         # Paced: in a tight loop, calls that follow each other within a switch interval are fast, and hide the others.
@@ -99,17 +94,13 @@ def shape(contestant: Contestant, pattern: Pattern) -> Shape:
     """The actors that the contestant needs for the pattern."""
     if contestant.options.get("alone"):
         return Shape(1)
-    if contestant.link == "ray" and pattern.is_beside:
-        return Shape(pattern.members, RAY_THREADS if pattern.is_together else 1, RAY_THREADS)
-    return Shape(pattern.members, 1, pattern.concurrency)
+    return Shape(pattern.members, RAY_THREADS if contestant.link == "ray" and pattern.is_beside else 1)
 
 
 def obstacle(contestant: Contestant, pattern: Pattern, device: Device, size: int) -> str | None:
     """Why the contestant has no such calls; None if it does."""
     if pattern.unit == "calls/s" and size > MOST_AT_RATE:
         return f"calls/s are measured up to {show_size(MOST_AT_RATE)}"
-    if contestant.link == "torchrpc" and pattern.concurrency != 1:
-        return "torch.distributed.rpc calls functions, not actors with their concurrency"
     is_plain = pattern.members == 2 and not (pattern.in_flight or pattern.busy)
     if contestant.link == "nccl" and not (device == "cuda" and size and is_plain and not pattern.interval_s):
         return "measured only for CUDA tensors in a tight loop"

@@ -57,7 +57,7 @@ def run(options: Options, command: str, report: Report = lambda text, part: None
         machine=site.facts(sorted(runner.gpu_names)),
         seconds=round(time.monotonic() - began, 1),
         interrupted=interrupted,
-        contestants={name: one.what for name, one in known.items()},
+        contestants={name: one.meaning for name, one in known.items()},
         published={name: one.published for name, one in known.items() if one.published is not None},
         figures=tuple(runner.figures),
     )

@@ -102,12 +102,12 @@ def examine(hosts: tuple[str, str] | None) -> Site:
 def find_node(host: str, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The node with that id, address or host name. Raises ConfigurationError, naming the existing ones."""
     keys = ("NodeID", "NodeManagerAddress", "NodeManagerHostname", "NodeName")
-    found = [node for node in nodes if host in (node.get(key) for key in keys)]
-    if len(found) == 1:
-        return found[0]
+    matches = [node for node in nodes if host in (node.get(key) for key in keys)]
+    if len(matches) == 1:
+        return matches[0]
     known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']})" for node in nodes)
-    if found:
-        ids = ", ".join(node["NodeID"] for node in found)
+    if matches:
+        ids = ", ".join(node["NodeID"] for node in matches)
         raise ConfigurationError(f"several Ray nodes match {host!r}; name one by its id: {ids}")
     raise ConfigurationError(f"no Ray node {host!r}; nodes: {known}")
 

@@ -58,7 +58,7 @@ def tables(result: Result) -> list[Table]:
     for figure in result.figures:
         of_case = groups.setdefault((figure.case, figure.device), {})
         of_case.setdefault(figure.contestant, {})[figure.label] = figure
-    found = []
+    made = []
     for (case, device), lines in groups.items():
         first = next(iter(lines.values()))
         known = [figure for line in lines.values() for figure in line.values() if figure.median is not None]
@@ -77,11 +77,11 @@ def tables(result: Result) -> list[Table]:
         title = f"{case}, {DEVICES[device]}" + (f" ({known[0].unit})" if known[0].unit else "")
         if len(cells) > len(labels):
             rows = [[name, *texts] for name, texts in cells.items()]
-            found.append(Table(title, ["", *labels], rows))
+            made.append(Table(title, ["", *labels], rows))
         else:
             rows = [[label, *texts] for label, *texts in zip(labels, *cells.values(), strict=True)]
-            found.append(Table(title, ["", *cells], rows))
-    return found
+            made.append(Table(title, ["", *cells], rows))
+    return made
 
 
 def _bytes(figure: Figure) -> int:

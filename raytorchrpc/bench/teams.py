@@ -93,9 +93,7 @@ class Team:
 
     def _start(self, one: Contestant, rank: int) -> Any:
         place, gpus = self.place, self.place.gpus
-        concurrency = self.shape.callee if rank == self.shape.members - 1 else self.shape.callers
-        plain, in_group = (actors.Member, actors.GroupMember), (actors.AsyncMember, actors.AsyncGroupMember)
-        kind = (plain if concurrency else in_group)[one.link == "group"]
+        kind = actors.GroupMember if one.link == "group" else actors.Member
         # The recommended environment, also for the contestants that are not ours, which benefit from it too.
         env = {**({} if rank in one.bare_ends else rtr.runtime_env()["env_vars"]), **one.env}
         if one.options.get("alone") and gpus:  # the one actor needs both GPUs
@@ -109,8 +107,8 @@ class Team:
             "scheduling_strategy": NodeAffinitySchedulingStrategy(place.nodes[rank % len(place.nodes)], soft=False),
             "runtime_env": {"env_vars": env},
         }
-        if concurrency > 1:
-            options["max_concurrency"] = concurrency
+        if self.shape.threads > 1:
+            options["max_concurrency"] = self.shape.threads
         by_ref: Any = {"enable_tensor_transport": True} if one.options.get("tensor_transport") else {"max_restarts": 0}
         return ray.remote(**by_ref)(kind).options(**options).remote(bool(gpus))
 

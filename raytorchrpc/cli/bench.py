@@ -56,16 +56,16 @@ def run(
     if results and (json or address or asked):
         raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
     if results:
-        found = [read_result(path) for path in results]
+        runs = [read_result(path) for path in results]
     else:
         if "pattern" in asked and against:
             raise ConfigurationError("--against has figures of sizes, not of patterns")
-        found = [_measure(make_options(**asked), address, _repeat_command(asked, address))]
-    shown = [result.beside_published() if against else result for result in found]
+        runs = [_measure(make_options(**asked), address, _repeat_command(asked, address))]
+    shown = [result.beside_published() if against else result for result in runs]
     for result in shown:
         _show(result, against)
     if json:
-        write_file(json, found[0].to_json())
+        write_file(json, runs[0].to_json())
     if csv:
         write_file(csv, to_csv(shown))
     pictures = [plot.with_stem(f"{plot.stem}-{n + 1}") if n else plot for n in range(len(shown))] if plot else []
@@ -73,9 +73,9 @@ def run(
         write_file(picture, draw(result))
     if markdown:
         write_file(markdown, document(shown, [os.path.relpath(picture, markdown.parent) for picture in pictures]))
-    if all(figure.median is None for result in found for figure in result.figures):
+    if all(figure.median is None for result in runs for figure in result.figures):
         raise RayTorchRpcError("no contestant produced a figure; the reasons are above")
-    if not results and found[0].interrupted:
+    if not results and runs[0].interrupted:
         raise KeyboardInterrupt
 
 

@@ -108,9 +108,9 @@ class Turns:
 def test_contestants_alternate_and_the_first_turn_does_not_count() -> None:
     values = iter([50, 60, 3, 10, 1, 20, 2, 30])
     turns = Turns(lambda name, size: next(values))
-    found = turns.take((1,))
+    figures = turns.take((1,))
     assert turns.log == ["a 1", "b 1"] * 4
-    a, b = found["a", 1], found["b", 1]
+    a, b = figures["a", 1], figures["b", 1]
     assert (a.median, a.low, a.high, a.turns) == (2, 1, 3, 3) and (b.median, b.low, b.high) == (20, 10, 30)
 
 
@@ -122,24 +122,24 @@ def test_one_that_is_apart_takes_its_turns_at_once() -> None:
 
 def test_one_that_fails_keeps_its_figures_and_says_why_from_there() -> None:
     turns = Turns(lambda name, size: Failed("it broke") if (name, size) == ("a", 2) else 1)
-    found = turns.take((1, 2, 3))
-    assert found["a", 1].median == 1 and found["b", 3].median == 1
-    assert found["a", 2].reason == found["a", 3].reason == "it broke" and turns.log.count("a 2") == 1
+    figures = turns.take((1, 2, 3))
+    assert figures["a", 1].median == 1 and figures["b", 3].median == 1
+    assert figures["a", 2].reason == figures["a", 3].reason == "it broke" and turns.log.count("a 2") == 1
     skipped = Turns(lambda name, size: Skipped("not here") if (name, size) == ("a", 2) else 1).take((1, 2, 3))
     assert skipped["a", 2].reason == "not here" and skipped["a", 3].median == 1
 
 
 def test_a_slow_one_is_not_measured_at_larger_sizes() -> None:
-    found = Turns(lambda name, size: 9 if (name, size) == ("a", 2) else 1).take((1, 2, 3), slow_s=5.0)
-    assert found["a", 2].median == 9 and found["b", 3].median == 1
-    assert found["a", 3].reason == "a turn with a smaller size took 9.0 s"
+    figures = Turns(lambda name, size: 9 if (name, size) == ("a", 2) else 1).take((1, 2, 3), slow_s=5.0)
+    assert figures["a", 2].median == 9 and figures["b", 3].median == 1
+    assert figures["a", 3].reason == "a turn with a smaller size took 9.0 s"
 
 
 def test_no_turn_begins_after_the_deadline() -> None:
     turns = Turns(lambda name, size: 1)
-    found = turns.take((1, 2), seconds=10)
-    assert turns.now == 1010 and found["a", 1].turns == 3
-    assert found["a", 2].median is None and found["a", 2].reason == OUT_OF_TIME
+    figures = turns.take((1, 2), seconds=10)
+    assert turns.now == 1010 and figures["a", 1].turns == 3
+    assert figures["a", 2].median is None and figures["a", 2].reason == OUT_OF_TIME
 
 
 def test_ctrl_c_leaves_the_figures_so_far() -> None:
@@ -168,10 +168,10 @@ class ScriptedTeam:
     def starts(self, timeout_s: float) -> bool:
         return False
 
-    def _do(self, what: str) -> None:
-        self.log.append(what)
-        if what in self.breaks:
-            raise self.breaks[what]
+    def _do(self, entry: str) -> None:
+        self.log.append(entry)
+        if entry in self.breaks:
+            raise self.breaks[entry]
 
     def open(self, one: Contestant, timeout_s: float) -> None:
         self._do(f"open {one.name}")
@@ -217,10 +217,10 @@ def run() -> Callable[..., dict[Any, Figure]]:
 
 
 def test_the_first_turn_at_a_size_is_verified_and_says_which_lane_it_took(run: Any) -> None:
-    found = run(["auto", "ray"])
+    figures = run(["auto", "ray"])
     assert ScriptedTeam.log.count("check auto 1250") == ScriptedTeam.log.count("check ray 1250") == 1
     assert ScriptedTeam.log.count("turn auto 1250") == 3
-    assert found["auto", "quiet", 1250].via == "shm"
+    assert figures["auto", "quiet", 1250].via == "shm"
 
 
 def test_actors_are_shared_and_end_when_no_case_needs_them(run: Any) -> None:
@@ -240,9 +240,9 @@ def test_what_polls_is_active_in_its_own_turns_only(run: Any) -> None:
 
 def test_one_that_is_stuck_loses_its_actors_and_starts_anew_with_the_next_case(run: Any) -> None:
     ScriptedTeam.breaks = {"turn ray 0": Stuck("no answer within 60 s")}
-    found = run(["auto", "ray"], Pattern("one"), Pattern("two"))
-    assert found["ray", "one", 0].reason == found["ray", "one", 1250].reason == "no answer within 60 s"
-    assert found["auto", "one", 0].median == 1.0
+    figures = run(["auto", "ray"], Pattern("one"), Pattern("two"))
+    assert figures["ray", "one", 0].reason == figures["ray", "one", 1250].reason == "no answer within 60 s"
+    assert figures["auto", "one", 0].median == 1.0
     assert ScriptedTeam.log.count("start ray") == 2 and ScriptedTeam.log.count("start auto") == 1
 
 
@@ -252,6 +252,6 @@ def test_a_large_tensor_is_freed_at_the_end_of_each_turn(run: Any) -> None:
 
 
 def test_what_cannot_run_here_starts_no_actors_and_says_why(run: Any) -> None:
-    found = run(["auto", "bare-socket"], Pattern("many", in_flight=8))
-    assert found["bare-socket", "many", 0].reason == "a socket has no calls beside each other"
+    figures = run(["auto", "bare-socket"], Pattern("many", in_flight=8))
+    assert figures["bare-socket", "many", 0].reason == "a socket has no calls beside each other"
     assert "start bare-socket" not in ScriptedTeam.log
