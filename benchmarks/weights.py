@@ -446,8 +446,10 @@ def weight_prefetch(pick: Pick) -> list[Figure]:
             took, stall = on(reader, beside, counts[name])
             return stall if contestant == "stall" else took
 
-        contestants = "stall", "a pull", "passes beside a prefetch", "the passes alone"
-        return compare("weights that arrive by prefetch", turn, contestants, [*sizes], pick(15, 5, 1), device=device)
+        rounds = pick(15, 5, 1)
+        figures = compare("weights by prefetch", turn, ("stall", "a pull"), [*sizes], rounds, device=device)
+        passes = "passes beside a prefetch", "the passes alone"
+        return figures + compare("passes of the model", turn, passes, [*sizes], rounds, device=device)
 
 
 # --- several readers -------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Runner:
         jobs = [(device, pattern) for device in self.options.devices for pattern in self.options.patterns]
         jobs.sort(key=lambda job: not self._able(*job))  # what has only reasons comes last, and takes no time
         for number, (device, pattern) in enumerate(jobs):
-            self._prepare(device, pattern)
+            self._prepare(device, pattern, number / len(jobs))
             began = time.monotonic()
             case = self._case(device, pattern)
             progress = partial(self._report, case, (number / len(jobs), 1 / len(jobs)))
@@ -124,7 +124,7 @@ class Runner:
             and not all(patterns.obstacle(one, pattern, device, size) for size in self.options.sizes)
         ]
 
-    def _prepare(self, device: Device, pattern: Pattern) -> None:
+    def _prepare(self, device: Device, pattern: Pattern, done: float) -> None:
         """Start the actors that this pattern needs and do not run yet, and end the others."""
         needed: dict[Key, Contestant] = {}
         for one in self._able(device, pattern):
@@ -138,7 +138,7 @@ class Runner:
         while waiting and time.monotonic() < limit:
             more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
             names = ", ".join(team.name for team in waiting[:5]) + more
-            self.report(f"starting actors: {len(fresh) - len(waiting)} of {len(fresh)} pairs; waiting for {names}", 0.0)
+            self.report(f"starting actors of {len(fresh)} contestants; waiting for {names}", done)
             waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
         for team in waiting:
             team.end(f"Ray did not start its actors within {START_S:.0f} s")

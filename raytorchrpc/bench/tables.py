@@ -101,19 +101,22 @@ def _cell(figure: Figure | None, first: Figure | None) -> str:
 
 
 def gaps(result: Result) -> list[str]:
-    """One line per reason: the contestants and sizes without a figure because of it."""
-    wholes: dict[tuple[str, Device, str], set[str]] = {}
-    missing: dict[tuple[str, Device, str, str], list[str]] = {}
-    for figure in result.figures:
-        wholes.setdefault((figure.case, figure.device, figure.contestant), set()).add(figure.label)
-        if figure.reason is not None:
-            key = figure.case, figure.device, figure.contestant, figure.reason
-            missing.setdefault(key, []).append(figure.label)
-    lines: dict[tuple[str, str, Device], dict[str, None]] = {}
-    for (case, device, contestant, reason), labels in missing.items():
-        at = "" if len(labels) == len(wholes[case, device, contestant]) else f" at {', '.join(labels)}"
-        lines.setdefault((reason, at, device), {})[contestant] = None
-    return [f"{DEVICES[device]}: {', '.join(names)}{at}: {reason}" for (reason, at, device), names in lines.items()]
+    """One line per reason: the contestants, sizes and cases without a figure because of it."""
+    sizes: dict[tuple[Device, str, str], dict[str | None, list[str]]] = {}
+    for one in result.figures:
+        sizes.setdefault((one.device, one.contestant, one.case), {}).setdefault(one.reason, []).append(one.label)
+    cases: dict[tuple[Device, str, str, str], list[str]] = {}
+    for (device, contestant, case), by_reason in sizes.items():
+        for reason, labels in by_reason.items():
+            if reason is not None:
+                at = f" at {', '.join(labels)}" if len(by_reason) > 1 else ""
+                cases.setdefault((device, contestant, at, reason), []).append(case)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for (device, contestant, at, reason), some in cases.items():
+        is_whole = len(some) == sum(key[:2] == (device, contestant) for key in sizes)
+        where = "" if is_whole else f" ({'; '.join(some)})"
+        lines.setdefault((DEVICES[device], f"{at}{where}: {reason}"), []).append(contestant)
+    return [f"{device}: {', '.join(contestants)}{rest}" for (device, rest), contestants in lines.items()]
 
 
 def conclusion(result: Result) -> str | None:
@@ -123,7 +126,8 @@ def conclusion(result: Result) -> str | None:
         rays = known.get((case, device, "ray", size))
         if contestant == "auto" and isinstance(size, int) and size and ours.median and rays and rays.median:
             tensor = f"a call with a tensor of {ours.label} takes {show(ours.median)} {ours.unit}"
-            return f"Here {tensor}, and {show(rays.median)} {rays.unit} by Ray: {rays.median / ours.median:.2g} times."
+            times = f"{rays.median / ours.median:.2g} times as long"
+            return f"Here {tensor}, and {show(rays.median)} {rays.unit} by Ray, {times}."
     return None
 
 

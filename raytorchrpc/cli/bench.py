@@ -168,7 +168,7 @@ def _show(result: Result, against: str | None) -> None:
     print(f"\n{LEGEND}")
     if missing := gaps(result):
         print("\n  ".join(("\nNot measured:", *missing)))
-    if against:
+    if against and any(figure.contestant.endswith(", published") for figure in result.figures):
         print(f"\n{published()[0]}")
     print(f"\n{result.seconds:.0f} s; repeat with `{result.command}`.")
     if sentence := conclusion(result):

@@ -365,7 +365,9 @@ def test_tables_fit_a_terminal_and_lose_no_column(width: int) -> None:
 
 
 def test_every_hole_has_its_reason() -> None:
-    assert tables.gaps(links()) == ["CPU: nixl: nixl is not installed", "CPU: ray at 40 MB: it was slow"]
+    assert tables.gaps(links()) == ["CPU: ray at 40 MB: it was slow", "CPU: nixl: nixl is not installed"]
+    two = result(figure("ray", 0, "slow", case="one"), figure("ray", 0, 1.0, case="two"))
+    assert tables.gaps(two) == ["CPU: ray (one): slow"]
     lines = list(csv.DictReader(io.StringIO(tables.to_csv([links(), paced()]))))
     assert len(lines) == 8 + 4
     hole = next(line for line in lines if (line["contestant"], line["size"]) == ("ray", "40000000"))
@@ -373,7 +375,10 @@ def test_every_hole_has_its_reason() -> None:
 
 
 def test_a_run_ends_with_one_sentence() -> None:
-    assert tables.conclusion(links()) == "Here a call with a tensor of 1.25 KB takes 1 ms, and 5 ms by Ray: 5 times."
+    assert (
+        tables.conclusion(links())
+        == "Here a call with a tensor of 1.25 KB takes 1 ms, and 5 ms by Ray, 5 times as long."
+    )
     assert tables.conclusion(links("it broke")) is None
 
 
