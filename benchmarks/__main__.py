@@ -4,61 +4,91 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 
-from benchmarks import transfers
-from benchmarks._harness import Skipped, local_ray, machine
+from benchmarks._harness import Pick, Unavailable, local_ray, machine
+from raytorchrpc.bench.cases import Figure
+from raytorchrpc.bench.results import Result, tree, write_file
+from raytorchrpc.bench.tables import LEGEND, gaps, tables
 
-#: Functions of ``benchmarks.transfers``.
-_TRANSFERS = ("calls", "huge_pages", "observability", "tensors")
-#: Benchmarks that run by default. The others are modules of this package, with a function ``main``.
-ALL = (
-    *("atari", *_TRANSFERS, "formation", "objectrefs", "protection", "queues"),
-    *("sharded_weights", "switch_interval", "weight_conversions", "weight_prefetch", "weight_readers", "weights"),
-)
+#: The benchmarks that run by default, by name: the module with a function of that name.
+ALL = {
+    **dict.fromkeys(("calls", "huge_pages", "objectrefs", "observability", "tensors"), "transfers"),
+    **dict.fromkeys(
+        ("weights", "sharded_weights", "weight_conversions", "weight_prefetch", "weight_readers"), "weights"
+    ),
+    **{name: name for name in ("atari", "protection", "queues", "switch_interval")},
+}
 #: Those that run only when they are named.
-NAMED = ("crowds", "detection", "scale", "soak")
+NAMED = {name: name for name in ("crowds", "scale", "soak")}
 #: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
 #: collectors are active at any time.
 CPUS = {"atari": 72, **dict.fromkeys(("crowds", "scale"), os.cpu_count() or 4)}
 
 
-def load(name: str) -> Callable[..., None]:
+def load(name: str) -> Callable[..., list[Figure]]:
     """The benchmark's function. It takes a ``Pick``, and options of the command by their names."""
-    if name in _TRANSFERS:
-        return getattr(transfers, name)
-    return import_module(f"benchmarks.{name}").main
+    function: Callable[..., list[Figure]] = getattr(import_module(f"benchmarks.{ {**ALL, **NAMED}[name] }"), name)
+    return function
 
 
 def main() -> None:
+    known = [*ALL, *NAMED]
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"any of {', '.join((*ALL, *NAMED))}; default: {', '.join(ALL)}")
+    parser.add_argument("names", nargs="*", help=f"any of {', '.join(known)}; default: all but the last {len(NAMED)}")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
     parser.add_argument("--tiny", action="store_true", help="the least that shows that a benchmark works")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a result for each benchmark into it")
     parser.add_argument("--against", help="observability: folder of another checkout to compare with")
     parser.add_argument("--calls", type=int, help="soak: number of calls")
     parser.add_argument("--members", help="crowds: members; scale: members of each group, comma-separated")
     parser.add_argument("--deadline", type=float, help="scale: seconds for the whole run")
-    parser.add_argument("--out", help="crowds, scale: folder for the figures (JSON)")
-    parser.add_argument("--tree", help="crowds, scale: what to call this tree, if not by its commit")
-    parser.add_argument("--markdown", help="scale: the document to write")
-    parser.add_argument("--from-json", help="scale: files of stored figures, comma-separated, instead of measuring")
     options = vars(parser.parse_args())
-    names, quick, tiny = (options.pop(name) for name in ("names", "quick", "tiny"))
+    names, quick, tiny, folder = (options.pop(name) for name in ("names", "quick", "tiny", "json"))
     for name in names:
-        if name not in (*ALL, *NAMED):
-            parser.error(f"unknown benchmark {name!r}; known: {', '.join((*ALL, *NAMED))}")
+        if name not in known:
+            parser.error(f"unknown benchmark {name!r}; known: {', '.join(known)}")
     print(machine())
     for name in names or ALL:
-        try:
-            run = load(name)
-            own = {key: value for key, value in options.items() if key in signature(run).parameters}
-            with local_ray(CPUS.get(name, 4)):
-                run(lambda full, some, least: least if tiny else some if quick else full, **own)
-        except Skipped as reason:
-            print(f"\n{name}: skipped, {reason}")
+        run(name, lambda full, some, least: least if tiny else some if quick else full, options, folder)
+    print(f"\n{LEGEND}")
+
+
+def run(name: str, pick: Pick, options: dict[str, object], folder: Path | None) -> None:
+    """Run one benchmark; prints its tables, and keeps its result."""
+    started, began = datetime.now(timezone.utc), time.monotonic()
+    try:
+        function = load(name)
+        own = {key: value for key, value in options.items() if key in signature(function).parameters}
+        with local_ray(CPUS.get(name, 4)):
+            figures = function(pick, **own)
+    except Unavailable as reason:
+        print(f"\n{name}: cannot run here: {reason}")
+        return
+    flags = [word for word in sys.argv[1:] if word in ("--quick", "--tiny")]
+    result = Result(
+        title=name,
+        tree=tree(),
+        started=started.isoformat(timespec="seconds"),
+        command=" ".join(["python -m benchmarks", name, *flags]),
+        machine=(machine(),),
+        seconds=round(time.monotonic() - began, 1),
+        figures=tuple(figures),
+    )
+    for table in tables(result):
+        print(f"\n{table.text()}")
+    for line in gaps(result):
+        print(f"  not measured: {line}")
+    sys.stdout.flush()
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / f"{name}.json", result.to_json())
 
 
 if __name__ == "__main__":

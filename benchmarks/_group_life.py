@@ -171,17 +171,17 @@ def kill_some(actors: Sequence[Any], group: rtr.Group | None, first: int = 0) ->
     took: dict[str, float] = {}
     if group is not None:
         took["lost"] = _reported(news, {known[actor_id].name for actor_id in doomed}) - began
-    left = {*doomed}
-    while left:
-        states = {actor_id: ray_internals.actor_state(actor_id) for actor_id in left}
-        left = {
+    waiting = {*doomed}
+    while waiting:
+        states = {actor_id: ray_internals.actor_state(actor_id) for actor_id in waiting}
+        waiting = {
             actor_id
             for actor_id, state in states.items()
             if state.state != "ALIVE" or (state.pid, state.node_id) == (before[actor_id].pid, before[actor_id].node_id)
         }
         if time.monotonic() - began > TIMEOUT_S:
-            raise TimeoutError(f"Ray has not restarted {len(left)} of {len(doomed)} actors")
-        if left:
+            raise TimeoutError(f"Ray has not restarted {len(waiting)} of {len(doomed)} actors")
+        if waiting:
             threading.Event().wait(_POLL_S)
     took["ray"] = time.monotonic() - began
     if group is not None:
@@ -249,10 +249,3 @@ def interrupt_forming(actors: Sequence[Any], after_s: float) -> dict[str, float]
             raise TimeoutError(f"actors {inside} are still in the group, whose forming was interrupted")
         threading.Event().wait(_POLL_S)
     return {} if was_late else {"raised": raised - pressed[0], "left": time.monotonic() - pressed[0]}
-
-
-def cpu_at_rest(window_s: float) -> float:
-    """CPU time of this process while nothing happens, in percent of a core; Ray's own threads are part of it."""
-    began, before = time.monotonic(), time.process_time()
-    time.sleep(window_s)
-    return (time.process_time() - before) * 100 / (time.monotonic() - began)

@@ -1,8 +1,7 @@
-"""What the benchmarks share: the engine of ``raytorchrpc bench``, actors of their own, timing, one table."""
+"""What the benchmarks share: the engine of ``raytorchrpc bench``, and actors of their own."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -10,17 +9,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.cases import Case, Options, Row
-from raytorchrpc.bench.reports import Table, not_measured, plain
-from raytorchrpc.bench.results import Device, Run
-from raytorchrpc.bench.schedule import BLOCK, measure, rounds
+from raytorchrpc.bench import runs
+from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, measure
+from raytorchrpc.bench.contestants import Contestant
+from raytorchrpc.bench.patterns import Options, Pattern
 
 T = TypeVar("T")
 Pick = Callable[[T, T, T], T]
@@ -30,41 +29,8 @@ TIMEOUT_S = 300.0
 environment: Mapping[str, str] = rtr.runtime_env()["env_vars"]
 
 
-class Skipped(Exception):
+class Unavailable(Failed):
     """The benchmark cannot run here; the message says why."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line: our figure against that of a named peer, from the same run."""
-
-    what: str
-    ours: float
-    peer: float
-    unit: str
-    peer_name: str
-    target: float | None = None
-    """Upper bound of the ratio ours / peer."""
-
-    @property
-    def ratio(self) -> float:
-        return self.ours / self.peer if self.peer else float("inf")
-
-    def cells(self) -> tuple[str, ...]:
-        met = "ok" if self.target is None or self.ratio <= self.target else "MISSED"
-        target = "" if self.target is None else f"<= {self.target:g} {met}"
-        figures = f"{self.ours:.4g}", f"{self.peer:.4g}", self.unit, f"{self.ratio:.3f}"
-        return self.what, *figures, target, self.peer_name
-
-
-def show(title: str, lines: Sequence[Line]) -> None:
-    """Print a table, and append each line as a row of JSON to the file that BENCH_JSON names."""
-    heads = ("", "ours", "peer", "", "ratio", "target", "")
-    print(f"\n{plain(Table(title, heads, tuple(line.cells() for line in lines)))}")
-    if path := os.environ.get("BENCH_JSON"):
-        with open(path, "a") as file:
-            for line in lines:
-                file.write(json.dumps({"title": title, **asdict(line), "ratio": line.ratio}) + "\n")
 
 
 def machine() -> str:
@@ -74,67 +40,54 @@ def machine() -> str:
     return f"{os.cpu_count()} cores{gpus}, {versions}"
 
 
-# --- timing ----------------------------------------------------------------------------------------------------------
+def compare(
+    name: str,
+    body: Callable[[str, Any], float],
+    contestants: Sequence[str],
+    sizes: Sequence[Size],
+    rounds: int,
+    **more: Any,
+) -> list[Figure]:
+    """The figures of a case; ``more``: its other fields."""
+    figures: list[Figure] = []
+    measure(Case(name, contestants, sizes, body, **more), rounds, figures)
+    return figures
+
+
+def engine(
+    contestants: Sequence[Contestant],
+    patterns: Sequence[Pattern],
+    sizes: Sequence[int],
+    device: Device = "cpu",
+    *,
+    rounds: int = 5,
+    window_s: float = 0.3,
+) -> list[Figure]:
+    """Figures by the engine of ``raytorchrpc bench``."""
+    if not environment:
+        contestants = [replace(one, bare_ends=range(99)) for one in contestants]
+    options = Options(tuple(contestants), (device,), tuple(patterns), tuple(sizes), 1800.0, None, rounds, window_s)
+    return list(runs.run(options, "").figures)
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Seconds of one run, and of the GPU's work that it queued."""
+    """Milliseconds of one run, and of the GPU's work that it queued."""
     await_gpu()
     begun = time.perf_counter()
     run()
     await_gpu()
-    return time.perf_counter() - begun
+    return (time.perf_counter() - begun) * 1e3
+
+
+def median_of(run: Callable[[], object], count: int) -> float:
+    """Median milliseconds of so many runs in a row: each is as warm as in its own loop."""
+    return statistics.median(timed(run) for _ in range(count))
 
 
 def await_gpu() -> None:
     """Block until this process's GPU has done what was queued."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-def interleaved(
-    runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 3, block: int = BLOCK
-) -> dict[str, float]:
-    """Median milliseconds of each function.
-
-    They alternate, so that drift of the machine affects all of them, in blocks, so that each is as warm as in its own
-    loop: after another one's run, cold caches and idle cores cost more than a small call itself.
-    """
-    for run in runs.values():
-        for _ in range(warmup):
-            run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in rounds(dict.fromkeys(runs, repeats), block):
-        for name, count in turn:
-            seconds[name] += [timed(runs[name]) for _ in range(count)]
-    return {name: statistics.median(values) * 1e3 for name, values in seconds.items()}
-
-
-def engine(
-    rows: Sequence[Row], cases: Sequence[Case], device: Device = "cpu", *, budget_s: float = 1800.0, **effort: Any
-) -> Run:
-    """Measure these rows by the engine of ``raytorchrpc bench``; prints what has no figure."""
-    if not environment:
-        rows = [replace(row, bare_ends=range(99)) for row in rows]
-    run = measure(Options(tuple(rows), (device,), tuple(cases), budget_s, **effort), "", lambda text, part: None)
-    for line in not_measured(run):
-        print(f"  not measured: {line}")
-    return run
-
-
-def ratios(
-    run: Run, ours: str, peers: Mapping[str, str], targets: Mapping[tuple[str, str], float] | None = None
-) -> list[Line]:
-    """A line for each case and peer (row -> name) that were measured. ``targets``: by (case, peer's row)."""
-    lines = []
-    for cell in run.cells:
-        for row, name in peers.items():
-            peer = run.cell(row, cell.device, cell.label, cell.pattern)
-            if cell.row == ours and cell.median is not None and peer is not None and peer.median is not None:
-                what = ", ".join(filter(None, (cell.pattern, cell.label)))
-                target = (targets or {}).get((what, row))
-                lines.append(Line(what, cell.median, peer.median, cell.unit, name, target))
-    return lines
 
 
 # --- Ray and actors --------------------------------------------------------------------------------------------------
@@ -193,8 +146,8 @@ def group_of(
     *names: str, gpus: Sequence[str] = (), config: rtr.GroupConfig | None = None, **env: str
 ) -> Iterator[tuple[rtr.Group, dict[str, Any]]]:
     """A group of ``actors`` with these names."""
-    with actors(len(names), gpus=gpus, **env) as found:
-        members = dict(zip(names, found, strict=True))
+    with actors(len(names), gpus=gpus, **env) as ends:
+        members = dict(zip(names, ends, strict=True))
         with rtr.init_group(members, name=f"bench-{os.getpid()}", config=config) as group:
             yield group, members
 

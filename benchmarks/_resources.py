@@ -92,15 +92,15 @@ def settle(seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        left = {
+        rest = {
             "in flight": in_flight(),
             "kept": len(process_member().incoming.callee.replies._kept),
             "arena": _arena_used(),
         }
-        if not any(left.values()):
+        if not any(rest.values()):
             return ""
         if time.monotonic() > deadline:
-            return ", ".join(f"{what}: {count}" for what, count in left.items() if count)
+            return ", ".join(f"{name}: {count}" for name, count in rest.items() if count)
         threading.Event().wait(0.01)
 
 

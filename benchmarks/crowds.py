@@ -1,22 +1,17 @@
 """Patterns that many members use at once: a queue, a topic, weights, and a process group over gloo.
 
-``python -m benchmarks crowds [--members 256] [--out FOLDER] [--tree NAME]`` measures one group of real actors and keeps
-the figures in ``FOLDER/crowds.json``, from which ``scale --from-json`` writes the page. Where there are fewer members
-than producers or subscribers, each has several, on threads of its own.
+``python -m benchmarks crowds [--members 256]`` measures one group of real actors. Where there are fewer members than
+producers or subscribers, each has several, on threads of its own.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -25,99 +20,81 @@ import torch.distributed as dist
 
 import raytorchrpc as rtr
 from benchmarks import _group_life as life
-from benchmarks import _weights, scale
-from benchmarks._harness import TIMEOUT_S, Line, Pick, each, on, show, timed
+from benchmarks import weights
+from benchmarks._harness import TIMEOUT_S, Pick, compare, each, on, timed
+from raytorchrpc.bench.cases import Figure, Size
 
 T = TypeVar("T")
 
 ITEM = b"x" * 1000
-#: Of the weights: four tensors of so many elements.
-ELEMENTS = 1 << 20
 
 
-def main(pick: Pick, members: str | None = None, out: str | None = None, tree: str | None = None) -> None:
+def crowds(pick: Pick, members: str | None = None) -> list[Figure]:
     size = int(members) if members else pick(min(256, 8 * (os.cpu_count() or 1)), 8, 4)
     actors = life.start(size, TIMEOUT_S)
-    lines: list[Line] = []
-    found = scale.described(tree)
-    with rtr.init_group(actors, timeout=TIMEOUT_S) as group:
-        for measured in (_queues, _weights_to_all, partial(_process_group, group)):
-            lines += measured(actors, pick)
-            if out:  # what was measured is kept if the rest fails
-                found["crowd"] = {"members": size, "lines": [asdict(line) for line in lines]}
-                Path(out).mkdir(parents=True, exist_ok=True)
-                Path(out, "crowds.json").write_text(json.dumps(found, indent=1) + "\n")
-    life.end(actors)
-    show(f"Patterns in a group of {size} members (medians)", lines)
-
-
-def _queues(actors: list[Any], pick: Pick) -> list[Line]:
-    """A queue and a topic at the first member. The second consumes what the others produce; they also subscribe."""
+    rounds, numbers = pick(3, 1, 1), itertools.count()
     home, consumer, *crowd = actors
     many, few, items = pick(500, 100, 6), pick(8, 8, 2), pick(10_000, 2_000, 60)
-    took = {(what, users): list[float]() for what in ("queue", "topic") for users in (many, few)}
-    for turn in range(pick(3, 1, 1)):
-        for users in (many, few):
-            of_each, some = items // users, crowd[:users]
-            shares = [len(range(number, users, len(some))) for number in range(len(some))]
-            queue, topic = (kind(f"{users}, {turn}", home=0) for kind in (rtr.Queue, rtr.Topic))
-            taking = consumer.run.remote(take, queue, of_each * users)
-            _each_of(some, put, shares, queue, of_each)
-            took["queue", users].append(ray.get(taking, timeout=TIMEOUT_S) * 1e6 / (of_each * users))
-            _each_of(some, subscribe, shares, topic)
-            listening = [member.run.remote(listen, of_each) for member in some]
-            began = on(home, publish, topic, of_each)
-            ended = max(ray.get(listening, timeout=TIMEOUT_S))
-            took["topic", users].append((ended - began) * 1e6 / (of_each * users))
-    what = {"queue": ("item from", "producers"), "topic": ("delivery to", "subscribers")}
-    medians = {key: statistics.median(times) for key, times in took.items()}
-    return [
-        Line(f"a {name}'s {one} {many} {users}, 1 KB", medians[name, many], medians[name, few], "us", f"{few} {users}")
-        for name, (one, users) in what.items()
-    ]
+    readers = {f"{size - 1} readers": actors[1:], "one reader": actors[1:2]}
 
+    def through_queue(contestant: str, where: Size) -> float:
+        """The second member consumes what the others produce; microseconds of an item."""
+        users = int(contestant.split()[0])
+        queue, of_each = rtr.Queue(f"crowd {next(numbers)}", home=0), items // users
+        taking = consumer.run.remote(take, queue, of_each * users)
+        _each_of(crowd, users, put, queue, of_each)
+        return float(ray.get(taking, timeout=TIMEOUT_S)) * 1e6 / (of_each * users)
 
-def _each_of(members: list[Any], function: Callable[..., T], shares: list[int], *args: Any) -> list[T]:
-    """Run a function in each of these, with its share of the users."""
-    pairs = zip(members, shares, strict=True)
-    return list(ray.get([member.run.remote(function, share, *args) for member, share in pairs], timeout=TIMEOUT_S))
+    def through_topic(contestant: str, where: Size) -> float:
+        users = int(contestant.split()[0])
+        topic, of_each = rtr.Topic(f"crowd {next(numbers)}", home=0), items // users
+        _each_of(crowd, users, subscribe, topic)
+        listening = [member.run.remote(listen, of_each) for member in crowd[:users]]
+        began = on(home, publish, topic, of_each)
+        return (max(ray.get(listening, timeout=TIMEOUT_S)) - began) * 1e6 / (of_each * users)
 
+    def to_readers(contestant: str, where: Size) -> float:
+        on(home, weights.publish)
+        return timed(lambda: each(readers[contestant], weights.pull))
 
-def _weights_to_all(actors: list[Any], pick: Pick) -> list[Line]:
-    """Weights of 16 MB from the first member to all others at once."""
-    publisher, *readers = actors
-    store = rtr.WeightStore("crowd", home=0)
-    each(actors, hold, store, pick(ELEMENTS, ELEMENTS, 1000))
-    took = {"first": list[float](), "all": list[float](), "one": list[float]()}
-    for turn in range(1 + pick(3, 1, 1)):
-        for name, some in (("all" if turn else "first", readers), ("one", readers[:1])):
-            on(publisher, _weights.publish)
-            took[name].append(timed(lambda some=some: each(some, _weights.pull)) * 1e3)  # type: ignore[misc]
-        if on(readers[0], _weights.sums) != on(publisher, _weights.sums):
-            raise RuntimeError("the weights arrived changed")
-    medians = {name: statistics.median(times) for name, times in took.items()}
-    what = {"first": f"16 MB of weights to {len(readers)} readers at once, first time", "all": "the same, again"}
-    return [Line(text, medians[name], medians["one"], "ms", "one reader") for name, text in what.items()]
-
-
-def _process_group(group: rtr.Group, actors: list[Any], pick: Pick) -> list[Line]:
-    """Form one of all members, and sum over them; beside gloo alone over torch's own store. Both connect if needed."""
-    size, ours, torchs = len(actors), list[float](), list[float]()
-    for _ in range(pick(3, 1, 1)):
+    def first_sum(contestant: str, where: Size) -> float:
+        """Form a process group of all members, and sum over them; both connect if needed."""
         began = time.monotonic()
-        group.process_group("gloo", timeout=TIMEOUT_S)
-        sums = each(actors, reduced)
-        ours.append(time.monotonic() - began)
-        port, began = on(actors[0], open_store), time.monotonic()
-        made = [actor.run.remote(make_gloo, rank, size, port) for rank, actor in enumerate(actors)]
-        ray.get(made, timeout=TIMEOUT_S)
-        sums += each(actors, reduced_by_gloo)
-        torchs.append(time.monotonic() - began)
-        if sums != [size] * size * 2:
+        if contestant == "raytorchrpc":
+            group.process_group("gloo", timeout=TIMEOUT_S)
+            sums = each(actors, reduced)
+        else:
+            port = on(actors[0], open_store)
+            made = [actor.run.remote(make_gloo, rank, size, port) for rank, actor in enumerate(actors)]
+            ray.get(made, timeout=TIMEOUT_S)
+            sums = each(actors, reduced_by_gloo)
+        if sums != [size] * size:
             raise RuntimeError("a sum over all members is wrong")
-    medians = statistics.median(ours), statistics.median(torchs)
-    what = f"a process group of {size} over gloo, and its first sum"
-    return [Line(what, *medians, "s", "gloo over torch's TCPStore")]
+        return time.monotonic() - began
+
+    where = [f"{size} members"]
+    with rtr.init_group(actors, timeout=TIMEOUT_S) as group:
+        each(actors, hold, rtr.WeightStore("crowd", home=0), pick(1 << 20, 1 << 20, 1000))
+        figures = compare(
+            "a queue's item, 1 KB", through_queue, [f"{n} producers" for n in (many, few)], where, rounds, unit="us"
+        )
+        topics = [f"{n} subscribers" for n in (many, few)]
+        figures += compare("a topic's delivery, 1 KB", through_topic, topics, where, rounds, unit="us")
+        figures += compare("16 MB of weights", to_readers, [*readers], where, rounds)
+        gloos = "raytorchrpc", "gloo over torch's TCPStore"
+        figures += compare("a process group over gloo, and its first sum", first_sum, gloos, where, rounds, unit="s")
+        if on(readers["one reader"][0], weights.sums) != on(home, weights.sums):
+            raise RuntimeError("the weights arrived changed")
+    life.end(actors)
+    return figures
+
+
+def _each_of(crowd: list[Any], users: int, function: Callable[..., T], *args: Any) -> list[T]:
+    """Run a function in so many members, with its share of the users."""
+    some = crowd[:users]
+    shares = [len(range(number, users, len(some))) for number in range(len(some))]
+    pairs = zip(some, shares, strict=True)
+    return list(ray.get([member.run.remote(function, share, *args) for member, share in pairs], timeout=TIMEOUT_S))
 
 
 # --- in members ------------------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from raytorchrpc.bench.reports import label_logarithmic
-from raytorchrpc.bench.results import Run, read_run, show_size
+from raytorchrpc.bench.cases import show_size
+from raytorchrpc.bench.plots import label_logarithmic
+from raytorchrpc.bench.results import Result, read_result
 
-#: By row: label, colour (Okabe and Ito's palette for colour-blind readers), marker, dashes. Drawn where measured.
+#: By contestant: label, colour (Okabe and Ito's palette for colour-blind readers), marker, dashes.
 LINES = {
     "ray": ("Ray object store", "#0072B2", "s", (0, (5, 2))),
     "ray-zero-copy": ("Ray object store, zero-copy tensors", "#56B4E9", "D", (0, (5, 2, 1, 2))),
@@ -36,17 +37,20 @@ LINES = {
 DESCRIBED = 40_000_000
 
 
-def draw(run: Run) -> str:
-    """One panel as SVG: time against size, for CUDA tensors if the run has them."""
-    device, _ = run.tables()[-1]
-    measured = {row.row: run.points(row) for row in run.measured(device)}
+def draw(result: Result) -> str:
+    """One panel as SVG: time against size, for CUDA tensors if the result has them."""
+    device = "cuda" if any(one.device == "cuda" and one.median for one in result.figures) else "cpu"
+    measured: dict[str, list[tuple[int, float]]] = {}
+    for one in result.figures:
+        if one.device == device and isinstance(one.size, int) and one.median is not None:
+            measured.setdefault(one.contestant, []).append((one.size, one.median))
     figure = Figure(figsize=(4.6, 5.4), layout="constrained")
     axes = figure.subplots()
     described = []
     for name, (label, color, marker, dashes) in LINES.items():
         if name in measured:
             look = {"marker": marker, "markersize": 5, "linestyle": dashes, "linewidth": 3 if name == "auto" else 1.6}
-            sizes, milliseconds = zip(*((size, 1e3 * seconds) for size, seconds in measured[name]), strict=True)
+            sizes, milliseconds = zip(*measured[name], strict=True)
             axes.plot(sizes, milliseconds, color=color, label=label, **look)
             described += [
                 f"{label} {ms:.3g} ms" for size, ms in zip(sizes, milliseconds, strict=True) if size == DESCRIBED
@@ -61,7 +65,7 @@ def draw(run: Run) -> str:
     with matplotlib.rc_context(look):  # the same run gives the same file
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     title = f"Time to deliver one {device.upper()} tensor to another actor, with acknowledgement"
-    machine = f"{'; '.join(run.machine)}; raytorchrpc {run.version}, {run.started[:10]}"
+    machine = f"{'; '.join(result.machine)}; raytorchrpc {result.version}, {result.started[:10]}"
     text = f"At {show_size(DESCRIBED)}: {', '.join(described)}. {machine}."
     return in_the_colour_of_the_page(drawn.getvalue(), title, text)
 
@@ -87,7 +91,7 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="what `raytorchrpc bench --json` wrote")
     parser.add_argument("figure", type=Path, help="the SVG to write")
     options = parser.parse_args()
-    options.figure.write_text(draw(read_run(options.result)), encoding="utf-8")
+    options.figure.write_text(draw(read_result(options.result)), encoding="utf-8")
 
 
 if __name__ == "__main__":

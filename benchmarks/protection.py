@@ -7,16 +7,15 @@ turns protection off on TCP.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks._harness import Line, Pick, interleaved, show
+from benchmarks._harness import Pick, compare, median_of
+from raytorchrpc.bench.cases import Figure, Size
 from raytorchrpc.lanes.base import Message, MessageLane, PeerAddress, Reply
-from raytorchrpc.lanes.common import protection
+from raytorchrpc.lanes.common import protection as protection_of_lanes
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.nng.lane import NngLane
@@ -24,14 +23,14 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.tensors.codec import Encoded
 
 SECRET = bytes(32)
-#: Payload in bytes, repeats, and the lane that carries it between hosts without torchrpc.
-SIZES = ((0, 1000, SocketLane), (20_000, 500, SocketLane), (10_000_000, 20, NngLane))
-MODES = ("unix", "bare", "authenticated", "tls")
-_TAGGED = protection.Tagged
+#: Payload in bytes, calls of a turn, and the lane that carries it between hosts without torchrpc.
+SIZES = ((0, 100, SocketLane), (20_000, 50, SocketLane), (10_000_000, 5, NngLane))
+MODES = ("bare", "unix", "authenticated", "tls")
+_TAGGED = protection_of_lanes.Tagged
 
 
 def _lane(kind: type[Any], mode: str, rank: int, tls: bytes, serve: Any) -> tuple[Any, Any]:
-    protection.Tagged = (lambda keys: None) if mode == "bare" else _TAGGED  # type: ignore[assignment,misc]
+    protection_of_lanes.Tagged = (lambda keys: None) if mode == "bare" else _TAGGED  # type: ignore[assignment,misc]
     credentials = Credentials(SECRET, rank, tls=tls if mode == "tls" else None)
     by_tcp = frozenset() if mode == "unix" else frozenset({"a", "b"})
     lane: MessageLane = kind("ab"[rank], credentials, tcp_host="127.0.0.1" if by_tcp else None, by_tcp=by_tcp)
@@ -60,35 +59,40 @@ def _call(lane: MessageLane, message: Message) -> None:
     pending.take()
 
 
-def main(pick: Pick) -> None:
+def protection(pick: Pick) -> list[Figure]:
     tls = make_identity("benchmark")
-    mine, its = multiprocessing.Pipe()
-    callee = multiprocessing.get_context("spawn").Process(target=_serve, args=(its, tls))
+    here, there = multiprocessing.Pipe()
+    callee = multiprocessing.get_context("spawn").Process(target=_serve, args=(there, tls))
     callee.start()
-    lines = []
+    figures = []
     try:
-        for size, repeats, kind in pick(SIZES, SIZES, SIZES[1:2]):
+        for size, count, kind in pick(SIZES, SIZES, SIZES[1:2]):
             message = Message((), Encoded(b"", (torch.ones(size // 4),) if size else (), (), 0))
-            runs: dict[str, Callable[[], object]] = {}
-            lanes = []
+            lanes = {}
             for mode in MODES:
-                mine.send((kind, mode))
-                address = mine.recv()
-                lane, _ = _lane(kind, mode, 0, tls, lambda message, reply: None)
-                lane.connect([PeerAddress("b", address)])
-                lanes.append(lane)
-                runs[mode] = partial(_call, lane, message)
-                runs[mode]()
-                mine.send("connected")
-            took = interleaved(runs, pick(repeats, repeats // 10, 3))
-            for lane in lanes:
+                here.send((kind, mode))
+                address = here.recv()
+                lanes[mode], _ = _lane(kind, mode, 0, tls, lambda message, reply: None)
+                lanes[mode].connect([PeerAddress("b", address)])
+                # A small first call would travel in the handshake, which is never bare.
+                _call(lanes[mode], Message((), Encoded(b"", (torch.ones(5_000),), (), 0)))
+                here.send("connected")
+
+            def turn(
+                mode: str,
+                _: Size,
+                lanes: Any = lanes,
+                message: Message = message,
+                count: int = pick(count, count // 5, 3),
+            ) -> float:
+                return median_of(lambda: _call(lanes[mode], message), count)
+
+            figures += compare(f"a call by the {kind.name} lane", turn, MODES, [size], pick(10, 3, 1))
+            for lane in lanes.values():
                 lane.close()
-            for mode in ("unix", "authenticated", "tls"):
-                what = f"{mode}, {size / 1e3:g} kB, {kind.name}"
-                lines.append(Line(what, took[mode], took["bare"], "ms", "bare TCP"))
     finally:
-        protection.Tagged = _TAGGED  # type: ignore[misc]
-        mine.send(None)
+        protection_of_lanes.Tagged = _TAGGED  # type: ignore[misc]
+        here.send(None)
         callee.join(20)
         callee.kill()
-    show("One call with a CPU tensor by protection of the connection (loopback, medians)", lines)
+    return figures

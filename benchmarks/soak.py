@@ -1,160 +1,193 @@
 """Many calls of mixed kinds and sizes between four actors, and the resources that they leave in use.
 
-Each actor calls the three others. After the first hundredth of the calls, and again at the end, all come to rest: every
-Future is dropped, every late reply has arrived, garbage is collected. The run fails if a resource grew beyond the limit
-of its pool, or if a single byte was wrong.
+Each actor calls the three others. After the first calls, and again at the end, all come to rest: every Future is
+dropped, every late reply has arrived, garbage is collected. The run fails if a resource grew beyond its limit, or if a
+result was wrong.
 """
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import ray
+import torch
 
 import raytorchrpc as rtr
-from benchmarks._harness import Pick
-from benchmarks._soak_members import AsyncSoaker, Soaker
-from raytorchrpc.bench.reports import Table, plain
-from raytorchrpc.lanes.cuda_ipc.lane import MAPPINGS
+from benchmarks._harness import Pick, compare
+from benchmarks._resources import held, measurable_memory, settle
+from raytorchrpc.bench.cases import Figure, Size
 
-#: Threads (or tasks) of each member that call.
+#: Threads of each member that call.
 THREADS = 2
 SETTLE_S = 40.0  # longer than any deadline here
 MIB = 1 << 20
+#: By how much each of ``held`` may grow. Memory fragments by as much, whatever the number of calls; workers end after
+#: 30 s without work; cancelled deadlines are removed when there are more than 64. There is none of the others at rest.
+LIMITS = {"anonymous": 8 * MIB, "threads": 16, "deadlines": 64, "mapped": 64}
+#: Elements of int64 tensors.
+SMALL, LARGE = 2_500, 125_000
 
 
-class Limit(NamedTuple):
-    """How much one resource may grow, and why."""
-
-    what: str
-    growth: int
-    reason: str
-    unit: int = 1
+class SoakError(Exception):
+    """Raised on purpose."""
 
 
-_OF_HEAP = "fragmentation that does not depend on calls; a leak of 35 bytes per call is as much"
-_AT_REST = "there are none at rest"
-#: By the name in ``held``.
-LIMITS = {
-    "anonymous": Limit("anonymous memory, MiB", 8 * MIB, _OF_HEAP, MIB),
-    "fds": Limit("file descriptors", 0, "none is opened after the first calls"),
-    "threads": Limit("threads", 16, "as many workers as ran at once in the last 30 s; four listeners"),
-    "arena": Limit("arena bytes out", 0, _AT_REST),
-    "in flight": Limit("calls in flight", 0, _AT_REST),
-    "kept": Limit("results kept", 0, _AT_REST),
-    "deadlines": Limit("deadlines", 64, "cancelled ones are removed when there are more than 64"),
-    "objects": Limit("objects of the package", 0, "a call leaves none"),
-    "mapped": Limit("GPU segments mapped", MAPPINGS, "one per segment of a peer's allocator"),
-    "gpu": Limit("GPU memory in use, MiB", 0, _AT_REST, MIB),
-}
-#: What a member holds, and details of some of it.
-Held = tuple[dict[str, int], dict[str, Counter[str]]]
+class Kind(NamedTuple):
+    """A kind of call: how often in a hundred, how it is made, and whether its result is right."""
+
+    often: int
+    call: Callable[[str, int], Any]
+    is_right: Callable[[Any, int], bool]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a soak."""
-
-    calls: int
-    seconds: float
-    wrong: int
-    first_wrong: tuple[str, ...]
-    before: dict[str, Held]
-    after: dict[str, Held]
-    restless: tuple[str, ...]
-    """Members that did not come to rest, with what remained in use."""
-
-    @property
-    def grown(self) -> list[str]:
-        """The resources that grew beyond their limits, as text."""
-        found = []
-        for name, (now, details) in self.after.items():
-            before, known = self.before[name]
-            for resource, (what, growth, _, unit) in LIMITS.items():
-                if (grew := now[resource] - before[resource]) > growth:
-                    text = f"{name}: {what} grew by {grew / unit:g}, {growth / unit:g} allowed"
-                    more = f" ({dict(details[resource] - known[resource])})" if resource in details else ""
-                    found.append(text + more)
-        return found
+def stamped(count: int, number: int) -> torch.Tensor:
+    """A tensor that no other call sends."""
+    return torch.full((count,), number)
 
 
-@contextmanager
-def members() -> Iterator[dict[str, Any]]:
-    """A group of four actors: two plain ones, a threaded one and an async one."""
-    share = min(1.0, ray.cluster_resources().get("GPU", 0) / 4)
-    soaker = ray.remote(num_cpus=0, num_gpus=share if share == 1 else int(share * 100) / 100)
-    made = {
-        "first": soaker(Soaker).remote(),
-        "second": soaker(Soaker).remote(),
-        "threaded": soaker(Soaker).options(max_concurrency=4).remote(),
-        "async": soaker(AsyncSoaker).remote(),
-    }
+def _late(peer: str, number: int) -> None:
+    """A call that takes longer than its timeout."""
     try:
-        with rtr.init_group(made, name="soak", config=rtr.GroupConfig(shm_bytes=512 * MIB, rpc_timeout_s=30)):
-            yield made
+        rtr.rpc_sync(peer, timeout=0.002).late(0.004, number)
+    except rtr.RpcTimeout:
+        return
+
+
+def _failing(peer: str, number: int) -> str:
+    try:
+        return str(rtr.rpc_sync(peer).fail(str(number), stamped(SMALL, number)))
+    except SoakError as error:
+        return str(error)
+
+
+def _window(peer: str, number: int) -> list[Any]:
+    futures = [rtr.rpc_async(peer).negate(stamped(SMALL, number)) for _ in range(16)]
+    return [future.wait() for future in futures]
+
+
+def _negated(value: Any, number: int) -> bool:
+    return bool((value == -number).all())
+
+
+KINDS = {
+    "empty": Kind(40, lambda peer, number: rtr.rpc_sync(peer).echo(None), lambda value, _: value is None),
+    "small": Kind(20, lambda peer, number: rtr.rpc_sync(peer).echo({"n": number}), lambda value, n: value == {"n": n}),
+    "tensor": Kind(15, lambda peer, number: rtr.rpc_sync(peer).negate(stamped(SMALL, number)), _negated),
+    "large": Kind(3, lambda peer, number: rtr.rpc_sync(peer).negate(stamped(LARGE, number)), _negated),
+    "array": Kind(4, lambda peer, number: rtr.rpc_sync(peer).negate(stamped(LARGE, number).numpy()), _negated),
+    "window": Kind(3, _window, lambda values, number: all(_negated(value, number) for value in values)),
+    "abandoned": Kind(
+        4, lambda peer, number: rtr.rpc_async(peer, timeout=1.0).echo(number) and None, lambda value, _: value is None
+    ),
+    "late": Kind(2, _late, lambda value, _: True),
+    "error": Kind(5, _failing, lambda value, number: value == str(number)),
+    "chain": Kind(3, lambda peer, number: rtr.rpc_sync(peer).relay(number), _negated),
+    "rref": Kind(
+        1, lambda peer, number: rtr.remote(peer).echo(number).to_here(), lambda value, number: value == number
+    ),
+}
+
+
+class Soaker:
+    """A member: methods that the others call, and methods that make its own calls."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)  # else every computing thread starts OpenMP threads
+        measurable_memory()
+        self.wrong: list[str] = []
+        self._numbers = itertools.count(1)
+
+    @rtr.method
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @rtr.method(concurrent=True)
+    def negate(self, value: Any) -> Any:
+        """In place, because arguments belong to the receiver."""
+        value *= -1
+        return value
+
+    @rtr.method
+    def fail(self, text: str, _value: Any) -> None:
+        raise SoakError(text)
+
+    @rtr.method(concurrent=True)
+    def late(self, seconds: float, number: int) -> torch.Tensor:
+        time.sleep(seconds)
+        return stamped(LARGE, number)
+
+    @rtr.method(concurrent=True)
+    def relay(self, number: int) -> Any:
+        """Calls the next member."""
+        me, members = rtr.current_member(), rtr.get_group("soak").members
+        return rtr.rpc_sync(members[(me.rank + 1) % len(members)]).negate(stamped(SMALL, number))
+
+    def drive(self, calls: int, seed: int) -> None:
+        """Make about that many calls."""
+        with ThreadPoolExecutor(THREADS) as pool, rtr.allow_calls():  # the others call this actor meanwhile
+            list(pool.map(lambda thread: self._drive(calls // THREADS, seed * THREADS + thread), range(THREADS)))
+
+    def _drive(self, calls: int, seed: int) -> None:
+        me, draw = rtr.current_member(), random.Random(seed)
+        peers = [member.name for member in rtr.get_group("soak").members if member != me]
+        first = [(peer, kind) for peer in peers for kind in KINDS]  # opens connections before the first look
+        rest = [(draw.choice(peers), draw.choices([*KINDS], [kind.often for kind in KINDS.values()])[0])
+                for _ in range(calls - len(first))]  # fmt: skip
+        for peer, name in first[:calls] + rest:
+            number = next(self._numbers)
+            try:
+                value = KINDS[name].call(peer, number)
+                if not KINDS[name].is_right(value, number):
+                    self.wrong.append(f"{name} {number} of {peer} returned {value!r:.200}")
+            except Exception as error:  # any exception is a wrong result
+                self.wrong.append(f"{name} {number} of {peer} raised {error!r:.200}")
+
+    def rest(self) -> tuple[str, dict[str, int], list[str]]:
+        """What is still in use after a while, what is held, and the wrong results."""
+        return settle(SETTLE_S), held(), self.wrong
+
+
+def soak_calls(calls: int, rounds: int, seed: int = 1) -> tuple[dict[str, list[dict[str, int]]], list[str]]:
+    """Make about that many calls on an initialised Ray; returns what members held after each round, and complaints."""
+    kind = ray.remote(num_cpus=0)(Soaker)
+    members = {"first": kind.remote(), "second": kind.remote(), "third": kind.remote()}
+    members["threaded"] = kind.options(max_concurrency=4).remote()
+    looks: dict[str, list[dict[str, int]]] = {name: [] for name in members}
+    complaints: list[str] = []
+    try:
+        with rtr.init_group(members, name="soak", config=rtr.GroupConfig(shm_bytes=512 * MIB, rpc_timeout_s=30)):
+            for number in range(rounds + 1):
+                count = calls // (rounds + 1) // len(members)
+                ray.get([actor.drive.remote(count, seed + number) for actor in members.values()])
+                for name, actor in members.items():
+                    restless, holds, wrong = ray.get(actor.rest.remote(), timeout=2 * SETTLE_S)
+                    looks[name].append(holds)
+                    complaints += [f"{name}: {text}" for text in filter(None, [restless, *wrong])]
     finally:
-        for actor in made.values():
+        for actor in members.values():
             ray.kill(actor)
+    for name, (before, *_, after) in looks.items():
+        for resource, count in after.items():
+            if (growth := count - before[resource]) > LIMITS.get(resource, 0):
+                complaints.append(f"{name}: {resource} grew by {growth:,}")
+    return looks, complaints
 
 
-def soak(calls: int, seed: int = 1, rounds: int = 20, progress: Callable[[str], None] = lambda _: None) -> Verdict:
-    """Make about that many calls in total, on an initialised Ray. Blocks for the whole soak."""
-    # If possible enough for every kind of call.
-    first = max(calls // 100, min(10_000, calls // 4))
-    looks: list[dict[str, Held]] = []
-    restless: list[str] = []
-    with members() as made:
-
-        def all_do(method: str, timeout: float | None, *args: Any) -> list[Any]:
-            return ray.get([getattr(actor, method).remote(*args) for actor in made.values()], timeout=timeout)
-
-        started = time.monotonic()
-        for number in range(rounds + 1):
-            each = (calls - first) // rounds if number else first
-            all_do("drive", None, each // len(made), 64 * seed + number, THREADS)
-            rest = all_do("settle", 2 * SETTLE_S, SETTLE_S)
-            restless += [f"{name}: {text}" for name, text in zip(made, rest, strict=True) if text]
-            looks.append(dict(zip(made, all_do("held", SETTLE_S), strict=True)))
-            done, wrong, texts = zip(*all_do("score", SETTLE_S), strict=True)
-            progress(_line(sum(done), time.monotonic() - started, looks[-1], sum(wrong)))
-        seconds = time.monotonic() - started
-    first_wrong = tuple(text for some in texts for text in some)
-    return Verdict(sum(done), seconds, sum(wrong), first_wrong, looks[0], looks[-1], tuple(restless))
-
-
-def _line(calls: int, seconds: float, now: dict[str, Held], wrong: int) -> str:
-    figures = []
-    for name in ("anonymous", "fds", "threads", "objects"):
-        what, unit = LIMITS[name].what, LIMITS[name].unit
-        figures.append(f"{what} " + "/".join(f"{held[name] / unit:.4g}" for held, _ in now.values()))
-    return f"  {calls:>8} calls, {calls / seconds:>6.0f}/s: {', '.join(figures)}, wrong {wrong}"
-
-
-def table(verdict: Verdict) -> str:
-    """What each member held after the first calls -> at the end."""
-    rows = []
-    for name, (what, growth, reason, unit) in LIMITS.items():
-        both = zip(verdict.before.values(), verdict.after.values(), strict=True)
-        cells = (f"{before[name] / unit:.4g} -> {after[name] / unit:.4g}" for (before, _), (after, _) in both)
-        rows.append((what, *cells, f"{growth / unit:g}", reason))
-    heads = ("", *verdict.after, "may grow", "because")
-    return plain(Table("Held after the first calls -> at the end", heads, tuple(rows)))
-
-
-def main(pick: Pick, calls: int | None = None) -> None:
+def soak(pick: Pick, calls: int | None = None) -> list[Figure]:
     """Raises SystemExit if something grew or was wrong; a tiny run is too short to tell what grew."""
-    number, rounds = calls or pick(1_000_000, 20_000, 800), pick(20, 20, 1)
-    verdict = soak(number, rounds=rounds, progress=lambda line: print(line, flush=True))
-    print(f"\nSoak: {verdict.calls} calls in {verdict.seconds:.0f} s ({verdict.calls / verdict.seconds:.0f}/s)")
-    print(table(verdict))
-    for text in (*verdict.grown, *verdict.restless, *verdict.first_wrong):
+    looks, complaints = soak_calls(calls or pick(1_000_000, 20_000, 800), rounds=pick(10, 3, 1))
+    figures = []
+    for name, (before, *_, after) in looks.items():
+        ends = {"after the first calls": before, "at the end": after}
+        body: Callable[[str, Size], float] = lambda when, resource, ends=ends: float(ends[when][str(resource)])  # noqa: E731
+        figures += compare(f"what {name!r} holds", body, [*ends], [*after], 1, unit="bytes or pieces")
+    for text in complaints:
         print(f"  {text}")
-    failed = verdict.wrong or verdict.restless or (verdict.grown and not pick(False, False, True))
-    print(f"  wrong results: {verdict.wrong}; {'FAILED' if failed else 'passed'}")
-    if failed:
-        raise SystemExit(1)
+    if complaints and not pick(False, False, all("grew" in text for text in complaints)):
+        raise SystemExit("soak: FAILED")
+    return figures

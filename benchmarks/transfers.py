@@ -1,4 +1,4 @@
-"""Benchmarks that are rows and cases of ``raytorchrpc bench``: calls, tensors, huge pages, metrics and traces."""
+"""Benchmarks by the engine of ``raytorchrpc bench``: calls, tensors, huge pages, ObjectRefs, metrics and traces."""
 
 from __future__ import annotations
 
@@ -8,82 +8,106 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import Line, Pick, Skipped, engine, gpu_count, ratios, show
-from raytorchrpc.bench.cases import PATTERN_ROWS, Case, Row, choose
+import ray
+
+from benchmarks._harness import Pick, Unavailable, engine, gpu_count
+from raytorchrpc._compat import requirements
+from raytorchrpc.bench.cases import Figure
+from raytorchrpc.bench.contestants import CALLS, Contestant, choose, rdt
+from raytorchrpc.bench.patterns import Pattern
 
 
-def _row(name: str, **more: Any) -> Row:
-    return Row(name, "group", name, "raytorchrpc", **more)
+def _ours(name: str, **more: Any) -> Contestant:
+    return Contestant(name, "group", name, **more)
 
 
-def calls(pick: Pick) -> None:
-    """Direct calls against Ray's and bare torchrpc's, with CPU tensors of several sizes."""
-    sizes = 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000
-    cases = [Case("quiet", size=size) for size in (0, *pick(sizes, sizes[:-1], sizes[:1]))]
-    cases += [Case("in-flight", f"{n} in flight", unit="calls/s", in_flight=n) for n in (1, 8, 64)]
-    names = ["auto", "ray", *pick(["bare-torchrpc"], ["bare-torchrpc"], [])]
-    run = engine(choose(names, PATTERN_ROWS), cases, repeats=pick(5, 3, 1), window_s=pick(0.5, 0.2, 0.01))
-    peers = {"ray": "Ray actor call", "bare-torchrpc": "torch rpc_sync"}
-    targets = {("quiet, nothing", "ray"): 0.7, ("quiet, 40 MB", "ray"): 0.5}
-    show("Calls between two actors of one host (medians)", ratios(run, "auto", peers, targets))
+def calls(pick: Pick) -> list[Figure]:
+    """Direct calls beside Ray's and bare torchrpc's, with CPU tensors of several sizes, and with several in flight."""
+    contestants = choose(
+        pick(["auto", "ray", "bare-torchrpc"], ["auto", "ray", "bare-torchrpc"], ["auto", "ray"]), CALLS
+    )
+    sizes = 0, 20_000, 1_250_000, 10_000_000, 40_000_000, 640_000_000
+    effort: dict[str, Any] = {"rounds": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
+    flights = [
+        Pattern(f"{count} in flight", "calls/s", in_flight=count) for count in pick((1, 8, 64), (1, 8, 64), (8,))
+    ]
+    some = pick(sizes, sizes[:-1], sizes[:2])
+    return engine(contestants, [Pattern("calls")], some, **effort) + engine(contestants, flights, [0], **effort)
 
 
-def tensors(pick: Pick) -> None:
-    """Tensors that ``raytorchrpc bench`` has no row for: borrowed ones, and many small ones in one call."""
+def tensors(pick: Pick) -> list[Figure]:
+    """Tensors that ``raytorchrpc bench`` has no case for: borrowed ones, and many small ones in one call."""
     gpus = gpu_count()
     if not gpus:
-        raise Skipped("it needs a GPU, and Ray has none")
-
-    def compared(row: str, case: Case, peer: Case, what: str, target: float) -> Line:
-        ours, its = (run.cell(row, "cuda", each.label, "quiet") for each in (case, peer))
-        return Line(case.label, ours.median, its.median, "ms", what, target)
-
-    small, large = Case("quiet", size=1_250), Case("quiet", size=640_000_000)
-    run = engine([_row("shared", options={"share": True}, one_gpu=True), _row("copied", one_gpu=True)],
-                 [small, large], "cuda")  # fmt: skip
-    lines = [compared("shared", large, small, small.label, 1.2)]
-    lines += ratios(run, "shared", {"copied": "the same, copied"})
-    show("CUDA tensors by share=True between two actors on one GPU (medians)", lines)
-    if gpus < 2:
-        print(f"  Not all rows ran: they need two GPUs, and Ray has {gpus}")
-        return
-    many = Case("quiet", "in 400 tensors", size=400 * 256 * 1024, tensors=400)
-    one = Case("quiet", "in one tensor", size=many.size)
-    run = engine([_row("auto")], [many, one], "cuda")
-    line = compared("auto", many, one, "one tensor of the same total size", 2)
-    show("Many CUDA tensors in one call between two GPUs (medians)", [line])
+        raise Unavailable("it needs a GPU, and Ray has none")
+    ends = [_ours("share=True", options={"share": True}, one_gpu=True), _ours("copied", one_gpu=True)]
+    figures = engine(ends, [Pattern("between two actors on one GPU")], [1_250, 640_000_000], "cuda")
+    if gpus > 1:
+        patterns = [Pattern("in one tensor"), Pattern("in 400 tensors", tensors=400)]
+        figures += engine([_ours("auto")], patterns, [400 * 256 * 1024], "cuda")
+    return figures
 
 
-def huge_pages(pick: Pick) -> None:
+def huge_pages(pick: Pick) -> list[Figure]:
     """Effect of ``runtime_env()`` on large CPU tensors: the same calls between actors started with and without it.
 
-    One way plus an acknowledgement; the receiver allocates new memory for every tensor and frees it.
+    The receiver allocates new memory for every tensor and frees it.
     """
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    mode = enabled.read_text().strip() if enabled.exists() else "missing"
-    print(f"  {enabled}: {mode}")
-    sizes = 10_000_000, 40_000_000, 640_000_000
-    cases = [Case("quiet", size=size) for size in pick(sizes, sizes, (1_000_000,))]
+    print(f"  {enabled}: {enabled.read_text().strip() if enabled.exists() else 'missing'}")
     torchrpc: dict[str, Any] = {"lanes": ("socket", "torchrpc")}
     # The second is torchrpc's route between hosts, here over loopback.
     tcp = {**torchrpc, "transports": ("uv",), "channels": ("mpt_uv", "basic")}
-    routes = {"torchrpc": torchrpc, "its TCP": tcp, "shm": {}}
+    routes = {"torchrpc": torchrpc, "torchrpc's TCP": tcp, "shm": {}}
     # By the ends that have the environment, those that start without it.
     without = {"both": (), "receiver only": (0,), "sender only": (1,), "neither": (0, 1)}
-    ends = pick(list(without), list(without), ["both", "neither"])
-    for name in pick(list(routes), list(routes), ["shm"]):
-        rows = [_row(case, config=routes[name], bare_ends=without[case]) for case in ends]
-        run = engine(rows, cases, repeats=pick(10, 3, 1), window_s=pick(0.3, 0.1, 0))
-        for case in ends[:-1]:
-            # Where the kernel provides huge pages only on request.
-            matters = "[madvise]" in mode and name != "shm" and case == "both"
-            targets = {("quiet, 640 MB", "neither"): 0.7} if matters else {}
-            title = f"runtime_env(), {case}: large CPU tensors by {name}, one host (medians)"
-            show(title, ratios(run, case, {"neither": "neither"}, targets))
+    sizes = pick((10_000_000, 40_000_000, 640_000_000), (10_000_000, 40_000_000), (1_000_000,))
+    figures = []
+    for name in pick([*routes], [*routes], ["shm"]):
+        ends = [
+            _ours(have, config=routes[name], bare_ends=without[have]) for have in pick([*without], [*without], ["both"])
+        ]
+        figures += engine(
+            ends, [Pattern(f"runtime_env(), {name}")], sizes, rounds=pick(10, 3, 1), window_s=pick(0.3, 0.1, 0)
+        )
+    return figures
 
 
-def observability(pick: Pick, against: str | None = None) -> None:
-    """What metrics and tracing cost an empty call, against the same call with all off.
+def objectrefs(pick: Pick) -> list[Figure]:
+    """``ray.get(b.take.remote(a.produce.remote()))`` over every tensor transport of Ray, and its object store.
+
+    ``produce`` returns existing tensors, so that neither allocation nor filling is timed.
+    """
+    if missed := requirements.obstacle("objectrefs", ray.__version__):
+        raise Unavailable(missed)
+    ours, store = (
+        rdt("raytorchrpc", "TORCHRPC", "TORCHRPC"),
+        rdt("object store", "Ray's object store", None, in_store=True),
+    )
+    gloo, nccl = rdt("RDT gloo", "Gloo", "gloo"), rdt("RDT nccl", "NCCL", "nccl")
+    nixl = rdt("RDT nixl", "NIXL", "nixl", needs=("nixl",))
+    zero = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+    zero_copy = rdt("object store, zero-copy", "Ray's object store, zero-copy", None, in_store=True, env=zero)
+    patterns = [Pattern("ObjectRefs"), *pick([Pattern("ObjectRefs, 1000 tensors", tensors=1000)], [], [])]
+    effort: dict[str, Any] = {"rounds": pick(5, 3, 1), "window_s": pick(0.5, 0.2, 0.01)}
+    sizes = pick((20_000, 1_250_000, 40_000_000), (20_000, 40_000_000), (20_000,))
+    figures = engine(
+        [ours, store, *pick([zero_copy, gloo, nixl], [zero_copy, gloo, nixl], [])], patterns, sizes, **effort
+    )
+    sizes = pick((1_250, 1_250_000, 10_000_000, 640_000_000), (1_250, 10_000_000), (1_250,))
+    if (gpus := gpu_count()) > 1:
+        figures += engine([ours, nccl, nixl, store], patterns, sizes, "cuda", **effort)
+    elif gpus:
+        one = [
+            rdt("raytorchrpc", "TORCHRPC", "TORCHRPC", one_gpu=True),
+            rdt("RDT cuda_ipc", "IPC", "cuda_ipc", one_gpu=True),
+        ]
+        figures += engine(one, patterns, sizes, "cuda", **effort)
+    return figures
+
+
+def observability(pick: Pick, against: str | None = None) -> list[Figure]:
+    """What metrics and tracing cost an empty call, beside the same call with all off.
 
     ``against``: the folder of another checkout to compare with, with metrics and tracing off in both.
     """
@@ -96,15 +120,12 @@ def observability(pick: Pick, against: str | None = None) -> None:
 
         other = None if against is None else str(Path(against).resolve())
         env = {} if other is None else {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-        rows = [_row("off", env=env), _row("metrics", env=env, config={"metrics_period_s": 1.0})]
-        rows.append(_row("traced", env=env, pair="off", own_turn=True, around=traced))
-        rows += [] if other is None else [_row("other", env={"PYTHONPATH": other})]
+        ends = [_ours("all off", env=env), _ours("metrics_period_s=1", env=env, config={"metrics_period_s": 1.0})]
+        ends.append(_ours("traced", env=env, pair="all off", own_turn=True, around=traced))
+        ends += [] if other is None else [_ours("the other checkout", env={"PYTHONPATH": other})]
         before = os.getcwd()
         os.chdir(before if other is None else elsewhere)  # workers search the driver's folder before PYTHONPATH
         try:
-            run = engine(rows, [Case("quiet")], repeats=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))
+            return engine(ends, [Pattern("an empty call")], [0], rounds=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))
         finally:
             os.chdir(before)
-    lines = [line for name in ("metrics", "traced") for line in ratios(run, name, {"off": "all off"})]
-    lines += ratios(run, "off", {"other": str(other)}, {("quiet, nothing", "other"): 1.02})
-    show("Cost of metrics_period_s=1, and of tracing, for an empty call (medians)", lines)

@@ -1,33 +1,111 @@
-"""Weights of a model from one actor into the models of others, against ``ray.put`` and ``ray.get``."""
+"""Weights of a model from one actor, or from shards in several, into the models of others, beside Ray's object store,
+``torch.distributed`` and plain copies.
+"""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ray
 import torch
+from torch import nn
 
 import raytorchrpc as rtr
-from benchmarks._harness import Line, Pick, actors, each, gpu_count, group_of, interleaved, on, show, timed
-from benchmarks._weights import check_same, copies, publish, pull, pulls, sums
+from benchmarks._harness import Pick, actors, await_gpu, compare, each, gpu_count, group_of, median_of, on, timed
+from raytorchrpc.bench.cases import Figure, Size, Skipped
 
-#: Repeats by bytes.
-SIZES = {10_000_000: 7, 1 << 30: 3}
-CUDA_SIZES = {10_000_000: 100, 1 << 30: 50}
+#: How a tensor parallel layer divides a weight: by rows, by columns, or not at all.
+ROWS, COLUMNS, WHOLE = 0, 1, None
 
 
-def model_of(size: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Weights like a transformer's: large and small tensors in each of 16 layers."""
-    part = size // 4 // 16 // 4
-    sides = ("mlp", 2 * part), ("attention", 2 * part), ("norm", 256), ("bias", 256)
-    return {f"{layer}.{name}": torch.ones(count, device=device) for layer in range(16) for name, count in sides}
+class Model(NamedTuple):
+    """The shapes of a decoder."""
+
+    name: str
+    layers: int
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    vocabulary: int
+
+    def weights(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
+        """Shapes by name, and how tensor parallelism divides them."""
+        hidden, inner, queries, keys = self.hidden, self.inner, self.queries, self.keys
+        of_layer: dict[str, tuple[tuple[int, ...], int | None]] = {
+            "q": ((queries, hidden), ROWS), "k": ((keys, hidden), ROWS), "v": ((keys, hidden), ROWS),
+            "o": ((hidden, queries), COLUMNS), "gate": ((inner, hidden), ROWS), "up": ((inner, hidden), ROWS),
+            "down": ((hidden, inner), COLUMNS), "norm1": ((hidden,), WHOLE), "norm2": ((hidden,), WHOLE),
+        }  # fmt: skip
+        layers = {f"{layer}.{name}": weight for layer in range(self.layers) for name, weight in of_layer.items()}
+        return {"embedding": ((self.vocabulary, hidden), ROWS), **layers}
+
+
+TINY = Model("tiny", 1, 128, 256, 128, 128, 512)
+#: Shapes like those of Qwen3, whose embedding is tied.
+MODELS = (
+    Model("0.02B", 8, 256, 768, 256, 256, 32_000),
+    Model("0.6B", 28, 1024, 3072, 2048, 1024, 151_936),
+    Model("8B", 36, 4096, 12_288, 4096, 1024, 151_936),
+)
+
+
+def models(pick: Pick) -> dict[str, Model]:
+    """By name, those that suit this machine."""
+    some = pick(MODELS[1:], MODELS[1:2], [TINY]) if gpu_count() else pick(MODELS[:2], MODELS[:1], [TINY])
+    return {model.name: model for model in some}
+
+
+# --- what an end does: its model, by name, is ``end.model``, and the store ``end.store`` ------------------------------
+
+
+def publish(end: Any) -> int:
+    """Returns the version."""
+    return int(end.store.publish(end.model))
+
+
+def pull(end: Any, **options: Any) -> float:
+    """Milliseconds of a pull."""
+    return timed(lambda: end.store.pull(end.model, **options))
+
+
+def copies(end: Any) -> float:
+    """Milliseconds of a copy of each tensor within the end's device."""
+    if not hasattr(end, "copies"):
+        end.copies = {name: tensor.clone() for name, tensor in tensors(end.model).items()}
+    return timed(lambda: [end.copies[name].copy_(tensor) for name, tensor in tensors(end.model).items()])
+
+
+def sums(end: Any) -> dict[str, float]:
+    """The sum of each tensor, by name."""
+    return {name: float(tensor.double().sum()) for name, tensor in tensors(end.model).items()}
+
+
+def tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a module, or of a dict of tensors or shards."""
+    named: Mapping[str, Any] = model if isinstance(model, Mapping) else dict(model.named_parameters())
+    return {name: getattr(value, "tensor", value).detach() for name, value in named.items()}
+
+
+def check_same(sent: Mapping[str, float], arrived: Mapping[str, float]) -> None:
+    """Raise if the sums of what arrived are not those of what was sent."""
+    for name, value in sent.items():
+        if abs(value - arrived[name]) > 1e-6 * max(1.0, abs(value)):
+            raise RuntimeError(f"{name!r} arrived changed: {value} became {arrived[name]}")
+
+
+# --- whole models ----------------------------------------------------------------------------------------------------
 
 
 def load(end: Any, store: Any, size: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    """Weights like a transformer's: large and small tensors in each of 16 layers."""
+    part = size // dtype.itemsize // 16 // 4
+    sides = ("mlp", 2 * part), ("attention", 2 * part), ("norm", 256), ("bias", 256)
     end.store, end.version = store, 0
-    end.model = {name: tensor.to(dtype) for name, tensor in model_of(4 * size // dtype.itemsize, device).items()}
+    end.model = {f"{layer}.{name}": torch.ones(count, device=device, dtype=dtype)
+                 for layer in range(16) for name, count in sides}  # fmt: skip
 
 
 def put(end: Any) -> list[Any]:
@@ -39,15 +117,82 @@ def get(end: Any, ref: list[Any]) -> None:
         end.model[name].copy_(tensor)
 
 
-def step(end: Any, share: float) -> float:
-    """Change a share of the elements, and publish; returns the seconds that publishing took."""
+def weights(pick: Pick) -> list[Figure]:
+    sizes = pick((10_000_000, 1 << 30), (10_000_000,), (1_000_000,))
+    figures = _to_readers(sizes, pick(4, 2, 1), pick(5, 3, 1))
+    figures += _in_place(pick(1 << 28, 1 << 26, 1 << 21), pick(15, 7, 1))
+    figures += _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
+    if gpu_count() >= 2:
+        figures += _between_gpus(sizes, pick(30, 10, 3))
+    return figures
+
+
+def _to_readers(sizes: Sequence[int], count: int, rounds: int) -> list[Figure]:
+    """From an actor to several of its host: the store, and ``ray.put`` and ``ray.get`` into the model."""
+    zero = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+    names = [f"reader{number}" for number in range(count)]
+    with group_of("learner", *names) as (_, members), actors(count + 1) as by_ray, actors(count + 1, **zero) as by_view:
+        ends = {"raytorchrpc": [*members.values()], "Ray": by_ray, "Ray, zero-copy": by_view}
+
+        def turn(contestant: str, size: int) -> float:
+            learner, *readers = ends.get(contestant, ends["raytorchrpc"])
+            if (contestant, size) not in loaded:
+                store = rtr.WeightStore(f"{size}", home="learner") if contestant == "raytorchrpc" else None
+                each([learner, *readers], load, store, size)
+                loaded.add((contestant, size))
+            if contestant == "one copy in a process":
+                return on(learner, copies)
+            if contestant == "raytorchrpc":
+                return timed(lambda: (on(learner, publish), each(readers, pull)))
+            return timed(lambda: each(readers, get, on(learner, put)))
+
+        loaded = {("one copy in a process", size) for size in sizes}
+        return compare(f"weights to {count} actors", turn, [*ends, "one copy in a process"], sizes, rounds)
+
+
+def load_from(end: Any, how: str, _: Size) -> float:
+    """Load the newest version into a model that has other tensors, as an engine's loader does; returns milliseconds."""
+    whole: dict[str, torch.Tensor] = vars(end).setdefault("whole", {})
+
+    def loaded() -> None:
+        source: Any
+        if how == "view":
+            source = end.store.view()
+        else:
+            source = whole if how == "pull into tensors that stay" and whole else end.store.layout().empty()
+            end.store.pull(source)
+        for name, tensor in source.items():
+            end.model[name].copy_(tensor)
+        if how == "pull into tensors that stay":
+            whole.update(source)
+
+    return timed(loaded)
+
+
+def _in_place(size: int, rounds: int) -> list[Figure]:
+    with group_of("learner", "reader") as (_, ends):
+        learner, reader = ends.values()
+        each([learner, reader], load, rtr.WeightStore("in place", home="learner"), size)
+
+        def turn(how: str, size: Size) -> float:
+            on(learner, publish)
+            return on(reader, load_from, how, size)
+
+        ways = "view", "pull into tensors that stay", "pull into new tensors"
+        figures = compare("weights into a model of other tensors", turn, ways, [size], rounds)
+        check_same(on(learner, sums), on(reader, sums))
+    return figures
+
+
+def step(end: Any, share: float) -> None:
+    """Change a share of the elements, and publish."""
     for tensor in end.model.values():
         tensor += (torch.rand(tensor.shape, device=tensor.device) < share).to(tensor.dtype)
-    return timed(lambda: publish(end))
+    publish(end)
 
 
 def follow(end: Any, knows: bool) -> float:
-    """Pull what has changed, or all; returns the seconds."""
+    """Pull what has changed, or all; returns milliseconds."""
 
     def newest() -> None:
         end.version = end.store.pull(end.model, since=end.version if knows else None)
@@ -55,145 +200,307 @@ def follow(end: Any, knows: bool) -> float:
     return timed(newest)
 
 
-def publish_pairs(end: Any) -> int:
-    """Publish tensors that exist one at a time."""
-    return int(end.store.publish((name, tensor) for name, tensor in end.model.items()))
-
-
-def timed_call(end: Any, call: Callable[[Any], object]) -> float:
-    return timed(lambda: call(end))
-
-
-def load_from(end: Any, how: str) -> float:
-    """Load the newest version into a model that has other tensors, as an engine's loader does; returns the seconds."""
-    whole: dict[str, torch.Tensor] = vars(end).setdefault("whole", {})
-
-    def loaded() -> None:
-        tensors: Any
-        if how == "view":
-            tensors = end.store.view()
-        else:
-            tensors = whole if how == "kept" and whole else end.store.layout().empty()
-            end.store.pull(tensors)
-        for name, tensor in tensors.items():
-            end.model[name].copy_(tensor)
-        if how == "kept":
-            whole.update(tensors)
-
-    return timed(loaded)
-
-
-def raw(end: Any, size: int, repeats: int) -> dict[str, float]:
-    """Milliseconds of copies between the GPUs in a process that has both: for each tensor, and all in one."""
-    source, target = model_of(size, "cuda:0"), model_of(size, "cuda:1")
-    whole = torch.cat(list(source.values()))
-    there = torch.empty_like(whole, device="cuda:1")
-
-    def tensors() -> None:
-        for name, tensor in source.items():
-            target[name].copy_(tensor, non_blocking=True)
-        torch.cuda.synchronize(1)
-
-    def one() -> None:
-        there.copy_(whole, non_blocking=True)
-        torch.cuda.synchronize(1)
-
-    return interleaved({"raw copies, one for each tensor": tensors, "one raw copy of as many bytes": one}, repeats)
-
-
-def main(pick: Pick) -> None:
-    sizes = pick(SIZES, {10_000_000: 7}, {1_000_000: 1})
-    kinds = ("Ray, zero-copy tensors", "1"), ("Ray by default", "0")
-    for peer, zero_copy in pick(kinds, kinds, kinds[:1]):
-        env = {} if pick(False, False, True) else {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": zero_copy}
-        _cpu(sizes, pick(4, 4, 2), peer, env)
-    _in_place(pick(1 << 28, 1 << 26, 1 << 21), pick(15, 7, 1))
-    _changes(pick(1 << 28, 1 << 26, 1 << 20), pick(5, 5, 1))
-    if gpu_count() >= 2:
-        _cuda({size: repeats for size, repeats in CUDA_SIZES.items() if size <= max(sizes)})
-    else:
-        print(f"  CUDA rows: not run, they need two GPUs and Ray has {gpu_count()}")
-
-
-def _cpu(sizes: dict[int, int], count: int, peer: str, env: dict[str, str]) -> None:
-    lines = []
-    with group_of("learner", *(f"reader{number}" for number in range(count)), **env) as (_, ends):
-        learner, *readers = ends.values()
-        for size, repeats in sizes.items():
-            each([learner, *readers], load, rtr.WeightStore(f"{size}", home="learner"), size)
-
-            def through_store() -> None:
-                on(learner, publish)
-                each(readers, pull)
-
-            runs = {"store": through_store, "ray": lambda: each(readers, get, on(learner, put))}
-            ms = interleaved(runs, repeats, warmup=2, block=1)
-            what = f"CPU, {size / 1e6:.4g} MB to {count} actors"
-            lines.append(Line(what, ms["store"], ms["ray"], "ms", f"{peer}: put, get into the model", 0.3))
-            lines.append(Line(what, ms["store"], on(learner, copies, 3), "ms", "one copy of it within a process"))
-    show("Weights from one actor to others of its host (medians)", lines)
-
-
-def _in_place(size: int, repeats: int) -> None:
-    """Each version published from a model and tensor by tensor, and loaded from views and from whole tensors."""
-    took: dict[str, list[float]] = {}
-    with group_of("learner", "reader") as (_, ends):
-        learner, reader = ends.values()
-        each([learner, reader], load, rtr.WeightStore("in place", home="learner"), size)
-        for _ in range(repeats + 2):
-            for publishes in (publish, publish_pairs):
-                took.setdefault(publishes.__name__, []).append(on(learner, timed_call, publishes))
-            for how in ("view", "kept", "new"):
-                took.setdefault(how, []).append(on(reader, load_from, how))
-        check_same(on(learner, sums), on(reader, sums))
-    ms = {what: statistics.median(seconds[2:]) * 1e3 for what, seconds in took.items()}
-    what = f"CPU, {size / 1e6:.4g} MB into a model of other tensors"
-    lines = [
-        Line(f"{what}: view", ms["view"], ms["kept"], "ms", "pull into whole tensors that stay", 0.7),
-        Line(f"{what}: view", ms["view"], ms["new"], "ms", "pull into new whole tensors", 0.5),
-        Line(f"{what}: publish an iterator", ms["publish_pairs"], ms["publish"], "ms", "publish the model"),
-    ]
-    show("Weights read where they were published (medians)", lines)
-
-
-def _changes(size: int, repeats: int) -> None:
-    """A step that changes 1 % of the elements of each tensor, next to full pulls.
-
-    They come over TCP, as between hosts: on one host whole tensors are copied from where they were published.
-    """
+def _changes(size: int, rounds: int) -> list[Figure]:
+    """A step that changes 1 % of the elements of each tensor. It comes over TCP, as between hosts."""
     config = rtr.GroupConfig(lanes=("socket", "torchrpc"), always_tcp=True)
-    took: dict[str, list[float]] = {"publish all": [], "all": [], "publish 1 %": [], "1 %": []}
     with group_of("learner", "reader", config=config) as (_, ends):
         learner, reader = ends.values()
         store: Any = rtr.WeightStore("changes", home="learner", track=True)
         each([learner, reader], load, store, size, "cpu", torch.bfloat16)
-        for _ in range(repeats + 1):
-            for share, what in ((1.0, "all"), (0.01, "1 %")):
-                took[f"publish {what}"].append(on(learner, step, share))
-                took[what].append(on(reader, follow, share < 1))
-            check_same(on(learner, sums), on(reader, sums))
-    ms = {what: statistics.median(seconds[1:]) * 1e3 for what, seconds in took.items()}
-    what = f"CPU, TCP, {size / 1e6:.4g} MB, 1 % of the elements changed"
-    lines = [
-        Line(what, ms["1 %"], ms["all"], "ms", "a pull of all", 0.15),
-        Line(f"{what}: publish", ms["publish 1 %"], ms["publish all"], "ms", "publish of all"),
-    ]
-    show("Weights of which a step changes little (medians)", lines)
+
+        def turn(share: str, _: Size) -> float:
+            on(learner, step, 1.0 if share == "all" else 0.01)
+            return on(reader, follow, share != "all")
+
+        figures = compare("a pull over TCP of what changed", turn, ("1 % of the elements", "all"), [size], rounds)
+        check_same(on(learner, sums), on(reader, sums))
+    return figures
 
 
-def _cuda(sizes: dict[int, int]) -> None:
-    """Two GPUs, each with its own actor."""
-    with actors(1, gpus=["0,1"], RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1") as (both,):
-        copied = {size: on(both, raw, size, repeats) for size, repeats in sizes.items()}
-    lines = []
-    with group_of("learner", "reader", gpus=["0", "1"]) as (_, ends):
+def raw(end: Any, contestant: str, size: int) -> float:
+    """Milliseconds of copies between the GPUs in a process that has both: for each tensor, or all in one."""
+    if getattr(end, "size", 0) != size:
+        load(end, None, size, "cuda:0")
+        end.size, end.there = size, {name: tensor.to("cuda:1") for name, tensor in end.model.items()}
+        end.whole = torch.cat([*end.model.values()]), torch.cat([*end.there.values()])
+    pairs = [(end.there[name], tensor) for name, tensor in end.model.items()]
+    return timed(lambda: [target.copy_(source) for target, source in
+                          (pairs if "each" in contestant else [(end.whole[1], end.whole[0])])])  # fmt: skip
+
+
+def _between_gpus(sizes: Sequence[int], rounds: int) -> list[Figure]:
+    both = actors(1, gpus=["0,1"], RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="1")
+    with both as (alone,), group_of("learner", "reader", gpus=["0", "1"]) as (_, ends):
         learner, reader = ends.values()
-        for size, repeats in sizes.items():
-            each([learner, reader], load, rtr.WeightStore(f"{size}", home="learner"), size, "cuda")
-            on(learner, publish)
-            on(reader, pulls, 3)
-            took = on(reader, pulls, repeats)
-            target = 1.3 if size > 1e8 else None
-            lines += [Line(f"CUDA, {size / 1e6:.4g} MB", took, ms, "ms", peer, target)
-                      for peer, ms in copied[size].items()]  # fmt: skip
-    show("Weights from one GPU to another (medians)", lines)
+        loaded: set[int] = set()
+
+        def turn(contestant: str, size: int) -> float:
+            if contestant != "raytorchrpc":
+                return on(alone, raw, contestant, size)
+            if size not in loaded:
+                each([learner, reader], load, rtr.WeightStore(f"{size}", home="learner"), size, "cuda")
+                on(learner, publish)
+                loaded.add(size)
+            return on(reader, pull)
+
+        contestants = "raytorchrpc", "a copy of each tensor", "one copy of as many bytes"
+        return compare("weights from one GPU to another", turn, contestants, sizes, rounds, device="cuda")
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+PUBLISHERS, READERS = ("t0", "t1"), ("g0", "g1")
+
+
+def load_shards(end: Any, store: Any, model: Model, device: str) -> None:
+    name = rtr.current_member().name
+    end.store, end.number, end.device = store, int(name[1]), device
+    end.model = {
+        weight: _shard(shape, ROWS if name in PUBLISHERS else divided, end.number, device)
+        for weight, (shape, divided) in model.weights().items()
+    }
+    for shard in end.model.values() if name in PUBLISHERS else ():
+        shard.tensor.normal_()
+
+
+def _shard(shape: tuple[int, ...], divided: int | None, number: int, device: str) -> rtr.Shard:
+    extents, offset = list(shape), [0] * len(shape)
+    if divided is not None:
+        extents[divided] //= 2
+        offset[divided] = number * extents[divided]
+    return rtr.Shard(torch.zeros(extents, dtype=torch.bfloat16, device=device), shape, tuple(offset))
+
+
+def gather(end: Any) -> float:
+    """Milliseconds to gather whole tensors at the first trainer and to broadcast them."""
+    group: Any = rtr.process_group()
+    dist = torch.distributed
+
+    def sync() -> None:
+        for shard in end.model.values():
+            whole = torch.empty(shard.global_shape, dtype=shard.tensor.dtype, device=end.device)
+            halves = list(whole.chunk(2)) if end.number == 0 else None
+            if shard.global_shape[0] % 2 == 0:
+                dist.gather(shard.tensor, halves, group_dst=0, group=group)
+            dist.broadcast(whole, group_src=0, group=group)
+
+    return timed(sync)
+
+
+def sharded_weights(pick: Pick) -> list[Figure]:
+    """From two trainers, sharded by FSDP, to two tensor parallel generators, each time by the slower one."""
+    gpus, figures = gpu_count(), list[Figure]()
+    device: Any = "cuda" if gpus else "cpu"
+    for model in models(pick).values():
+        places = [str(place % gpus) for place in range(4)] if gpus else []
+        with group_of(*PUBLISHERS, *READERS, gpus=places) as (group, ends):
+            trainers, readers = [*ends.values()][:2], [*ends.values()][2:]
+            each([*ends.values()], load_shards, rtr.WeightStore(model.name, publishers=PUBLISHERS), model, device)
+            each(trainers, publish)
+            first = max(each(readers, pull))
+            _check(each(trainers, sums), each(readers, sums))
+            works: dict[str, tuple[list[Any], Callable[[Any], float]]] = {"raytorchrpc": (readers, pull)}
+            if gpus != 1:  # NCCL takes one process for each GPU
+                group.process_group("nccl" if gpus else "gloo", members=PUBLISHERS)
+                works["gather and broadcast"] = trainers, gather
+            works["copies within"] = readers, copies
+
+            def turn(contestant: str, size: Size, works: Any = works) -> float:
+                return max(each(*works[contestant]))
+
+            size = sum(each(readers, lambda end: sum(tensor.nbytes for tensor in tensors(end.model).values())))
+            name = f"sharded weights, {model.name}"
+            figures += compare(name, turn, [*works], [size], pick(10 if gpus else 3, 3, 1), device=device)
+            known: Any = {"case": name, "device": device, "size": size, "turns": 1}
+            figures.append(Figure(contestant="the first pull", median=first, low=first, high=first, **known))
+    return figures
+
+
+def _check(sent: list[dict[str, float]], got: list[dict[str, float]]) -> None:
+    """Compare the sums of what was published with those of what has arrived, whole or in halves."""
+    for name in sent[0]:
+        both, arrived = sent[0][name] + sent[1][name], got[0][name] + got[1][name]
+        if min(abs(both - arrived), abs(both - got[0][name])) > 1e-6 * max(1.0, abs(both)):
+            raise RuntimeError(f"{name!r} arrived changed: {both} became {arrived}")
+
+
+# --- weights in fp8 --------------------------------------------------------------------------------------------------
+
+
+def load_both(end: Any, store: Any, model: Model, device: str) -> None:
+    """Make a model in bfloat16 and one in fp8 with a scale for each block."""
+    end.store, end.fp8 = store, {}
+    end.model = {name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=0.02)
+                 for name, (shape, _) in model.weights().items()}  # fmt: skip
+    for name, tensor in end.model.items():
+        is_matrix = tensor.dim() == 2
+        end.fp8[name] = torch.empty_like(tensor, dtype=torch.float8_e4m3fn if is_matrix else None)
+        if is_matrix:
+            end.fp8[f"{name}_scale_inv"] = torch.empty([-(-side // 128) for side in tensor.shape], device=device)
+
+
+def pull_converted(end: Any) -> float:
+    return timed(lambda: end.store.pull(end.fp8, convert=rtr.BlockFp8()))
+
+
+def weight_conversions(pick: Pick) -> list[Figure]:
+    """Each turn publishes a version and pulls it once, so that its conversion is part of the time."""
+    gpus, sizes = gpu_count(), models(pick)
+    device: Any = "cuda" if gpus else "cpu"
+    with group_of("publisher", "reader", gpus=[str(gpu) for gpu in range(min(gpus, 2))]) as (_, ends):
+        publisher, reader = ends.values()
+        loaded = set()
+
+        def turn(contestant: str, name: str) -> float:
+            if name not in loaded:
+                each([publisher, reader], load_both, rtr.WeightStore(name, home="publisher"), sizes[name], device)
+                loaded.add(name)
+            on(publisher, publish)
+            return on(reader, pull_converted if contestant == "fp8" else pull)
+
+        return compare("a pull of weights", turn, ("fp8", "bfloat16"), [*sizes], pick(8, 4, 2), device=device)
+
+
+# --- weights that arrive while a model computes ----------------------------------------------------------------------
+
+#: The time of the steps that one prefetch accompanies, and the tokens of a step.
+ROUND_S, TOKENS = 0.5, {"cpu": 64, "cuda": 4096}
+
+
+class Layer(nn.Module):
+    """The matrices of a decoder's layer, each used once; attention among tokens is left out."""
+
+    def __init__(self, shapes: Model) -> None:
+        super().__init__()
+        hidden, queries, keys, inner = shapes.hidden, shapes.queries, shapes.keys, shapes.inner
+        ends = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+        ends |= {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+        self.parts = nn.ModuleDict({name: nn.Linear(*pair, bias=False) for name, pair in ends.items()})
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        parts, normal = self.parts, self.norm1(tokens)
+        scores = (parts["k"](normal) * parts["v"](normal)).mean(-1, keepdim=True)
+        tokens = tokens + parts["o"](parts["q"](normal) * scores.sigmoid())
+        normal = self.norm2(tokens)
+        return tokens + parts["down"](nn.functional.silu(parts["gate"](normal)) * parts["up"](normal))
+
+
+def load_module(end: Any, store: Any, shapes: Model, device: str) -> None:
+    if rtr.current_member().name == "reader":
+        torch.set_num_threads(1)  # so that the store has a core in every case
+    with torch.device(device):
+        layers = [Layer(shapes) for _ in range(shapes.layers)]
+        end.model = nn.Sequential(nn.Embedding(shapes.vocabulary, shapes.hidden), *layers).bfloat16()
+    end.store, end.tokens = store, torch.randint(shapes.vocabulary, (TOKENS[device],), device=device)
+
+
+def steps(end: Any, count: int) -> float:
+    """Milliseconds of so many forward and backward passes."""
+
+    def compute() -> None:
+        for _ in range(count):
+            end.model(end.tokens).float().square().mean().backward()
+            end.model.zero_grad()
+
+    return timed(compute)
+
+
+def beside(end: Any, count: int) -> tuple[float, float]:
+    """Milliseconds of the same passes beside a prefetch, and of these what ``prefetch()`` and ``swap()`` take."""
+    stalls: list[float] = []
+
+    def stall(work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        done = work()
+        stalls.append((time.perf_counter() - began) * 1e3)
+        return done
+
+    def train() -> None:
+        arriving = stall(lambda: end.store.prefetch(end.model))
+        steps(end, count)
+        arriving.wait()
+        stall(arriving.swap)
+
+    return timed(train), sum(stalls)
+
+
+def weight_prefetch(pick: Pick) -> list[Figure]:
+    gpus, sizes = gpu_count(), models(pick)
+    device: Any = "cuda" if gpus else "cpu"
+    with group_of("publisher", "reader", gpus=[str(gpu) for gpu in range(min(gpus, 2))]) as (_, ends):
+        publisher, reader = ends.values()
+        counts: dict[str, int] = {}
+
+        def turn(contestant: str, name: str) -> float:
+            if name not in counts:
+                store = rtr.WeightStore(f"prefetch {name}", home="publisher")
+                each([publisher, reader], load_module, store, sizes[name], device)
+                round_ms = pick(ROUND_S, ROUND_S, 0.02) * 1e3
+                counts[name] = max(1, round(round_ms / on(reader, lambda end: median_of(lambda: steps(end, 1), 3))))
+            on(publisher, publish)
+            if contestant == "the passes alone":
+                return on(reader, steps, counts[name])
+            if contestant == "a pull":
+                return on(reader, pull)
+            took, stall = on(reader, beside, counts[name])
+            return stall if contestant == "stall" else took
+
+        rounds = pick(15, 5, 1)
+        figures = compare("weights by prefetch", turn, ("stall", "a pull"), [*sizes], rounds, device=device)
+        passes = "passes beside a prefetch", "the passes alone"
+        return figures + compare("passes of the model", turn, passes, [*sizes], rounds, device=device)
+
+
+# --- several readers -------------------------------------------------------------------------------------------------
+
+
+def load_whole(end: Any, store: Any, device: str, count: int) -> None:
+    sides = (4096, 4096) if device == "cuda" else (2048, 1024)
+    make = {"dtype": torch.bfloat16, "device": device}
+    end.store, end.model = store, {f"{number}": torch.ones(sides, **make) for number in range(count)}
+    end.whole = torch.cat([tensor.view(-1) for tensor in end.model.values()])
+
+
+def broadcast(end: Any) -> float:
+    return timed(lambda: torch.distributed.broadcast(end.whole, group_src=0, group=rtr.process_group()))
+
+
+def at(end: Any, begin: float, work: Callable[[Any], float]) -> float:
+    """Milliseconds of what begins in all members at once, at ``begin`` (``time.monotonic``)."""
+    time.sleep(max(0.0, begin - time.monotonic()))
+    work(end)
+    await_gpu()
+    return (time.monotonic() - begin) * 1e3
+
+
+def weight_readers(pick: Pick) -> list[Figure]:
+    """From one publisher to readers that pull at once, each time by the slowest."""
+    gpus = gpu_count()
+    device: Any = "cuda" if gpus > 1 else "cpu"
+    # Readers on all GPUs but the publisher's.
+    places = ["0", *(str(1 + number % (gpus - 1)) for number in range(3))] if gpus > 1 else []
+    with group_of("publisher", *(f"reader{number}" for number in range(3)), gpus=places) as (group, ends):
+        publisher, *readers = ends.values()
+        store = rtr.WeightStore("whole", home="publisher")
+        each([publisher, *readers], load_whole, store, device, pick(128 if gpus > 1 else 16, 16, 1))
+        on(publisher, publish)
+        by_nccl = min(3, gpus - 1) if gpus > 1 else 3
+        members = [*ends][: 1 + by_nccl]
+        group.process_group("nccl" if gpus > 1 else "gloo", members=members)
+
+        def turn(contestant: str, size: str) -> float:
+            some = readers[: int(size.partition(" ")[0])]
+            if contestant == "broadcast":
+                if len(some) > by_nccl:
+                    raise Skipped("NCCL takes one process for each GPU")
+                return max(each([ends[name] for name in members], at, time.monotonic() + 0.2, broadcast))
+            return max(each(some, at, time.monotonic() + 0.2, pull))
+
+        sizes = "1 reader", "2 readers", "3 readers"
+        figures = compare(
+            "weights to several readers", turn, ("raytorchrpc", "broadcast"), sizes, pick(15, 5, 1), device=device
+        )
+        if any(arrived != on(publisher, sums) for arrived in each(readers, sums)):
+            raise RuntimeError("the weights arrived changed")
+    return figures

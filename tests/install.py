@@ -33,7 +33,7 @@ TRIALS = {
     ],
     "demo": ["import raytorchrpc.cli.demo, sklearn.datasets"],
     "doctor": ["import pynvml, raytorchrpc.doctor.collector"],
-    "bench": ["import raytorchrpc.bench.reports, raytorchrpc.cli.bench, matplotlib"],
+    "bench": ["import raytorchrpc.bench.plots, raytorchrpc.cli.bench, matplotlib"],
     "jobs": ["from ray.job_submission import JobSubmissionClient"],
     "data": ["import ray.data"],
     "serve": ["from ray import serve; from starlette.responses import StreamingResponse"],

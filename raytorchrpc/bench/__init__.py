@@ -2,14 +2,13 @@
 
 | module | holds |
 |---|---|
-| ``cases`` | what is measured: rows (links and their variants), sizes and patterns, the user's options |
-| ``site`` | what a host, or a pair of hosts, can do; why a row cannot run there |
+| ``cases`` | a case (contestants, sizes, what a turn does), and how its contestants take turns |
+| ``results``, ``tables``, ``plots`` | the file of a run, and the field's published figures; tables; pictures |
+| ``contestants``, ``patterns`` | every link that is compared; what members do in a turn; the user's options |
+| ``site`` | what a host, or a pair of hosts, can do; why a contestant cannot run there |
 | ``links``, ``actors`` | inside the actors: the ways to reach a peer, and the loops that measure them |
-| ``teams`` | in the driver: starting, joining, calling and ending the actors of a row |
-| ``schedule`` | a whole run: the order of measurements, within memory and time |
-| ``results`` | results and the field's published figures as data, the fitted line |
-| ``reports`` | results for people: tables, CSV, Markdown, pictures |
+| ``teams``, ``runs`` | in the driver: the actors of a contestant; a whole run |
 
 A sample is one tensor in one direction and an acknowledgement: a call with a tensor argument that returns None. The
-actors of every row, including those for comparison, have the environment of ``raytorchrpc.runtime_env()``.
+actors of every contestant have the environment of ``raytorchrpc.runtime_env()``.
 """

@@ -1,4 +1,4 @@
-"""Links: the ways to reach a peer, inside the actors of a row or, for what only a driver can request, in the driver.
+"""Links: the ways to reach a peer, inside the actors or, for what only a driver can request, in the driver.
 
 ``open`` is called on rank 0 first; its result is passed to ``open`` on the others. A call has a tensor argument, or
 none, and returns when all of it is at the other end and the acknowledgement has arrived.
@@ -12,10 +12,8 @@ import os
 import socket
 import struct
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,22 +26,11 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import raytorchrpc as rtr
-from raytorchrpc.bench.cases import Case
-from raytorchrpc.bench.results import Device
+from raytorchrpc.bench.cases import Device, Failed, Stuck
 from raytorchrpc.topology import probe
 
 #: Longest wait for the peer, in seconds.
 TIMEOUT_S = 120.0
-#: Calls that a compiled graph may have in flight.
-_GRAPH_CALLS = 64
-
-
-class Failed(Exception):
-    """A row cannot continue; the message is the reason, in one line."""
-
-
-class Stuck(Failed):
-    """A row cannot continue and its actors are unusable: one may still be busy, or has died."""
 
 
 def get(refs: Any, timeout_s: float) -> Any:
@@ -65,25 +52,15 @@ def one_line(error: BaseException) -> str:
     return f"{kind}: {text}"[:240].rstrip(": ")
 
 
-class Digest(NamedTuple):
-    """Enough of a payload to detect another size, other bytes, or nothing."""
-
-    nbytes: int
-    first: int
-    last: int
-
-
-def digest(payload: Any) -> Digest:
-    """Copies two bytes from the device of the tensor, or tensors."""
+def digest(payload: Any) -> tuple[int, int, int]:
+    """Enough of a tensor, or a list of them, to detect another size, other bytes, or nothing."""
     tensors = payload if isinstance(payload, list) else [payload]
-    return Digest(sum(tensor.nbytes for tensor in tensors), int(tensors[0][0]), int(tensors[-1][-1]))
+    return sum(tensor.nbytes for tensor in tensors), int(tensors[0][0]), int(tensors[-1][-1])
 
 
 def take(payload: Any = None) -> None:
-    """The callee: waits until the data of tensors is there; sleeps if the payload is a number of seconds."""
-    if isinstance(payload, float):
-        time.sleep(payload)
-    elif payload is not None and (payload[0] if isinstance(payload, list) else payload).is_cuda:
+    """The callee: waits until the data of tensors is there."""
+    if payload is not None and (payload[0] if isinstance(payload, list) else payload).is_cuda:
         torch.cuda.current_stream().synchronize()
 
 
@@ -103,12 +80,12 @@ def _only(call: Callable[[], Any]) -> Calls:
 
 
 class Link(ABC):
-    """One member's way to call the others of its row, which are named by their rank."""
+    """One member's way to call the others, which are named by their rank."""
 
     two_sided = False
     """Rank 1 must ``serve`` while rank 0 sends."""
-    local = False
-    """Rank 0 works alone."""
+    has_calls = True
+    """Whether calls return what the callee returns."""
     in_driver = False
     """The driver holds the only end."""
 
@@ -134,17 +111,13 @@ class Link(ABC):
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         """Ways to call a member's method; the method says little where the link has no calls."""
 
-    def payload(self, device: Device, case: Case, produce: Callable[[Device, Case], Any]) -> list[Any]:
-        """The arguments of the calls of that case. ``produce`` makes the tensors."""
-        return [produce(device, case)] if case.size else []
+    def payload(self, device: Device, size: int, count: int, produce: Callable[[Device, int, int], Any]) -> list[Any]:
+        """The arguments of calls with so many tensors of that size together, which ``produce`` makes."""
+        return [produce(device, size, count)] if size else []
 
     def serve(self, like: torch.Tensor, count: int) -> None:
         """Take part in ``count`` samples of that size and device."""
         raise NotImplementedError
-
-    def received(self) -> Digest | None:
-        """Digest of the last tensor here, if the link keeps it itself."""
-        return None
 
     def drop(self) -> None:  # noqa: B027
         """Free what the last size needed."""
@@ -166,14 +139,6 @@ class RayLink(Link):
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         send, wait = partial(getattr(self.members[peer], method).remote, *args), partial(ray.get, timeout=TIMEOUT_S)
         return Calls(lambda: wait(send()), send, wait)
-
-
-_rpc_digest: Digest | None = None
-
-
-def _rpc_take_checked(payload: Any) -> None:
-    global _rpc_digest
-    _rpc_digest = digest(payload)
 
 
 class TorchRpcLink(Link):
@@ -201,19 +166,15 @@ class TorchRpcLink(Link):
         rpc.shutdown()
 
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
-        callee = _rpc_take_checked if method == "take_checked" else take
+        callee = digest if method == "take_checked" else take
         call, send = (partial(verb, str(peer), callee, args=args) for verb in (rpc.rpc_sync, rpc.rpc_async))
         return Calls(call, send, lambda future: future.wait())
-
-    def received(self) -> Digest | None:
-        return _rpc_digest
 
 
 class NcclLink(Link):
     """NCCL's send and receive; the acknowledgement is a second message."""
 
-    two_sided = True
-    _digest: Digest | None = None
+    two_sided, has_calls = True, False
 
     def open(self, meeting: Any) -> Any:
         torch.cuda.set_device(0)
@@ -242,73 +203,51 @@ class NcclLink(Link):
             dist.recv(like, 0)
             dist.send(self._ack, 0)
             torch.cuda.current_stream().synchronize()
-        self._digest = digest(like)
-
-    def received(self) -> Digest | None:
-        return self._digest
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 _LENGTH = struct.Struct("!Q")
 
 
 class SocketLink(Link):
-    """A TCP socket, or several that share each tensor; the receiver reuses its buffers."""
+    """A TCP socket; the receiver reuses its buffer."""
+
+    has_calls = False
+    _buffer = memoryview(b"")
 
     def open(self, meeting: Any) -> Any:
-        self._streams = int(self.options.get("streams", 1))
-        self._sockets: list[socket.socket] = []
-        self._parts = [memoryview(b"")] * self._streams
-        self._pool = ThreadPoolExecutor(self._streams, "bench-socket")
         if meeting is None:
-            self._listener = socket.create_server((self.address, 0), backlog=self._streams)
+            self._listener = socket.create_server((self.address, 0))
             self._listener.settimeout(TIMEOUT_S)
             return self._listener.getsockname()[:2]
-        for number in range(self._streams):
-            self._add(socket.create_connection(meeting, timeout=TIMEOUT_S), None)
-            # Daemon threads, because Python waits for a pool's threads at exit.
-            threading.Thread(target=self._receive, args=(number,), name="bench-receive", daemon=True).start()
+        stream = socket.create_connection(meeting, timeout=TIMEOUT_S)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.settimeout(None)
+        threading.Thread(target=self._receive, args=(stream,), name="bench-receive", daemon=True).start()
         return None
 
-    def _add(self, stream: socket.socket, timeout_s: float | None) -> None:
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.settimeout(timeout_s)
-        self._sockets.append(stream)
-
     def resume(self) -> None:
-        while self.rank == 0 and len(self._sockets) < self._streams:
-            self._add(self._listener.accept()[0], TIMEOUT_S)
+        if self.rank == 0:
+            self._stream, _ = self._listener.accept()
+            self._stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._stream.settimeout(TIMEOUT_S)
 
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         return _only(partial(self._send, *args))
 
-    def _send(self, tensor: torch.Tensor) -> None:
-        data = _view(tensor)
-        part = -(-len(data) // self._streams)
-        parts = [data[i * part : (i + 1) * part] for i in range(self._streams)]
-        if self._streams == 1:
-            self._send_part(0, parts[0])
-        else:
-            list(self._pool.map(self._send_part, range(self._streams), parts))
-
-    def _send_part(self, number: int, part: memoryview) -> None:
-        stream = self._sockets[number]
-        stream.sendall(_LENGTH.pack(len(part)))
-        stream.sendall(part)
-        if stream.recv(1) != b"+":
+    def _send(self, tensor: torch.Tensor | None = None) -> None:
+        data = b"" if tensor is None else (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+        self._stream.sendall(_LENGTH.pack(len(data)))
+        self._stream.sendall(data)
+        if self._stream.recv(1) != b"+":
             raise ConnectionError("the receiver closed its socket")
 
-    def _receive(self, number: int) -> None:
-        stream = self._sockets[number]
+    def _receive(self, stream: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while len(head := stream.recv(_LENGTH.size, socket.MSG_WAITALL)) == _LENGTH.size:
                 (length,) = _LENGTH.unpack(head)
-                if len(self._parts[number]) != length:
-                    self._parts[number] = memoryview(bytearray(length))
-                view = self._parts[number]
+                if len(self._buffer) != length:
+                    self._buffer = memoryview(bytearray(length))
+                view = self._buffer
                 while view:  # Linux receives at most 2 GiB at once, even with MSG_WAITALL
                     got = stream.recv_into(view)
                     if not got:
@@ -316,96 +255,14 @@ class SocketLink(Link):
                     view = view[got:]
                 stream.sendall(b"+")
 
-    def received(self) -> Digest | None:
-        parts = [part for part in self._parts if part]
-        return Digest(sum(map(len, parts)), parts[0][0], parts[-1][-1]) if parts else None
-
     def drop(self) -> None:
-        self._parts = [memoryview(b"")] * self._streams
-
-
-class EchoLink(Link):
-    """As many bytes to the peer and back over a Unix socket; each end blocks in a read. What a call costs at least."""
-
-    def open(self, meeting: Any) -> Any:
-        end = socket.socket(socket.AF_UNIX)
-        end.settimeout(TIMEOUT_S)
-        if meeting is None:
-            end.bind("")  # a free name in the abstract namespace
-            end.listen(1)
-            self._listener = end
-            return end.getsockname()
-        end.connect(meeting)
-        end.settimeout(None)
-        threading.Thread(target=self._echo, args=(end,), name="bench-echo", daemon=True).start()
-        return None
-
-    def resume(self) -> None:
-        if self.rank == 0:
-            self._stream, _ = self._listener.accept()
-            self._stream.settimeout(TIMEOUT_S)
-
-    @staticmethod
-    def _echo(stream: socket.socket) -> None:
-        buffer = memoryview(bytearray(1 << 18))
-        with contextlib.suppress(OSError):
-            while got := stream.recv_into(buffer):
-                stream.sendall(buffer[:got])
-
-    def calls(self, peer: int, method: str, *args: Any) -> Calls:
-        data = _view(args[0]) if args else memoryview(b"+")
-        return _only(partial(self._call, data, memoryview(bytearray(len(data)))))
-
-    def _call(self, data: memoryview, back: memoryview) -> None:
-        self._stream.sendall(data)
-        while back:
-            got = self._stream.recv_into(back)
-            if not got:
-                raise ConnectionError("the peer closed its socket")
-            back = back[got:]
-
-
-class NngLink(Link):
-    """pynng's pair sockets over TCP. Their payload is bytes, so the tensor is copied at both ends."""
-
-    _last = b""
-
-    def open(self, meeting: Any) -> Any:
-        import pynng
-
-        limit = int(TIMEOUT_S * 1000)
-        self._socket = pynng.Pair0(recv_max_size=0, send_timeout=limit)
-        if meeting is None:
-            self._socket.recv_timeout = limit
-            listener = self._socket.listen(f"tcp://{self.address}:0")
-            return f"tcp://{listener.local_address}"
-        self._socket.dial(meeting, block=True)
-        threading.Thread(target=self._receive, name="bench-receive", daemon=True).start()
-        return None
-
-    def calls(self, peer: int, method: str, *args: Any) -> Calls:
-        return _only(partial(self._send, *args))
-
-    def _send(self, tensor: torch.Tensor) -> None:
-        self._socket.send(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
-        self._socket.recv()
-
-    def _receive(self) -> None:
-        while True:
-            self._last = self._socket.recv()
-            self._socket.send(b"+")
-
-    def received(self) -> Digest | None:
-        return Digest(len(self._last), self._last[0], self._last[-1]) if self._last else None
-
-    def drop(self) -> None:
-        self._last = b""
+        self._buffer = memoryview(b"")
 
 
 class CopyLink(Link):
     """No peer: one process copies into memory that is already mapped; on GPUs from the first to the last of its own."""
 
-    local = True
+    has_calls = False
     _target: torch.Tensor | None = None
 
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
@@ -419,9 +276,6 @@ class CopyLink(Link):
         if tensor.is_cuda:
             torch.cuda.synchronize(tensor.device)
 
-    def received(self) -> Digest | None:
-        return None if self._target is None else digest(self._target)
-
     def drop(self) -> None:
         self._target = None
 
@@ -431,8 +285,8 @@ class ObjectRefLink(Link):
 
     in_driver = True
 
-    def payload(self, device: Device, case: Case, produce: Callable[[Device, Case], Any]) -> list[Any]:
-        return [device, case]  # the source produces them in its actor
+    def payload(self, device: Device, size: int, count: int, produce: Callable[[Device, int, int], Any]) -> list[Any]:
+        return [device, size, count]  # the source produces them in its actor
 
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
         produce, receive = self.members[0].produce, getattr(self.members[-1], method)
@@ -441,39 +295,13 @@ class ObjectRefLink(Link):
         return _only(lambda: get(receive.remote(produce.remote(*args)), TIMEOUT_S))
 
 
-class GraphLink(Link):
-    """A Compiled Graph. It exists for one turn, because it polls."""
-
-    in_driver = True
-    _graph: Any = None
-
-    def resume(self) -> None:
-        from ray.dag import InputNode  # only the driver needs its many modules
-
-        with InputNode() as payload:
-            node = self.members[-1].take.bind(payload)
-        self._graph = node.experimental_compile(_max_inflight_executions=_GRAPH_CALLS)
-
-    def pause(self) -> None:
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.teardown()
-
-    def calls(self, peer: int, method: str, *args: Any) -> Calls:
-        send = partial(self._graph.execute, *(args or (None,)))
-        return Calls(lambda: send().get(TIMEOUT_S), send, lambda ref: ref.get(TIMEOUT_S))
-
-
-#: By the name in ``Row.transport``.
+#: By the name in ``Contestant.link``.
 LINKS: dict[str, type[Link]] = {
     "group": GroupLink,
     "ray": RayLink,
     "torchrpc": TorchRpcLink,
     "nccl": NcclLink,
     "socket": SocketLink,
-    "echo": EchoLink,
-    "nng": NngLink,
     "copy": CopyLink,
     "rdt": ObjectRefLink,
-    "graph": GraphLink,
 }

@@ -1,4 +1,4 @@
-"""What the hosts at both ends can do, and why a row, or one size of it, cannot run there."""
+"""What the hosts at both ends can do, and why a contestant, or one size of it, cannot run there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ import torch.distributed
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytorchrpc._compat import requirements
-from raytorchrpc.bench.cases import Need, Row
-from raytorchrpc.bench.links import Failed, get
-from raytorchrpc.bench.results import Device, show_size
+from raytorchrpc.bench.cases import Device, Failed, show_size
+from raytorchrpc.bench.contestants import Contestant, Need
+from raytorchrpc.bench.links import get
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.topology import probe, rdma, sysfs
 from raytorchrpc.topology.endpoint import Endpoint
@@ -103,12 +102,12 @@ def examine(hosts: tuple[str, str] | None) -> Site:
 def find_node(host: str, nodes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The node with that id, address or host name. Raises ConfigurationError, naming the existing ones."""
     keys = ("NodeID", "NodeManagerAddress", "NodeManagerHostname", "NodeName")
-    found = [node for node in nodes if host in (node.get(key) for key in keys)]
-    if len(found) == 1:
-        return found[0]
+    matches = [node for node in nodes if host in (node.get(key) for key in keys)]
+    if len(matches) == 1:
+        return matches[0]
     known = ", ".join(f"{node['NodeManagerAddress']} ({node['NodeManagerHostname']})" for node in nodes)
-    if found:
-        ids = ", ".join(node["NodeID"] for node in found)
+    if matches:
+        ids = ", ".join(node["NodeID"] for node in matches)
         raise ConfigurationError(f"several Ray nodes match {host!r}; name one by its id: {ids}")
     raise ConfigurationError(f"no Ray node {host!r}; nodes: {known}")
 
@@ -139,11 +138,11 @@ def free_memory(root: Path = Path("/")) -> int:
     return free
 
 
-def obstacle(row: Row, device: Device, site: Site) -> str | None:
-    """Why the row cannot run here with tensors on that device; None if no reason is known."""
+def obstacle(one: Contestant, device: Device, site: Site) -> str | None:
+    """Why the contestant cannot run here with tensors on that device; None if no reason is known."""
     if device == "cuda" and not site.has_gpus:
         return "Ray has no GPU" if site.same_host else "Ray has no GPU on one of the nodes"
-    return next((reason for need in row.needs if (reason := _NEEDS[need](site))), None)
+    return next((reason for need in one.needs if (reason := _NEEDS[need](site))), None)
 
 
 def _two_gpus(site: Site) -> str | None:
@@ -193,38 +192,16 @@ _NEEDS: Mapping[Need, Callable[[Site], str | None]] = {
 }
 
 
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Memory that a run may use, in bytes, on the smaller of the two ends."""
-
-    host: int
-    gpu: int
-    store: int
-
-    @classmethod
-    def of(cls, site: Site, gpu_free: int | None) -> MemoryLimits:
-        """``gpu_free``: bytes free on the fuller GPU after all actors have started; None before: no limit."""
-        host, store = min(site.a.free_bytes, site.b.free_bytes), min(site.a.store_bytes, site.b.store_bytes)
-        return cls(int(host * USABLE), sys.maxsize if gpu_free is None else int(gpu_free * USABLE), store)
-
-
-def size_obstacle(row: Row, device: Device, size: int, limits: MemoryLimits) -> str | None:
-    """Why this size cannot be measured even alone; None if it can."""
-    if row.max_bytes is not None and size > row.max_bytes:
-        return f"carries at most {show_size(row.max_bytes)}"
-    host, gpu = needed(row, device, size)
-    for wanted, usable, where in ((host, limits.host, "memory"), (gpu, limits.gpu, "GPU memory")):
-        if wanted > usable:
-            return f"may need {show_size(wanted)} of {where}, {show_size(usable)} is usable"
-    if row.in_store and 2 * size > limits.store:
-        return f"two of them do not fit into Ray's object store of {show_size(limits.store)}"
+def size_obstacle(one: Contestant, device: Device, size: int, site: Site, gpu_free: int | None = None) -> str | None:
+    """Why this size cannot be measured; None if it can. ``gpu_free``: bytes of the fuller GPU."""
+    if one.max_bytes is not None and size > one.max_bytes:
+        return f"carries at most {show_size(one.max_bytes)}"
+    needed, rooms = one.copies * size, {"memory": min(site.a.free_bytes, site.b.free_bytes)}
+    if device == "cuda" and not one.in_store and gpu_free is not None:
+        rooms = {"GPU memory": gpu_free}
+    for where, free in rooms.items():
+        if needed > free * USABLE:
+            return f"may need {show_size(needed)} of {where}, {show_size(free * USABLE)} is usable"
+    if one.in_store and 2 * size > (store := min(site.a.store_bytes, site.b.store_bytes)):
+        return f"two of them do not fit into Ray's object store of {show_size(store)}"
     return None
-
-
-def needed(row: Row, device: Device, size: int) -> tuple[int, int]:
-    """Memory that one sample may need: (host, one GPU), in bytes."""
-    if device == "cpu":
-        return row.host_copies * size, 0
-    # Object stores and TCP stage GPU tensors in host memory; GPU-to-GPU transports do not.
-    staged = row.in_store or row.name.endswith(("-TCP", "-IB")) or row.name.startswith("torchrpc")
-    return (row.host_copies * size if staged else 0), row.gpu_copies * size

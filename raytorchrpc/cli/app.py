@@ -107,8 +107,8 @@ def bench(
         list[str] | None,
         _option(
             "NAMES",
-            "Measure patterns of use instead of sizes: quiet, paced, history, in-flight, busy-callee, all-to-all, "
-            "fan-in, idle (names or patterns, comma-separated), or all.",
+            "Measure patterns of use instead of sizes: quiet, paced, in-flight, busy-callee, all-to-all, fan-in, idle "
+            "(names or patterns, comma-separated), or all.",
         ),
     ] = None,
     rows: Annotated[
@@ -129,8 +129,10 @@ def bench(
     against: Annotated[str | None, _option("published", "Also show the field's published figures.")] = None,
     csv: Annotated[Path | None, _option("FILE", "Write all figures, one per line.")] = None,
     json: Annotated[Path | None, _option("FILE", "Write the whole result, as input for --from.")] = None,
-    plot: Annotated[Path | None, _option("FILE", "Draw latency and bandwidth by size (PNG).")] = None,
-    markdown: Annotated[Path | None, _option("FILE", "Write a report: tables, how to reproduce them, gaps.")] = None,
+    plot: Annotated[Path | None, _option("FILE", "Draw every figure of every case (PNG).")] = None,
+    markdown: Annotated[
+        Path | None, _option("FILE", "Write a report: tables, how to reproduce them, what is missing.")
+    ] = None,
     results: Annotated[
         list[Path] | None, _option("FILE", "Show results of --json instead of measuring; repeatable.", "--from")
     ] = None,

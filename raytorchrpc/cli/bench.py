@@ -1,7 +1,4 @@
-"""``raytorchrpc bench``: checks the options, runs the benchmark, shows and writes the results.
-
-``run`` needs no typer, and rich only on a terminal.
-"""
+"""``raytorchrpc bench``: checks the options, runs the benchmark, shows and writes the results."""
 
 from __future__ import annotations
 
@@ -16,20 +13,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from raytorchrpc.bench.cases import Options, make_options
-from raytorchrpc.bench.reports import (
-    check_plots,
-    conclusion,
-    document,
-    draw,
-    not_measured,
-    plain,
-    tables,
-    to_csv,
-)
-from raytorchrpc.bench.results import INTERRUPTED, Run, published, read_run, write_file
+from raytorchrpc.bench.patterns import Options, make_options
+from raytorchrpc.bench.plots import check_plots, draw
+from raytorchrpc.bench.results import Result, published, read_result, write_file
+from raytorchrpc.bench.tables import LEGEND, conclusion, document, gaps, tables, to_csv
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
-from raytorchrpc.text import paragraph
 
 #: Least number of processes that Ray may start at once; the actors request no CPU.
 _STARTING_AT_ONCE = 8
@@ -54,7 +42,7 @@ def run(
 
     Raises:
         ConfigurationError: an option is invalid, before anything starts, or names a cluster or host that is not there.
-        RayTorchRpcError: the run failed, or no row produced a figure.
+        RayTorchRpcError: the run failed, or no contestant produced a figure.
         KeyboardInterrupt: somebody has ended the run; what it had measured is shown and written.
     """
     if against not in (None, "published"):
@@ -65,38 +53,30 @@ def run(
         if value not in (None, (), []) and value is not False and (name, value) != ("device", "all")
     }
     _check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
+    if results and (json or address or asked):
+        raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
     if results:
-        if json or address or asked:
-            raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
-        runs = [read_run(path) for path in results]
+        runs = [read_result(path) for path in results]
     else:
         if "pattern" in asked and against:
             raise ConfigurationError("--against has figures of sizes, not of patterns")
         runs = [_measure(make_options(**asked), address, _repeat_command(asked, address))]
-    for result in runs:
-        _show(result, against_published=against is not None)
+    shown = [result.beside_published() if against else result for result in runs]
+    for result in shown:
+        _show(result, against)
     if json:
-        write_file(json, runs[0].model_dump_json(indent=1, exclude_none=True) + "\n")
+        write_file(json, runs[0].to_json())
     if csv:
-        write_file(csv, to_csv(runs))
-    pictures = _draw(runs, plot, against_published=against is not None) if plot else []
+        write_file(csv, to_csv(shown))
+    pictures = [plot.with_stem(f"{plot.stem}-{n + 1}") if n else plot for n in range(len(shown))] if plot else []
+    for result, picture in zip(shown, pictures, strict=False):
+        write_file(picture, draw(result))
     if markdown:
-        names = [os.path.relpath(picture, markdown.parent) for picture in pictures]
-        write_file(markdown, document(runs, names or [None] * len(runs)))
-    if not any(result.tables() for result in runs):
-        raise RayTorchRpcError("no row produced a figure; the reasons are above")
-    if not results and any(cell.reason == INTERRUPTED for cell in runs[0].cells):
+        write_file(markdown, document(shown, [os.path.relpath(picture, markdown.parent) for picture in pictures]))
+    if all(figure.median is None for result in runs for figure in result.figures):
+        raise RayTorchRpcError("no contestant produced a figure; the reasons are above")
+    if not results and runs[0].interrupted:
         raise KeyboardInterrupt
-
-
-def _draw(runs: Sequence[Run], plot: Path, *, against_published: bool) -> list[Path]:
-    """Writes a picture for each run; returns their paths."""
-    pictures = [plot]
-    if len(runs) > 1:
-        pictures = [plot.with_stem(f"{plot.stem}-{number}") for number in range(1, len(runs) + 1)]
-    for result, picture in zip(runs, pictures, strict=True):
-        write_file(picture, draw(result, against_published=against_published))
-    return pictures
 
 
 def _check_files(files: Sequence[Path], plot: Path | None) -> None:
@@ -130,8 +110,8 @@ def _repeat_command(asked: Mapping[str, Any], address: str | None) -> str:
     return shlex.join(words)
 
 
-def _measure(options: Options, address: str | None, command: str) -> Run:
-    from raytorchrpc.bench.schedule import measure  # here: shown results need none of what measures
+def _measure(options: Options, address: str | None, command: str) -> Result:
+    from raytorchrpc.bench.runs import run as measure  # here: shown results need none of what measures
     from raytorchrpc.process.ray_session import ray_session
 
     if options.hosts and address is None:
@@ -146,7 +126,7 @@ def _measure(options: Options, address: str | None, command: str) -> Run:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Hide warnings about lanes that fall back; the tables show the same for each size."""
+    """Hide warnings about lanes that fall back; the tables show the same."""
     logger = logging.getLogger("raytorchrpc")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -179,19 +159,17 @@ def _progress() -> Iterator[Callable[[str, float], None]]:
         yield lambda text, part: bar.update(task, completed=part, description=text)
 
 
-def _show(run: Run, *, against_published: bool) -> None:
-    print("\n".join(("", *run.machine)))
-    shown = tables(run, against_published=against_published)
+def _show(result: Result, against: str | None) -> None:
+    print("\n".join(("", *result.machine, f"raytorchrpc {result.tree}, {result.started[:10]}")))
     # On a terminal, columns that do not fit follow below; files and pipes get every column on one line.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for table in shown:
-        print(f"\n{plain(table, width)}")
-    notes = dict.fromkeys(note for table in shown for note in table.notes)
-    print("".join(f"\n{note if width is None else paragraph('', note, width)}" for note in notes), flush=True)
-    if missing := not_measured(run):
+    for table in tables(result):
+        print(f"\n{table.text(width)}")
+    print(f"\n{LEGEND}")
+    if missing := gaps(result):
         print("\n  ".join(("\nNot measured:", *missing)))
-    if against_published:
+    if against and any(figure.contestant.endswith(", published") for figure in result.figures):
         print(f"\n{published()[0]}")
-    print(f"\n{run.seconds:.0f} s; repeat with `{run.command}`.")
-    if sentence := conclusion(run):
-        print(f"\n{sentence}")
+    print(f"\n{result.seconds:.0f} s; repeat with `{result.command}`.")
+    if sentence := conclusion(result):
+        print(f"\n{sentence}", flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc.bench.results import read_run
+from raytorchrpc.bench.results import read_result
 from tests.unit import command_line
 
 LANES = ("auto", "cuda-shared-tensor", "torchrpc-TCP")
@@ -27,6 +27,6 @@ def test_rows_between_gpus_have_figures(pattern: str, rows: tuple[str, ...], tmp
     more = ["--pattern", pattern, "--quick"] if pattern else []
     ran = command_line.run("bench", *chosen, *more, "--json", str(tmp_path / "r.json"))
     assert ran.exit_code == 0, ran
-    result = read_run(tmp_path / "r.json")
-    assert not [(cell.row, cell.pattern, cell.label, cell.reason) for cell in result.cells if cell.reason]
-    assert {cell.row for cell in result.cells if cell.median and cell.median > 0} == set(rows)
+    result = read_result(tmp_path / "r.json")
+    assert not [(one.contestant, one.case, one.label, one.reason) for one in result.figures if one.reason]
+    assert {one.contestant for one in result.figures if one.median and one.median > 0} == set(rows)

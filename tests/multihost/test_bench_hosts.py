@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from raytorchrpc.bench.results import Run
+from raytorchrpc.bench.results import Result
 from tests.multihost.rig import Host
 
 pytestmark = pytest.mark.multihost
@@ -22,10 +22,11 @@ def test_bench_measures_between_two_hosts(two_hosts: tuple[Host, Host]) -> None:
     before = a.sent_bytes()
     a.run([*command, "--hosts", a.address, b.name], 150, {"RAY_AUTH_MODE": "disabled"})
     sent = a.sent_bytes() - before
-    result = Run.model_validate_json(a.run(["cat", "/tmp/run.json"]))
-    assert result.scope == "two hosts"
-    cells = {cell.row: cell for cell in result.cells}
+    result = Result.model_validate_json(a.run(["cat", "/tmp/run.json"]))
+    assert result.title == "Between two hosts"
+    figures = {figure.contestant: figure for figure in result.figures}
     for row in ROWS:
-        assert cells[row].median is not None, cells[row].reason
-    assert cells["shm"].reason == "needs both ends on one host"
-    assert sent > SIZE * sum(cells[row].samples for row in ROWS), "every sample of every row crossed"
+        assert figures[row].median is not None, figures[row].reason
+    assert figures["shm"].reason == "needs both ends on one host"
+    samples = 2 * sum(figures[row].turns for row in ROWS)  # at least
+    assert sent > SIZE * samples, "every sample of every contestant crossed"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from raytorchrpc.bench.results import Run, read_run
+from raytorchrpc.bench.patterns import PATTERNS
+from raytorchrpc.bench.results import Result, read_result
 from tests.ray.commands import Command
 
 
@@ -22,46 +23,45 @@ def bench() -> Iterator[Command]:
     bench.end()
 
 
-def complete(run: Run) -> None:
-    """Every row has a figure or a reason at every size, and never both."""
-    for row in run.rows:
-        for label in run.labels(row.device):
-            cell = run.cell(row.row, row.device, label)
-            assert cell is not None, (row.row, label)
-            assert (cell.median is None) != (cell.reason is None), cell
-            if cell.median is not None:
-                assert cell.low is not None and cell.high is not None
-                assert 0 < cell.low <= cell.median <= cell.high
-                assert cell.samples >= 3
+def complete(result: Result) -> None:
+    """Every contestant has a figure or a reason at every size, and never both."""
+    for one in result.figures:
+        assert (one.median is None) != (one.reason is None), one
+        if one.median is not None:
+            assert one.low is not None and one.high is not None
+            assert 0 < one.low <= one.median <= one.high and one.turns >= 2
+
+
+def measured(result: Result) -> set[str]:
+    return {one.contestant for one in result.figures if one.median is not None}
 
 
 @pytest.mark.slow
-def test_two_rows_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> None:
+def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outputs = ["--json", "r.json", "--csv", "r.csv", "--plot", "r.png", "--markdown", "r.md"]
     chosen = ["--rows", "auto,memcpy", "--sizes", "20KB,1.25MB", "--device", "cpu", "--budget", "200"]
-    code, out, err = bench.run(*chosen, *outputs, "--against", "published", folder=tmp_path, timeout=200)
+    code, out, err = bench.run(*chosen, *outputs, folder=tmp_path, timeout=200)
     assert code == 0, out + err
 
-    run = read_run(tmp_path / "r.json")
-    complete(run)
-    assert {row.row for row in run.measured("cpu")} == {"auto", "memcpy"}
-    assert [cell.via for cell in run.cells if cell.row == "auto"] == ["socket", "shm"]
-    assert run.command == "raytorchrpc bench --rows auto,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
-    assert "CPU tensors, one host" in out
-    assert re.search(r"^auto +[\d.]+ ±\d+% +[\d.]+ ±\d+% ", out, re.MULTILINE), out
+    result = read_result(tmp_path / "r.json")
+    complete(result)
+    assert measured(result) == {"auto", "memcpy"}
+    assert [one.via for one in result.figures if one.contestant == "auto"] == ["socket", "shm"]
+    assert result.command == "raytorchrpc bench --rows auto,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
+    assert re.search(r"^memcpy +[\d.]+~? x[\d.]+ +[\d.]+~? x[\d.]+$", out, re.MULTILINE), out
 
     assert len(list(csv.DictReader((tmp_path / "r.csv").open()))) == 4
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "r.md").read_text()
-    assert "![Latency and bandwidth against size](r.png)" in text and run.command in text
+    assert "(r.png)" in text and result.command in text
     assert sorted(os.listdir(tmp_path)) == ["r.csv", "r.json", "r.md", "r.png"]
     assert bench.gone_within(40)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["starting actors", "KB: "])
-def test_ctrl_c_leaves_no_process_and_no_file(bench: Command, moment: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["starting actors", "tensors: "])
+def test_ctrl_c_leaves_no_process(bench: Command, moment: str, tmp_path: Path) -> None:
     sizes = ",".join(f"{n}KB" for n in range(1, 400))
     process = bench.start(
         "--rows", "auto,torchrpc-TCP", "--sizes", sizes, "--budget", "200", "--json", "r.json", folder=tmp_path
@@ -73,10 +73,13 @@ def test_ctrl_c_leaves_no_process_and_no_file(bench: Command, moment: str, tmp_p
     bench.interrupt()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "Traceback" not in err and out == ""
+    assert "Traceback" not in err
     assert time.monotonic() - before < 50
     assert bench.gone_within(40)
-    assert os.listdir(tmp_path) == []
+    if moment == "starting actors":
+        assert (out, os.listdir(tmp_path)) == ("", [])
+    else:
+        assert measured(read_result(tmp_path / "r.json")) == {"auto", "torchrpc-TCP"}, "the figures so far"
 
 
 @pytest.mark.slow
@@ -84,31 +87,24 @@ def test_quick_has_figures_of_ray_and_of_the_limits_beside_ours(bench: Command, 
     # A busy machine would not get through in the time that it takes at most without --budget.
     code, out, err = bench.run("--quick", "--budget", "200", "--json", "quick.json", folder=tmp_path)
     assert code == 0, out + err
-    run = read_run(tmp_path / "quick.json")
-    complete(run)
-    assert {"auto", "ray", "bare-socket", "memcpy"} <= {row.row for row in run.measured("cpu")}
+    result = read_result(tmp_path / "quick.json")
+    complete(result)
+    assert measured(result) >= {"auto", "ray", "bare-socket", "memcpy"}
     assert out.splitlines()[-1].startswith("Here a call with a tensor of 1.25 KB takes ")
     assert "waiting for" in err
     assert bench.gone_within(40)
 
 
 @pytest.mark.slow
-def test_two_patterns_have_figures_in_every_row(bench: Command, tmp_path: Path) -> None:
-    chosen = ["--pattern", "quiet,all-to-all", "--sizes", "nothing,1.25KB", "--device", "cpu", "--budget", "200"]
-    code, out, err = bench.run("--quick", *chosen, "--json", "r.json", folder=tmp_path, timeout=220)
+def test_every_pattern_has_figures_of_every_contestant(bench: Command, tmp_path: Path) -> None:
+    chosen = ["--pattern", "all", "--sizes", "nothing,1.25KB", "--device", "cpu", "--budget", "200"]
+    code, out, err = bench.run("--quick", *chosen, "--json", "r.json", folder=tmp_path, timeout=240)
     assert code == 0, out + err
-    run = read_run(tmp_path / "r.json")
-    for cell in run.cells:
-        if cell.row in ("bare-nccl", "floor") or (cell.row, cell.pattern) == ("ray-graph", "all-to-all"):
-            assert cell.median is None and cell.reason
-            continue
-        assert cell.reason is None, cell
-        assert cell.median and cell.low and cell.high and 0 < cell.low <= cell.median <= cell.high
-        assert cell.samples >= 2 * cell.repeats > 0
-        assert cell.caller_cpu_ms and cell.caller_cpu_ms > 0
-        assert cell.caller_switches is not None and cell.caller_switches >= 0
-    assert {cell.variant for cell in run.cells} == {"", "4 members, sync", "4 members, async"}
-    assert "auto / bare-torchrpc" in out and "context switches" in out
+    result = read_result(tmp_path / "r.json")
+    complete(result)
+    missing = {(one.contestant, one.reason) for one in result.figures if one.reason}
+    assert missing <= {("bare-socket", "a socket has no calls beside each other")}
+    assert {one.case.partition(",")[0] for one in result.figures} == {*PATTERNS}
     assert bench.gone_within(40)
 
 
@@ -127,10 +123,10 @@ def test_between_two_nodes_of_a_cluster(bench: Command, tmp_path: Path) -> None:
         arguments = ["--address", cluster.address, "--hosts", *hosts, *chosen, "--json", str(tmp_path / "r.json")]
         code, out, err = bench.run(*arguments, timeout=250)
         assert code == 0, out + err
-        run = read_run(tmp_path / "r.json")
-        complete(run)
-        assert {row.row for row in run.measured("cpu")} == {"auto", "bare-torchrpc", "ray"}
-        assert f"--hosts {hosts[0]} {hosts[1]}" in run.command
+        result = read_result(tmp_path / "r.json")
+        complete(result)
+        assert measured(result) == {"auto", "bare-torchrpc", "ray"}
+        assert f"--hosts {hosts[0]} {hosts[1]}" in result.command
     finally:
         cluster.shutdown()
         if of_the_tests is not None:  # Ray keeps one for the process, and the end of a cluster removes it

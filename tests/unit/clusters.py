@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Gpu, Hca, HcaPort, Interface
 
@@ -122,6 +124,11 @@ def member(number: int = 0, *, host: int = 0, pod: int = 0, cuda: bool = False, 
 
 def group(*members: Endpoint) -> Cluster:
     return {endpoint.name: endpoint for endpoint in members}
+
+
+def slope(points: Mapping[int, float]) -> float:
+    """Of the line through these points, both axes logarithmic: 1 where a figure is proportional to n."""
+    return float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
 
 
 def one_host(count: int = 2) -> Cluster:

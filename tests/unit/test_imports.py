@@ -65,7 +65,16 @@ PUBLIC |= {f"integrations.{package}" for package in ("sglang", "torchrl", "trl",
 #: They have no threads, sockets, processes or Ray of their own.
 PURE = {
     *("config", "manifest", "routing", "runtime_env", "text"),
-    *("bench.cases", "bench.reports", "bench.results", "bench.site", "doctor.examination", "doctor.report"),
+    *(
+        "bench.cases",
+        "bench.contestants",
+        "bench.patterns",
+        "bench.plots",
+        "bench.results",
+        "bench.site",
+        "bench.tables",
+    ),
+    *("doctor.examination", "doctor.report"),
     "_compat.requirements",
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
     *("calls.spans", "integrations.versions", "integrations.recording"),

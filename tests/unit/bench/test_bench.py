@@ -1,4 +1,4 @@
-"""What the bench decides without a machine: options, what can run where, the line, tables, files."""
+"""What the bench decides without a machine: options, what can run where, tables, files."""
 
 from __future__ import annotations
 
@@ -11,31 +11,20 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.bench import cases as bench_cases
-from raytorchrpc.bench.cases import PATTERN_ROWS, PATTERNS, ROWS, Case, Shape, case_obstacle, make_options, shape
-from raytorchrpc.bench.reports import conclusion, document, not_measured, plain, tables, to_csv
-from raytorchrpc.bench.results import (
-    INTERRUPTED,
-    Cell,
-    Device,
-    RowResult,
-    Run,
-    fit,
-    published,
-    read_run,
-    show_size,
-    write_file,
-)
-from raytorchrpc.bench.site import Host, MemoryLimits, Site, find_node, free_memory, needed, obstacle, size_obstacle
+from benchmarks import page
+from raytorchrpc.bench import contestants, patterns, tables
+from raytorchrpc.bench.cases import Device, Figure, show_size
+from raytorchrpc.bench.contestants import CALLS, LINKS, choose
+from raytorchrpc.bench.patterns import PATTERNS, Pattern, Shape, make_options, parse_size, shape, variants
+from raytorchrpc.bench.results import Result, published, read_result, write_file
+from raytorchrpc.bench.site import Host, Site, find_node, free_memory, obstacle, size_obstacle
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.topology.endpoint import Endpoint, Gid, Hca, HcaPort
 from tests.unit import command_line
 
 GB = 10**9
-BY_NAME = {row.name: row for row in ROWS}
-PATTERN_ROW = {row.name: row for row in PATTERN_ROWS}
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+BY_NAME = {one.name: one for one in LINKS}
 
 
 # --- options -----------------------------------------------------------------------------------------------
@@ -50,42 +39,47 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 )
 def test_sizes_are_read_and_what_is_none_is_refused_by_its_text(text: str, size: int | None) -> None:
     if size is not None:
-        assert bench_cases.parse_size(text) == size
+        assert parse_size(text) == size
         return
     with pytest.raises(ConfigurationError, match=f"{text!r} is not a number of bytes"):
-        bench_cases.parse_size(text)
+        parse_size(text)
 
 
 def test_a_run_covers_everything_unless_told_otherwise() -> None:
     usual = make_options()
-    assert (usual.rows, usual.devices) == (ROWS, ("cpu", "cuda"))
-    sizes = [case.size for case in usual.cases]
-    assert sizes == sorted({size for curve in published()[1].values() for size in curve})
-    assert [bench_cases.parse_size(show_size(size)) for size in sizes] == sizes
+    assert (usual.contestants, usual.devices) == (LINKS, ("cpu", "cuda"))
+    assert list(usual.sizes) == sorted({size for curve in published()[1].values() for size in curve})
+    assert [parse_size(show_size(size)) for size in usual.sizes] == list(usual.sizes)
     some = make_options(rows=["nccl-*,auto", "memcpy"], sizes=["1MB,1KB", "1000"], device="cpu")
-    assert [row.name for row in some.rows] == ["auto", "nccl-nvlink", "nccl-TCP", "nccl-IB", "nccl-GDR", "memcpy"]
-    assert ([case.size for case in some.cases], some.devices) == ([1000, 10**6], ("cpu",))
+    assert [one.name for one in some.contestants] == [
+        "auto",
+        "nccl-nvlink",
+        "nccl-TCP",
+        "nccl-IB",
+        "nccl-GDR",
+        "memcpy",
+    ]
+    assert (some.sizes, some.devices) == ((1000, 10**6), ("cpu",))
 
 
-@pytest.mark.parametrize(("cores", "rows"), [(2, bench_cases.QUICK_FEW), (32, bench_cases.QUICK)])
+@pytest.mark.parametrize(("cores", "rows"), [(2, contestants.QUICK_FEW), (32, contestants.QUICK)])
 def test_a_quick_run_starts_few_actors_where_there_are_few_cores(cores: int, rows: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(bench_cases.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(patterns.os, "cpu_count", lambda: cores)
     quick = make_options(quick=True)
-    assert {row.name for row in quick.rows} == set(rows)
+    assert {one.name for one in quick.contestants} == set(rows)
     assert quick.budget_s < 60
 
 
-def test_patterns_rows_and_payloads_are_chosen_by_name() -> None:
+def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
     some = make_options(pattern=["paced,all-*"], rows=["auto,ray*"], sizes=["10MB,nothing", "1.25KB"], device="cpu")
-    assert [row.name for row in some.rows] == ["auto", "ray", "ray-graph"]
-    assert {(case.pattern, case.size) for case in some.cases} == {
-        (pattern, size) for pattern in ("paced", "all-to-all") for size in (0, 1250, 10_000_000)
-    }
+    assert [one.name for one in some.contestants] == ["auto", "ray"]
+    assert {one.name.partition(",")[0] for one in some.patterns} == {"paced", "all-to-all"}
+    assert some.sizes == (0, 1250, 10_000_000)
     everything, quick = make_options(pattern=["all"]), make_options(pattern=["all"], quick=True)
-    assert (everything.rows, everything.repeats, quick.repeats) == (PATTERN_ROWS, 5, 3)
-    assert list(dict.fromkeys(case.pattern for case in everything.cases)) == list(PATTERNS)
-    assert {case.size for case in everything.cases} == {0, 1250, 10_000_000}
-    assert quick.budget_s < 90 and len(quick.cases) < len(everything.cases)
+    assert (everything.contestants, everything.rounds, quick.rounds) == (CALLS, 5, 3)
+    assert list(dict.fromkeys(one.name.partition(",")[0] for one in everything.patterns)) == list(PATTERNS)
+    assert quick.budget_s < 90 and len(quick.patterns) < len(everything.patterns)
+    assert len({one.name for one in everything.patterns}) == len(everything.patterns)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +123,7 @@ def test_bad_options_are_one_line_and_start_nothing(
 
 
 def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
-    monkeypatch.setattr("raytorchrpc.bench.reports.find_spec", lambda name: None)
+    monkeypatch.setattr("raytorchrpc.bench.plots.find_spec", lambda name: None)
     ran = command_line.run("bench", "--plot", "x.png")
     assert ran.exit_code == 2
     assert ran.stderr == "raytorchrpc bench: --plot needs matplotlib: pip install '.[bench]' in a checkout\n"
@@ -172,7 +166,7 @@ def adapter(state: str = "ACTIVE") -> Hca:
 
 CUDA_ANYWHERE = {"auto", "torchrpc", "torchrpc-TCP", "nixl", "ray", "ray-zero-copy", "bare-torchrpc"}
 CUDA_ANYWHERE |= {"ray-rdt-nixl", "ray-rdt-torchrpc"}
-ANYWHERE = CUDA_ANYWHERE | {"nng-TCP", "ray-rdt-gloo", "socket", "bare-nng", "bare-socket", "bare-socket-x4", "memcpy"}
+ANYWHERE = CUDA_ANYWHERE | {"nng-TCP", "ray-rdt-gloo", "socket", "bare-socket", "memcpy"}
 TWO_GPUS = {"nccl-TCP", "ray-rdt-nccl", "bare-nccl"}
 RDMA_CUDA = CUDA_ANYWHERE | TWO_GPUS | {"torchrpc-IB", "nccl-IB", "nccl-GDR"}
 ONE_HOST_GPU = {"cuda-shared-tensor", "ray-rdt-cuda-ipc", "gpu-copy"}
@@ -201,7 +195,7 @@ def newest_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rows_run_where_they_can(where: Site, device: Device, rows: set[str]) -> None:
-    assert {row.name for row in ROWS if device in row.devices and obstacle(row, device, where) is None} == rows
+    assert {one.name for one in LINKS if device in one.devices and obstacle(one, device, where) is None} == rows
 
 
 @pytest.mark.usefixtures("newest_ray")
@@ -226,47 +220,36 @@ def test_a_row_that_cannot_run_says_why(row: str, device: Device, where: Site, s
 
 
 @pytest.mark.parametrize(
-    ("row", "case", "device", "gpus", "says"),
+    ("name", "pattern", "device", "size", "says"),
     [
-        ("auto", Case("quiet", size=1250), "cuda", 0, "Ray has no GPU"),
-        ("bare-nccl", Case("quiet", size=1250), "cuda", 1, "needs two GPUs, and there is one"),
-        ("bare-nccl", Case("quiet", size=1250), "cuda", 2, None),
-        ("bare-nccl", Case("quiet"), "cuda", 2, "only for CUDA"),
-        ("auto", Case("in-flight", unit="calls/s", size=10**7), "cpu", 0, "up to 1 MB"),
-        ("ray-graph", Case("all-to-all", members=4), "cpu", 0, "driver alone"),
-        ("bare-torchrpc", Case("in-flight", concurrency=4), "cpu", 0, "concurrency"),
-        ("auto", Case("all-to-all", members=8, size=640_000_000), "cpu", 0, "of memory"),
-        ("auto", Case("all-to-all", members=8, size=640_000_000), "cuda", 2, None),
-        *((row, Case("quiet", size=1250), "cpu", 0, None) for row in ("auto", "bare-torchrpc", "ray", "ray-graph")),
-        ("floor", Case("paced", size=1250, interval_s=0.002), "cpu", 0, None),
-        ("floor", Case("quiet", size=1250), "cpu", 0, "only in the paced pattern"),
-        ("floor", Case("paced", size=10**7, interval_s=0.002), "cpu", 0, "only in the paced pattern"),
+        ("bare-nccl", Pattern(), "cuda", 1250, None),
+        ("bare-nccl", Pattern(), "cuda", 0, "only for CUDA tensors in a tight loop"),
+        ("auto", Pattern(in_flight=8, unit="calls/s"), "cpu", 10**7, "up to 1 MB"),
+        ("bare-socket", Pattern(interval_s=0.002), "cpu", 0, None),
+        ("bare-socket", Pattern(busy="Python"), "cpu", 0, "no calls beside each other"),
+        *((name, Pattern(), "cpu", 1250, None) for name in ("auto", "bare-torchrpc", "ray")),
     ],
 )
-def test_a_row_that_cannot_run_a_case_says_why(row: str, case: Case, device: Device, gpus: int, says: Any) -> None:
-    found = case_obstacle(PATTERN_ROW[row], case, device, 16 * GB)
-    found = found or obstacle(PATTERN_ROW[row], device, site(place(gpus=gpus)))
-    assert found is None if says is None else says in (found or "")
+def test_one_that_has_no_such_calls_says_why(name: str, pattern: Pattern, device: Device, size: int, says: Any) -> None:
+    reason = patterns.obstacle(choose([name], CALLS)[0], pattern, device, size)
+    assert reason is None if says is None else says in (reason or "")
 
 
 def test_ray_actors_can_be_called_while_they_call() -> None:
-    ray, auto = PATTERN_ROW["ray"], PATTERN_ROW["auto"]
-    assert shape(ray, Case("all-to-all", members=4)) == Shape(4, 16, 16)
-    assert shape(ray, Case("busy-callee", busy="Python")) == Shape(2, 1, 16)
-    assert shape(ray, Case("quiet")) == shape(auto, Case("quiet")) == Shape(2, 1, 1)
-    assert shape(auto, Case("all-to-all", members=4)) == Shape(4, 1, 1)
-    assert shape(auto, Case("in-flight", concurrency=0)) == Shape(2, 1, 0)
+    auto, ray = choose(["auto", "ray"], CALLS)
+    together = Pattern(members=4, is_together=True)
+    assert shape(ray, together) == Shape(4, 16) and shape(ray, Pattern(busy="Python")) == Shape(2, 16)
+    assert shape(ray, Pattern()) == shape(auto, Pattern()) == Shape(2, 1)
+    assert shape(auto, together) == Shape(4, 1)
 
 
 def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
-    room = MemoryLimits(host=10 * GB, gpu=10 * GB, store=GB)
-    assert size_obstacle(BY_NAME["auto"], "cpu", 10**6, room) is None
-    assert "carries at most" in (size_obstacle(BY_NAME["socket"], "cpu", 1 << 20, room) or "")
-    assert "of memory, 10 GB is usable" in (size_obstacle(BY_NAME["auto"], "cpu", 5 * GB, room) or "")
-    assert "of GPU memory" in (size_obstacle(BY_NAME["cuda-shared-tensor"], "cuda", 5 * GB, room) or "")
-    assert "object store of 1 GB" in (size_obstacle(BY_NAME["ray"], "cpu", 6 * 10**8, room) or "")
-    assert needed(BY_NAME["cuda-shared-tensor"], "cuda", 10)[0] == 0
-    assert needed(BY_NAME["torchrpc-TCP"], "cuda", 10)[0] > 0
+    here = site(place(free_bytes=10 * GB, store_bytes=GB))
+    assert size_obstacle(BY_NAME["auto"], "cpu", 10**6, here) is None
+    assert "carries at most" in (size_obstacle(BY_NAME["socket"], "cpu", 1 << 20, here) or "")
+    assert "of memory, 8 GB is usable" in (size_obstacle(BY_NAME["auto"], "cpu", 5 * GB, here) or "")
+    assert "of GPU memory" in (size_obstacle(BY_NAME["cuda-shared-tensor"], "cuda", 5 * GB, here, 10 * GB) or "")
+    assert "object store of 1 GB" in (size_obstacle(BY_NAME["ray"], "cpu", 6 * 10**8, here) or "")
 
 
 def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path) -> None:
@@ -282,222 +265,148 @@ def test_free_memory_is_what_the_control_group_leaves(tmp_path: Path) -> None:
     assert free_memory(tmp_path) == 8000 * 1024
 
 
-def test_rows_and_cases_are_sound() -> None:
-    assert len(BY_NAME) == len(ROWS)
-    assert {row.published for row in ROWS} - {None} == set(published()[1])  # every published transport has its row
-    for row in ROWS:
-        GroupConfig(**row.config)
-        shared = [other for other in ROWS if other.actors == row.actors]
-        assert len(shared) == 1 or not any(other.env or other.transport == "group" for other in shared)
+def test_contestants_and_patterns_are_sound() -> None:
+    assert len(BY_NAME) == len(LINKS)
+    assert {one.published for one in LINKS} - {None} == set(published()[1])  # every published transport has its own
+    for one in LINKS:
+        GroupConfig(**one.config)
+        shared = [other for other in LINKS if other.actors == one.actors]
+        assert len(shared) == 1 or not any(other.env or other.link == "group" for other in shared)
     with pytest.raises(ConfigurationError):
-        bench_cases.choose(["auto", "Auto"])
-    for pattern in PATTERNS:
-        labels = [case.label for case in bench_cases.cases(pattern, (0, 1250), quick=False)]
-        assert len(set(labels)) == len(labels) > 0
-
-
-# --- the line ---------------------------------------------------------------------------------------------------
-
-
-SLOPE = [(size, 50e-6 + size / 8e9) for size in (1250, 20_000, 10**6, 10**8)]
-
-
-@pytest.mark.parametrize(
-    ("points", "per_op_s", "bytes_per_s", "off_by"),
-    [
-        (SLOPE, 50e-6, 8e9, 1e-6),
-        ([*SLOPE, (10**9, 0.25)], 50e-6, 6e9, 0.3),  # small times weigh as much as large ones
-        ([(1000, 2e-3), (10**6, 1e-3)], 1.2e-3, None, 0.1),  # no part is negative
-        ([(10**6, 1e-3), (10**7, 2e-2)], 0, 8e8, 0.1),
-    ],
-)
-def test_the_line_through_medians(points: Any, per_op_s: float, bytes_per_s: float | None, off_by: float) -> None:
-    line = fit(points)
-    assert line is not None and line.per_op_s == pytest.approx(per_op_s, rel=off_by)
-    assert line.bytes_per_s == (bytes_per_s and pytest.approx(bytes_per_s, rel=off_by))
-    assert fit(points[:1]) is None and fit([]) is None
+        choose(["auto", "Auto"])
+    assert all(variants(name, quick) for name in PATTERNS for quick in (True, False))
 
 
 # --- what came out ------------------------------------------------------------------------------------------------
 
 
-def cell(row: str, device: Device, size: int, figure: float | str, **more: Any) -> Cell:
-    """Figures, or the reason why there are none."""
-    if isinstance(figure, str):
-        return Cell(row=row, device=device, bytes=size, reason=figure, **more)
-    figures = {"median": figure, "low": figure * 0.9, "high": figure * 1.1}
-    return Cell(row=row, device=device, bytes=size, **figures, **more)
+def figure(contestant: str, size: int, value: float | str, **more: Any) -> Figure:
+    """A figure, or the reason why there is none."""
+    known: Any = {"case": "tensors", **more, "contestant": contestant, "size": size}
+    if isinstance(value, str):
+        return Figure(**known, reason=value)
+    return Figure(**known, median=value, low=value * 0.9, high=value * 1.1, turns=5)
 
 
-def run_of(rows: list[RowResult], cells: list[Cell]) -> Run:
-    return Run(version="1", started="2026-01-01T00:00:00+00:00", command="raytorchrpc bench --quick", seconds=12.5,
-               machine=("2 cores, somewhere", "RDMA adapters: none"), rows=tuple(rows), cells=tuple(cells))  # fmt: skip
+def result(*figures: Figure, **more: Any) -> Result:
+    known: Any = {"version": "1", "tree": "abc", "started": "2026-01-01T00:00:00+00:00", "seconds": 12.5}
+    known |= {"command": "raytorchrpc bench --quick", "machine": ("2 cores, somewhere", "RDMA adapters: none")}
+    return Result(**{**known, **more}, figures=figures)
 
 
-def result(*devices: Device, rays: float | str = 5.0) -> Run:
+def links(rays: float | str = 5.0, device: Device = "cpu") -> Result:
     """A run of sizes."""
-    kinds = {"auto": "raytorchrpc", "shm": "raytorchrpc", "ray": "for comparison", "same-gpu": "for comparison"}
-    kinds |= {"memcpy": "limit", "nixl": "raytorchrpc"}
-    times = {"auto": 1.0, "shm": 0.8, "ray": rays, "same-gpu": 0.1, "memcpy": 0.1, "nixl": "nixl is not installed"}
-    rows, cells = [], []
-    for device in devices or ("cpu",):
-        for name, kind in kinds.items():
-            curve = ("intranode", "shm") if name == "shm" else None
-            known: Any = {"what": "x", "published": curve, "comparable": name != "same-gpu"}
-            rows.append(RowResult(row=name, device=device, kind=kind, **known))
-            for size in (1250, 40_000_000):
-                figure: Any = "one takes about 9 s" if (name, size) == ("ray", 40_000_000) else times[name]
-                cells.append(cell(name, device, size, figure, samples=9, via="shm"))
-    return run_of(rows, cells)
+    times: dict[str, Any] = {"auto": 1.0, "shm": 0.8, "ray": rays, "nixl": "nixl is not installed"}
+    figures = [figure(name, size, "it was slow" if (name, size) == ("ray", 40_000_000) else value, device=device,
+                    via="shm" if name == "auto" else None)
+             for size in (1250, 40_000_000) for name, value in times.items()]  # fmt: skip
+    return result(*figures, published={"shm": ("intranode", "shm")})
 
 
-def pattern_result() -> Run:
+def paced() -> Result:
     """A run of a pattern."""
-    cost = {"caller_switches": 1.25, "caller_cpu_ms": 0.08, "callee_switches": 2.0, "callee_cpu_ms": 0.07}
-    large: dict[str, Any] = {"auto": 0.25, "bare-torchrpc": 0.5, "ray": 1.0, "ray-graph": "too long", "floor": 0.05}
-    small = {"auto": 0.1, "bare-torchrpc": 0.2, "ray": "it broke", "ray-graph": "it broke", "floor": 0.05}
-    return run_of([], [
-        cell(row, "cpu", size, figure, pattern="quiet", repeats=5, **(cost if row == "auto" else {}))
-        for size, figures in ((1250, large), (0, small)) for row, figure in figures.items()
-    ])  # fmt: skip
+    figures = {("auto", 0): 0.1, ("ray", 0): "it broke", ("auto", 1250): 0.25, ("ray", 1250): 1.0}
+    return result(*(figure(name, size, value, case="paced") for (name, size), value in figures.items()))
 
 
-def shown(run: Run, tmp_path: Path, *options: str, code: int = 0) -> str:
+def shown(run: Result, tmp_path: Path, *options: str, code: int = 0) -> str:
     """What the command prints of it, or says of its failure."""
-    write_file(tmp_path / "run.json", run.model_dump_json(exclude_none=True))
+    write_file(tmp_path / "run.json", run.to_json())
     ran = command_line.run("bench", "--from", str(tmp_path / "run.json"), *options)
     assert ran.exit_code == code, ran
     return ran.stderr if code else ran.stdout
 
 
 def test_a_run_that_ctrl_c_ended_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run, file = result(rays=INTERRUPTED), tmp_path / "r.json"
+    run, file = links().model_copy(update={"interrupted": True}), tmp_path / "r.json"
     monkeypatch.setattr("raytorchrpc.cli.bench._measure", lambda *_: run)
     ran = command_line.run("bench", "--json", str(file))
-    assert ran.exit_code not in (0, 2) and "auto" in ran.stdout and INTERRUPTED in ran.stdout
-    assert read_run(file) == run
-    assert INTERRUPTED in shown(run, tmp_path), "shown again, it is a run like others"
+    assert ran.exit_code not in (0, 2) and "auto" in ran.stdout
+    assert read_result(file) == run
 
 
-@pytest.mark.parametrize("run", [result(), result("cpu", "cuda"), pattern_result()])
-def test_a_result_is_written_and_read_again(run: Run, tmp_path: Path) -> None:
-    write_file(tmp_path / "r.json", run.model_dump_json(exclude_none=True))
-    assert read_run(tmp_path / "r.json") == run
+@pytest.mark.parametrize("run", [links(), paced(), result(figure("auto", 1, "it broke")), result()])
+def test_a_result_is_written_and_read_again(run: Result, tmp_path: Path) -> None:
+    write_file(tmp_path / "r.json", run.to_json())
+    assert read_result(tmp_path / "r.json") == run
     assert os.listdir(tmp_path) == ["r.json"]
 
 
-def test_the_stored_results_are_read() -> None:
-    sizes = read_run(RESULTS / "h200.json")
-    assert tables(sizes)[0].rows[0][:2] == ("auto", "0.258 ±0%")
-    patterns = read_run(RESULTS / "h200-patterns-cpu.json")
-    assert [pattern for _, pattern in patterns.tables()][:2] == ["quiet", "paced"]
-    assert tables(patterns)[0].rows[0][1].startswith("0.144 (")
+def test_the_longer_of_contestants_and_sizes_goes_down() -> None:
+    (down,) = tables.tables(links())
+    assert down.heads == ["", "1.25 KB", "40 MB"]
+    assert down.rows == [["auto", "1", "1"], ["shm", "0.8 x0.8", "0.8 x0.8"], ["ray", "5 x5", "-"],
+                         ["lane of auto", "shm", "shm"]]  # fmt: skip
+    (across,) = tables.tables(result(*(figure(name, size, 2.0) for name in ("auto", "ray") for size in (1, 2, 3))))
+    assert across.heads == ["", "auto", "ray"] and across.rows[0] == ["1 B", "2", "2 x1"]
+    assert across.markdown().splitlines()[:3] == ["|  | auto | ray |", "| --- | ---: | ---: |", "| 1 B | 2 | 2 x1 |"]
 
 
-def test_tables_show_figures_and_only_figures() -> None:
-    found, choice = tables(result(), against_published=True)
-    by_row = {row[0]: row[1:] for row in found.rows}
-    assert by_row["auto"][:2] == ("1 ±10%", "1 ±10%")
-    assert by_row["ray"][:2] == ("5 ±10%", "-")
-    assert "nixl" not in by_row
+def test_turns_that_differ_much_are_marked() -> None:
+    noisy = Figure(case="x", contestant="auto", size=1, median=1.0, low=0.9, high=1.6, turns=5)
+    assert tables.tables(result(noisy))[0].rows == [["1 B", "1~"]]
+
+
+def test_published_figures_stand_beside_those_of_the_run(tmp_path: Path) -> None:
+    text = shown(links(), tmp_path, "--against", "published")
     shm = published()[1]["intranode", "shm"]
-    assert by_row["  published, intranode"][:2] == (f"{shm[1250]:.3g}", f"{shm[40_000_000]:.3g}")
-    rule = plain(found).splitlines()[2]
-    assert set(rule) == {"-", " "} and len(rule.split()) == len(found.heads)
-    # Auto is compared to forced rows and to peers, but to no limit.
-    assert choice.rows == (("1.25 KB", "shm", "shm", "1.25", "ray", "0.20"), ("40 MB", "shm", "shm", "1.25", "-", "-"))
-
-
-def test_the_table_of_a_pattern_shows_medians_spread_and_ratios() -> None:
-    found, cost = tables(pattern_result())
-    ratios = ("auto / bare-torchrpc", "auto / ray", "x floor")
-    assert found.heads == ("case", "auto", "bare-torchrpc", "ray", "floor", *ratios)
-    assert found.rows[0][:4] == ("1.25 KB", "0.25 (0.225-0.275)", "0.5 (0.45-0.55)", "1 (0.9-1.1)")
-    assert [row[-3:] for row in found.rows] == [("0.50", "0.25", "5.00"), ("0.50", "-", "2.00")]
-    assert cost.rows[0][:3] == ("1.25 KB", "1.2 + 2.0", "80 + 70")
-    assert "context switches" in plain(cost)
-
-
-@pytest.mark.parametrize(
-    ("rays", "says"),
-    [(7.2, "a seventh of Ray's"), (1.9, "half of Ray's"), (14.4, "1/14 of Ray's"), (1.1, "about as long as Ray's"),
-     (0.4, "2.5 times as long as Ray's")],
-)  # fmt: skip
-def test_a_run_ends_with_one_sentence(rays: float, says: str) -> None:
-    assert conclusion(result(rays=rays)) == f"Here a call with a tensor of 1.25 KB takes {says}."
-    assert conclusion(pattern_result()) == "Here a call with a tensor of 1.25 KB takes a quarter of Ray's."
-    assert conclusion(result(rays="it broke")) is None
+    assert re.search(rf"^shm, published +{shm[1250]:.3g} x0.36 +{shm[40_000_000]:.3g} x48$", text, re.MULTILINE)
+    assert published()[0] in text
 
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_tables_fit_a_terminal_and_lose_no_column(width: int) -> None:
-    found = tables(run_of(list(result().rows), [cell("auto", "cpu", 10**n, 1.0) for n in range(3, 11)]))[0]
-    lines = plain(found, width).splitlines()
-    assert max(map(len, lines)) <= width < max(map(len, plain(found).splitlines()))
-    columns = [re.split(r" {2,}", line) for line in lines if line.startswith("row ")]
-    assert len(columns) > 1 and [head for heads in columns for head in heads[1:]] == list(found.heads[1:])
+    figures = (figure(f"a contestant {n}", 10**size, 1.25) for n in range(12) for size in range(3, 11))
+    (table,) = tables.tables(result(*figures))
+    lines = table.text(width).splitlines()
+    assert max(map(len, lines)) <= width < max(map(len, table.text().splitlines()))
+    columns = [line.split("  ") for line in lines if "KB" in line or "MB" in line or "GB" in line]
+    assert [head.strip() for heads in columns for head in heads if head.strip()] == table.heads[1:]
 
 
 def test_every_hole_has_its_reason() -> None:
-    assert not_measured(result()) == [
-        "CPU tensors: ray at 40 MB: one takes about 9 s",
-        "CPU tensors: nixl: nixl is not installed",
-    ]
-    assert not_measured(pattern_result()) == [
-        "CPU tensors: ray-graph: quiet (1.25 KB): too long",
-        "CPU tensors: ray, ray-graph: quiet (nothing): it broke",
-    ]
-    lines = list(csv.DictReader(io.StringIO(to_csv([result(), pattern_result()]))))
-    assert len(lines) == 12 + 10
-    hole = next(line for line in lines if (line["row"], line["bytes"]) == ("ray", "40000000"))
-    assert (hole["median"], hole["reason"]) == ("", "one takes about 9 s")
+    assert tables.gaps(links()) == ["CPU: ray at 40 MB: it was slow", "CPU: nixl: nixl is not installed"]
+    two = result(figure("ray", 0, "slow", case="one"), figure("ray", 0, 1.0, case="two"))
+    assert tables.gaps(two) == ["CPU: ray (one): slow"]
+    lines = list(csv.DictReader(io.StringIO(tables.to_csv([links(), paced()]))))
+    assert len(lines) == 8 + 4
+    hole = next(line for line in lines if (line["contestant"], line["size"]) == ("ray", "40000000"))
+    assert (hole["median"], hole["reason"]) == ("", "it was slow")
 
 
-def test_the_document_says_how_to_get_it_again_and_what_is_missing() -> None:
-    text = document([result(), result("cuda")], ["a.png", None])
-    for part in ("raytorchrpc bench --quick", "![Latency and bandwidth against size](a.png)", "| auto | 1 ±10% |"):
-        assert part in text
-    assert text.count("<summary>Not measured, and why</summary>") == 2
-    assert "CUDA tensors: nixl: nixl is not installed" in text
-    assert "| shm | 2 cores, one host, cpu | 0.8 |" in text[text.index("## Published figures") :]
-    of_pattern = document([pattern_result()], ["p.png"])
-    for part in ("| 1.25 KB | 0.25 (0.225-0.275) |", "](p.png)", "too long"):
-        assert part in of_pattern
+def test_a_run_ends_with_one_sentence() -> None:
+    assert (
+        tables.conclusion(links())
+        == "Here a call with a tensor of 1.25 KB takes 1 ms, and 5 ms by Ray, 5 times as long."
+    )
+    assert tables.conclusion(links("it broke")) is None
 
 
-def test_results_can_be_shown_again(tmp_path: Path) -> None:
-    text = shown(result("cpu", "cuda"), tmp_path, "--from", str(tmp_path / "run.json"), "--markdown",
-                 str(tmp_path / "out.md"), "--csv", str(tmp_path / "out.csv"))  # fmt: skip
-    assert text.count("what auto chose") == 4
-    for name in ("line within", "auto / it"):  # explained once for each run
-        assert name in text and text.count(f"\n{name}: ") == 2
-    assert (tmp_path / "out.md").read_text().count("## 2 cores, one host") == 2
-    assert len((tmp_path / "out.csv").read_text().splitlines()) == 49
-    assert "0.25 (0.225-0.275)" in shown(pattern_result(), tmp_path)
-    nothing = "raytorchrpc bench: no row produced a figure; the reasons are above\n"
-    assert shown(run_of([], []), tmp_path, code=1) == nothing
+def test_the_document_says_how_to_get_it_again_and_what_is_missing(tmp_path: Path) -> None:
+    file, out = tmp_path / "run.json", tmp_path / "out.md"
+    assert "1.25 KB" in shown(links(), tmp_path, "--from", str(file), "--markdown", str(out), "--csv", f"{out}.csv")
+    text = out.read_text()
+    for part in ("`raytorchrpc bench --quick`: 2 cores", "tree abc, 2026-01-01", "| auto | 1 | 1 |", "nixl is not"):
+        assert text.count(part) == 2
+    assert len(Path(f"{out}.csv").read_text().splitlines()) == 17
+    nothing = "raytorchrpc bench: no contestant produced a figure; the reasons are above\n"
+    assert shown(result(), tmp_path, code=1) == nothing
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------
+def test_the_page_of_measurements_is_what_the_stored_results_say() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python -m benchmarks.page`"
 
 
-@pytest.mark.parametrize("run", [result(), pattern_result()])
-def test_a_picture_names_the_library_the_machine_and_sizes_or_cases(run: Run) -> None:
+@pytest.mark.parametrize("run", [links(), paced()])
+def test_a_picture_names_the_library_the_machine_and_sizes(run: Result) -> None:
     pytest.importorskip("matplotlib")
-    from raytorchrpc.bench.reports import draw, figure_of
+    from raytorchrpc.bench.plots import draw, picture
 
-    assert draw(run, against_published=True).startswith(b"\x89PNG")
-    figure = figure_of(run)
-    figure.canvas.draw()
-    assert figure.get_suptitle() == "raytorchrpc 1, 2026-01-01; 2 cores, somewhere\nRDMA adapters: none"
-    axes, labels = figure.axes[0], [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    if not run.has_patterns:
-        assert {"1 KB", "10 MB"} <= set(labels)
-        return
-    assert labels == ["1.25 KB", "nothing"]
-    assert axes.get_position().width > 0.7 and len(figure.axes) == 1  # it fills the picture
-    assert all(line.get_linestyle() == "None" for line in axes.lines if len(line.get_xdata()) > 1)  # joins no cases
-    low, high = axes.get_ylim()
-    ticks = [label.get_text() for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-             if low <= at <= high]  # fmt: skip
-    assert {"0.1", "0.5", "1"} <= set(ticks) and not any("times" in tick for tick in ticks)
+    assert draw(run).startswith(b"\x89PNG")
+    drawn = picture(run)
+    drawn.canvas.draw()
+    assert drawn.get_suptitle() == "raytorchrpc abc, 2026-01-01; 2 cores, somewhere; RDMA adapters: none"
+    labels = [label.get_text() for label in drawn.axes[0].get_xticklabels()]
+    assert {"10 KB", "10 MB"} <= set(labels) if run.figures[0].case == "tensors" else labels == ["nothing", "1.25 KB"]
+    ticks = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert "1" in ticks and not any("times" in tick for tick in ticks)

@@ -1,16 +1,17 @@
-"""What a roster keeps when members come in, who may be in one group, and the law that ``benchmarks scale`` fits."""
+"""What a roster keeps when members come in, who may be in one group, and what forming costs."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import time
 
 import pytest
 
-from benchmarks import scale
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.messages import AgentIdentity, Owner, Prepared, Probe
+from raytorchrpc.membership.messages import AgentIdentity, Listening, Owner, Prepared, Probe, packed
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
@@ -105,36 +106,27 @@ def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
         assert contacts[name].address == prepared[name].addresses["socket"]
 
 
-@pytest.mark.parametrize("gpus", [0, 1], ids=["without GPUs", "a GPU each"])
-def test_forming_a_group_costs_time_and_bytes_in_proportion_to_its_members(gpus: int) -> None:
-    me = clusters.member(0, cuda=bool(gpus), gpus=clusters.a100s(gpus))
-    sizes = (200, 800, 3200)
+def cost_of_forming(n: int) -> dict[str, float]:
+    """Seconds to plan a group on 16 hosts, and bytes to send: one description for each host, a part for each member."""
+    began = time.thread_time()
+    roster, prepared = formed(clusters.hosts_of(16, n // 16))
+    planned = time.thread_time() - began
+    shared = packed(roster.description), packed(Listening("", "", prepared, 1.0))
+    parts = [pickle.dumps(roster.spec(name)) for name in roster.records]
+    return {"seconds": planned, "bytes": 16 * sum(map(len, shared)) + sum(map(len, parts))}
+
+
+def test_forming_a_group_costs_time_and_bytes_in_proportion_to_its_members() -> None:
+    sizes = (192, 768, 3072)
     runs: dict[int, list[dict[str, float]]] = {n: [] for n in sizes}
     for _ in range(8):
-        for n, its in runs.items():
-            its.append(scale.simulate(me, n, 16))
-        figures = runs[sizes[0]][0].keys() - {"members", "hosts"}
-        slopes = {key: scale.slope({n: min(run[key] for run in its) for n, its in runs.items()}) for key in figures}
+        for n in sizes:
+            runs[n].append(cost_of_forming(n))
+        slopes = {key: clusters.slope({n: min(cost[key] for cost in costs) for n, costs in runs.items()})
+                  for key in ("seconds", "bytes")}  # fmt: skip
         if max(slopes.values()) <= 1.1:  # a busy machine takes longer for some runs
             return
     pytest.fail(f"costs grow faster than the group: {slopes}")
-
-
-@pytest.mark.parametrize(
-    ("terms", "dominant"), [((3.0, 0.0, 0.0), "constant"), ((1.0, 0.5, 0.0), "n"), ((2.0, 0.1, 0.01), "n^2")]
-)
-def test_a_law_is_found_again(terms: tuple[float, float, float], dominant: str) -> None:
-    a, b, c = terms
-    found = scale.law({n: a + b * n + c * n * n for n in (8, 16, 32, 64)})
-    assert found[:3] == pytest.approx(terms, abs=1e-6)
-    assert found.error < 1e-6
-    assert found.dominant(1000) == dominant
-
-
-def test_a_law_has_no_negative_term() -> None:
-    found = scale.law({8: 5.0, 16: 4.0, 32: 3.0, 64: 2.0})
-    assert min(found[:3]) >= 0
-    assert found.error > 0.1
 
 
 # --- users ----------------------------------------------------------------------------------------------------------

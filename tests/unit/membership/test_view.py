@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale import slope
 from raytorchrpc.membership.view import JOINING, Absence, Delta, Table
+from tests.unit.clusters import slope
 from tests.unit.group.followers import Group, elsewhere
 
 

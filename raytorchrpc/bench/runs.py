@@ -1,0 +1,191 @@
+"""A whole run: the actors of each case are started, take their turns, and end when no later case needs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+
+from raytorchrpc.bench import patterns
+from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, Skipped, Stuck, measure
+from raytorchrpc.bench.contestants import Contestant
+from raytorchrpc.bench.patterns import Options, Pattern, Shape, shape
+from raytorchrpc.bench.results import Result, tree
+from raytorchrpc.bench.site import Site, examine, obstacle, size_obstacle
+from raytorchrpc.bench.teams import START_S, Place, Team
+
+#: Bytes from which a payload is freed at the end of each turn: memory is needed for one contestant at a time.
+_LARGE = 200_000_000
+#: A contestant with a turn that took longer is not measured at larger sizes (seconds).
+_SLOW_S = 20.0
+#: Longest time to wait for an answer of an actor (seconds).
+_ANSWER_S = 60.0
+
+Report = Callable[[str, float], None]
+"""``report(current step, share of the work that is done)``."""
+Key = tuple[str, Device, Shape]
+
+
+def run(options: Options, command: str, report: Report = lambda text, part: None) -> Result:
+    """Take all measurements on an initialised Ray. Always ends the actors it started.
+
+    Blocks until the actors are up, and then for about ``options.budget_s`` at most. Raises ConfigurationError for a
+    host that Ray does not have, BootstrapError if a host does not answer. Ctrl-C ends it with the figures so far.
+    """
+    started, began = datetime.now(timezone.utc), time.monotonic()
+    report("examining the hosts", 0.0)
+    site = examine(options.hosts)
+    place = Place.at(site, options.patterns[0].name != "tensors", options.hosts is not None)
+    runner = Runner(options, site, place, report)
+    interrupted = False
+    try:
+        runner.run()
+    except KeyboardInterrupt:
+        interrupted = True
+        if not any(figure.median for figure in runner.figures):
+            raise
+    finally:
+        runner.end()
+    known = {one.name: one for one in options.contestants}
+    return Result(
+        title="Between two hosts" if options.hosts else "On one host",
+        tree=tree(),
+        started=started.isoformat(timespec="seconds"),
+        command=command,
+        machine=site.facts(sorted(runner.gpu_names)),
+        seconds=round(time.monotonic() - began, 1),
+        interrupted=interrupted,
+        contestants={name: one.meaning for name, one in known.items()},
+        published={name: one.published for name, one in known.items() if one.published is not None},
+        figures=tuple(runner.figures),
+    )
+
+
+@dataclass
+class Runner:
+    """Measures the cases of one run."""
+
+    options: Options
+    site: Site
+    place: Place
+    report: Report
+    start: Callable[[Contestant, Place, Shape], Team] = Team
+    figures: list[Figure] = field(default_factory=list)
+    gpu_names: set[str] = field(default_factory=set)
+    _teams: dict[Key, Team] = field(default_factory=dict)
+    _active: tuple[Team, Contestant] | None = None
+    """Whose turns have begun, of those that have their own."""
+    _checked: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    """By contestant and size of the present case, the lane that carried a verified sample."""
+
+    def run(self) -> None:
+        """Measure every case, within the time."""
+        budget_s = self.options.budget_s
+        jobs = [(device, pattern) for device in self.options.devices for pattern in self.options.patterns]
+        jobs.sort(key=lambda job: not self._able(*job))  # what has only reasons comes last, and takes no time
+        for number, (device, pattern) in enumerate(jobs):
+            self._prepare(device, pattern, number / len(jobs))
+            began = time.monotonic()
+            case = self._case(device, pattern)
+            progress = partial(self._report, case, (number / len(jobs), 1 / len(jobs)))
+            deadline = began + budget_s / max(1, sum(bool(self._able(*job)) for job in jobs[number:]))
+            measure(case, self.options.rounds, self.figures, deadline=deadline, report=progress)
+            self._pause()
+            budget_s -= time.monotonic() - began
+
+    def _case(self, device: Device, pattern: Pattern) -> Case:
+        known = {one.name: one for one in self.options.contestants if device in one.devices}
+        self._checked = {}
+        return Case(
+            name=pattern.name,
+            contestants=tuple(known),
+            sizes=(0,) if pattern.is_idle else self.options.sizes,
+            body=lambda name, size: self._turn(known[name], device, pattern, int(size)),
+            unit=pattern.unit,
+            device=device,
+            apart=[name for name, one in known.items() if one.own_turn],
+            via=lambda name: next((via for (who, _), via in reversed(self._checked.items()) if who == name), None),
+            slow_s=_SLOW_S,
+        )
+
+    def _report(self, case: Case, done: tuple[float, float], name: str, size: Size) -> None:
+        before, share = done
+        self.report(f"{case.device}, {case.name}: {name}", before + share * case.sizes.index(size) / len(case.sizes))
+
+    def _able(self, device: Device, pattern: Pattern) -> list[Contestant]:
+        """The contestants that can be measured at some size."""
+        return [
+            one
+            for one in self.options.contestants
+            if device in one.devices
+            and obstacle(one, device, self.site) is None
+            and not all(patterns.obstacle(one, pattern, device, size) for size in self.options.sizes)
+        ]
+
+    def _prepare(self, device: Device, pattern: Pattern, done: float) -> None:
+        """Start the actors that this pattern needs and do not run yet, and end the others."""
+        needed: dict[Key, Contestant] = {}
+        for one in self._able(device, pattern):
+            needed.setdefault((one.actors, device, shape(one, pattern)), one)
+        for key in [key for key, team in self._teams.items() if key not in needed or team.failed]:
+            self._teams.pop(key).end("no case needs it")
+        place = self.place if device == "cuda" else self.place._replace(gpus=())
+        fresh = {key: self.start(one, place, key[2]) for key, one in needed.items() if key not in self._teams}
+        self._teams |= fresh
+        waiting, limit = list(fresh.values()), time.monotonic() + START_S
+        while waiting and time.monotonic() < limit:
+            more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
+            names = ", ".join(team.name for team in waiting[:5]) + more
+            self.report(f"starting actors of {len(fresh)} contestants; waiting for {names}", done)
+            waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
+        for team in waiting:
+            team.end(f"Ray did not start its actors within {START_S:.0f} s")
+        self.gpu_names |= {ready.gpu_name for team in fresh.values() for ready in team.ready if ready.gpu_name}
+
+    def _turn(self, one: Contestant, device: Device, pattern: Pattern, size: int) -> float:
+        """One turn of a contestant, whose first one at a size is verified."""
+        if (reason := obstacle(one, device, self.site)) is not None:
+            raise Failed(reason)
+        if (reason := patterns.obstacle(one, pattern, device, size)) is not None:
+            raise Skipped(reason)
+        team = self._teams[one.actors, device, shape(one, pattern)]
+        if team.failed:
+            raise Failed(team.failed)
+        free = min((ready.gpu_free for ready in team.ready if ready.gpu), default=None)
+        if (reason := size_obstacle(one, device, size, self.site, free)) is not None:
+            raise Failed(reason)
+        try:
+            team.open(one, _ANSWER_S)
+            self._begin(team, one)
+            if size and (one.name, size) not in self._checked and not pattern.is_idle:
+                self._checked[one.name, size] = team.check(one, device, pattern, size, _ANSWER_S)
+            return team.turn(one, device, pattern, size, self.options.window_s, _ANSWER_S)
+        except Stuck as failure:
+            self._active = None
+            team.end(f"its actors were killed because {one.name} failed: {failure}")
+            raise
+        finally:
+            if size >= _LARGE and not team.failed:
+                team.drop()
+
+    def _begin(self, team: Team, one: Contestant) -> None:
+        if self._active is None or self._active[1] is not one:
+            self._pause()
+            if one.own_turn:
+                team.resume(one)
+                self._active = team, one
+
+    def _pause(self) -> None:
+        if self._active is not None:
+            (team, one), self._active = self._active, None
+            try:
+                team.pause(one)
+            except Failed as failure:
+                team.end(f"its turn did not end: {failure}")
+
+    def end(self) -> None:
+        """End all actors."""
+        for team in self._teams.values():
+            team.end("the run has ended")

@@ -1,0 +1,168 @@
+"""Results as tables, for the terminal and in Markdown, and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from raytorchrpc.bench.cases import Device, Figure
+from raytorchrpc.bench.results import Result, published
+from raytorchrpc.text import table as text_table
+
+DEVICES: Mapping[Device, str] = {"cpu": "CPU", "cuda": "CUDA"}
+LEGEND = (
+    "x: a figure divided by the first contestant's. ~: the turns of a figure differ by more than half of it.\n"
+    "Compare figures of one run only: times on a shared machine vary."
+)
+
+
+class Table(NamedTuple):
+    """Cells of text; the first column names the line."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def text(self, width: int | None = None) -> str:
+        """Lines of text. With ``width``, columns that do not fit follow below, each time behind the first."""
+        widths = [max(map(len, column)) for column in zip(self.heads, *self.rows, strict=True)]
+        blocks, used = [[0]], widths[0]
+        for column, needed in enumerate(widths[1:], 1):
+            used += 2 + needed
+            if width is not None and used > width and len(blocks[-1]) > 1:
+                blocks.append([0])
+                used = widths[0] + 2 + needed
+            blocks[-1].append(column)
+        texts = []
+        for columns in blocks:
+            heads, *rows = ([row[column] for column in columns] for row in (self.heads, *self.rows))
+            texts.append(text_table(heads, rows, width=sum(widths) + 2 * len(widths), right=len(columns) - 1))
+        return f"{self.title}\n" + "\n\n".join(texts)
+
+    def markdown(self) -> str:
+        """The lines without the title."""
+        rule = ["---", *["---:"] * (len(self.heads) - 1)]
+        return "\n".join(f"| {' | '.join(row)} |" for row in (self.heads, rule, *self.rows))
+
+
+def show(value: float) -> str:
+    """Three figures, and no exponent."""
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def tables(result: Result) -> list[Table]:
+    """One for each case and device with a figure: contestants and sizes, the longer of both downwards."""
+    groups: dict[tuple[str, Device], dict[str, dict[str, Figure]]] = {}
+    for figure in result.figures:
+        of_case = groups.setdefault((figure.case, figure.device), {})
+        of_case.setdefault(figure.contestant, {})[figure.label] = figure
+    made = []
+    for (case, device), lines in groups.items():
+        first = next(iter(lines.values()))
+        known = [figure for line in lines.values() for figure in line.values() if figure.median is not None]
+        labels = [*dict.fromkeys(figure.label for figure in known)]
+        if all(isinstance(figure.size, int) for figure in known):
+            labels = [figure.label for figure in sorted({one.size: one for one in known}.values(), key=_bytes)]
+        cells = {
+            name: [_cell(line.get(label), None if line is first else first.get(label)) for label in labels]
+            for name, line in lines.items()
+            if any(figure.median is not None for figure in line.values())
+        }
+        if not cells:
+            continue
+        if via := {label: figure.via for label, figure in first.items() if figure.via}:
+            cells[f"lane of {next(iter(lines))}"] = [via.get(label, "-") for label in labels]
+        title = f"{case}, {DEVICES[device]}" + (f" ({known[0].unit})" if known[0].unit else "")
+        if len(cells) > len(labels):
+            rows = [[name, *texts] for name, texts in cells.items()]
+            made.append(Table(title, ["", *labels], rows))
+        else:
+            rows = [[label, *texts] for label, *texts in zip(labels, *cells.values(), strict=True)]
+            made.append(Table(title, ["", *cells], rows))
+    return made
+
+
+def _bytes(figure: Figure) -> int:
+    return int(figure.size)
+
+
+def _cell(figure: Figure | None, first: Figure | None) -> str:
+    if figure is None or figure.median is None:
+        return "-"
+    text = show(figure.median)
+    if figure.low is not None and figure.high is not None and figure.high - figure.low > figure.median / 2:
+        text += "~"
+    if first is not None and first.median:
+        ratio = figure.median / first.median
+        text += f" x{ratio:.2g}" if ratio < 100 else f" x{ratio:,.0f}"
+    return text
+
+
+def gaps(result: Result) -> list[str]:
+    """One line per reason: the contestants, sizes and cases without a figure because of it."""
+    sizes: dict[tuple[Device, str, str], dict[str | None, list[str]]] = {}
+    for one in result.figures:
+        sizes.setdefault((one.device, one.contestant, one.case), {}).setdefault(one.reason, []).append(one.label)
+    cases: dict[tuple[Device, str, str, str], list[str]] = {}
+    for (device, contestant, case), by_reason in sizes.items():
+        for reason, labels in by_reason.items():
+            if reason is not None:
+                at = f" at {', '.join(labels)}" if len(by_reason) > 1 else ""
+                cases.setdefault((device, contestant, at, reason), []).append(case)
+    lines: dict[tuple[str, str], list[str]] = {}
+    for (device, contestant, at, reason), some in cases.items():
+        is_whole = len(some) == sum(key[:2] == (device, contestant) for key in sizes)
+        where = "" if is_whole else f" ({'; '.join(some)})"
+        lines.setdefault((DEVICES[device], f"{at}{where}: {reason}"), []).append(contestant)
+    return [f"{device}: {', '.join(contestants)}{rest}" for (device, rest), contestants in lines.items()]
+
+
+def conclusion(result: Result) -> str | None:
+    """One sentence: the smallest call with a tensor by ours and by Ray; None if the two were not measured."""
+    known = {(figure.case, figure.device, figure.contestant, figure.size): figure for figure in result.figures}
+    for (case, device, contestant, size), ours in known.items():
+        rays = known.get((case, device, "ray", size))
+        if contestant == "auto" and isinstance(size, int) and size and ours.median and rays and rays.median:
+            tensor = f"a call with a tensor of {ours.label} takes {show(ours.median)} {ours.unit}"
+            times = f"{rays.median / ours.median:.2g} times as long"
+            return f"Here {tensor}, and {show(rays.median)} {rays.unit} by Ray, {times}."
+    return None
+
+
+def to_csv(results: Iterable[Result]) -> str:
+    """One line per figure, with the reason if there is none."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, ["started", "tree", *Figure.model_fields], lineterminator="\n")
+    writer.writeheader()
+    for result in results:
+        for figure in result.figures:
+            writer.writerow({"started": result.started, "tree": result.tree, **figure.model_dump()})
+    return out.getvalue()
+
+
+def document(results: Sequence[Result], pictures: Sequence[str | None] = ()) -> str:
+    """Results in Markdown. ``pictures``: for each, the path of its picture as the document is to name it."""
+    parts = ["# Benchmark results"]
+    for number, result in enumerate(results):
+        parts += section(result, pictures[number] if number < len(pictures) else None)
+    return "\n\n".join(parts) + "\n"
+
+
+def section(result: Result, picture: str | None = None, level: str = "##") -> list[str]:
+    """The paragraphs of one result."""
+    facts = [*result.machine, f"tree {result.tree}, {result.started[:10] or 'undated'}"]
+    parts = [
+        f"{level} {result.title or result.machine[0]}",
+        f"{result.about}\n\n`{result.command}`: {'; '.join(facts)}.".strip(),
+    ]
+    parts += [f"![Each figure of each case]({picture})"] if picture else []
+    for table in tables(result):
+        parts += [f"**{table.title}**", table.markdown()]
+    if any(name.endswith(", published") for name in (figure.contestant for figure in result.figures)):
+        parts.append(published()[0])
+    if missing := gaps(result):
+        lines = "\n".join(f"- {line}" for line in missing)
+        parts.append(f'<details markdown="1">\n<summary>Not measured, and why</summary>\n\n{lines}\n\n</details>')
+    return parts
