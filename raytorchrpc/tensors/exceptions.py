@@ -7,13 +7,15 @@ loaded.
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from types import MemberDescriptorType
 from typing import Any
 
-from raytorchrpc.errors import RemoteError, shown
+from raytorchrpc.errors import E, RemoteError, shown
 from raytorchrpc.tensors.codec import Codec, Encoded
 
 #: A longer traceback loses its middle (characters): in a chain of calls each hop adds its own traceback.
@@ -58,6 +60,22 @@ def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseExceptio
     return RemoteError(f"on {where}{obstacle}:\n{text}", type_name=name, traceback_text=text)
 
 
+def again(error: E) -> E:
+    """A copy of an error that is kept, to raise it: its traceback would keep what keeps the error; see ``untraced``."""
+    cls = type(error)
+    with contextlib.suppress(Exception):  # a user's class that cannot be copied
+        native = _native(cls)
+        if _pickles_itself(cls, native):
+            other: Any = copy.copy(error)
+        else:
+            other = _rebuilt(*_parts(error, native))
+        if type(other) is cls:
+            if error.__cause__ is not None:
+                object.__setattr__(other, "__cause__", error.__cause__)
+            return other  # type: ignore[no-any-return]
+    return error
+
+
 def traceback_text(error: BaseException) -> str:
     """Format the traceback of any exception, with those of its causes, as Python does. Never raises."""
     try:
@@ -100,16 +118,24 @@ def _descriptions(codec: Codec, error: BaseException, within: tuple[Any, ...]) -
     native = _native(cls)
     if _pickles_itself(cls, native):
         yield error
-    _, made_from, *rest = native.__reduce__(error)
-    state = (rest and rest[0]) or {}
-    yield cls, made_from, error.args, state
+    yield (parts := _parts(error, native))
     if not _pickles_itself(cls, native):
         yield error
     # Something in it cannot travel: that alone is lost.
-    made_from, args = (_part(codec, each, within, _text) for each in (made_from, error.args))
-    parts = {name: _part(codec, value, within, _nothing) for name, value in state.items()}
-    yield cls, made_from, args, {name: part for name, part in parts.items() if part is not _nothing}
+    made_from, args = (_part(codec, each, within, _text) for each in parts[1:3])
+    state = {name: _part(codec, value, within, _nothing) for name, value in parts[3].items()}
+    yield cls, made_from, args, {name: part for name, part in state.items() if part is not _nothing}
     yield cls, made_from, args, {}
+
+
+def _parts(error: BaseException, native: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
+    """Return what ``_rebuilt`` makes the exception of."""
+    cls = type(error)
+    _, made_from, *rest = native.__reduce__(error)
+    own = cls.__mro__[: cls.__mro__.index(native)]
+    slots = [name for each in own for name, slot in vars(each).items() if isinstance(slot, MemberDescriptorType)]
+    state = {name: getattr(error, name) for name in slots if hasattr(error, name)}
+    return cls, made_from, error.args, {**state, **((rest and rest[0]) or {})}
 
 
 def _part(codec: Codec, value: Any, within: tuple[Any, ...], instead: Callable[[Any], Any]) -> Any:

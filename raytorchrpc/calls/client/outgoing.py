@@ -7,6 +7,7 @@ import itertools
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -37,6 +38,7 @@ from raytorchrpc.errors import (
     SerializationError,
     no_memory,
     shown,
+    untraced,
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork, threads
@@ -126,7 +128,7 @@ class OutgoingCall:
             self._transmit(*self._arguments, max(0.001, self.remaining()))
         except PeerLost as lost:
             with self._lock:
-                self._lose(lost.with_traceback(None))
+                self._lose(untraced(lost))
 
     def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
         """Send its request."""
@@ -224,7 +226,7 @@ class OutgoingCall:
                     if header.kind == protocol.KEPT:
                         self._fetch(header.number)
                 except Exception as error:
-                    self._fail(error.with_traceback(None))  # it would hold this call, which holds it
+                    self._fail(untraced(error))
             return self._phase in _DECIDED
 
     def _fetch(self, number: int) -> None:
@@ -266,7 +268,7 @@ class OutgoingCall:
                 with torch_internals.autograd_context(self._context):
                     self._attempt()
         except Exception as failure:  # the peer is gone for good, or the call is not sent for another reason
-            error = failure
+            error = untraced(failure)
         finally:
             current_scope.reset(before)
         self._end_sending(lost, error)
@@ -282,7 +284,7 @@ class OutgoingCall:
         """``error``: why it was not sent again, if it was not."""
         with self._lock:
             if self._phase is LOST and self._pending is lost:
-                self._error, self._phase = error.with_traceback(None), FAILED
+                self._error, self._phase = untraced(error), FAILED
         lost.complete()
         if self._is_cancelled:  # meanwhile
             self._abandon()
@@ -325,16 +327,17 @@ class OutgoingCall:
                     if threads.is_shortage(failure):
                         error = no_memory("this process", f"the result of {self.label}", failure)
                     else:
-                        why = f"the result of {self.label} cannot be unpickled here: {shown(failure)}"
+                        why = f"the result of {self.label} cannot be unpickled here: {shown(failure)}{_place(failure)}"
                         error = SerializationError(why)
                     error.__cause__ = failure
                 else:
                     error = self._after_reply(failure)
                 lost = isinstance(error, PeerLost)
+                untraced(failure)  # the caller keeps it
         self._count(size, came_by, error)
         if lost and isinstance(error, RayTorchRpcError):
             with self._lock:
-                if self._lose(error.with_traceback(None)):
+                if self._lose(untraced(error)):
                     return None
             if isinstance(error, PeerLost) and self._may_have_run and not error.may_have_run:
                 error = PeerLost(error.peer, error.cause)  # in an earlier attempt
@@ -619,7 +622,6 @@ class OutgoingCalls:
             try:
                 message = pending.take()
             except Exception as error:  # nothing came
-                error.__traceback__ = None  # its frames lead to the call, which leads to it
                 if label:
                     submit(self.report_dropped, label, error)
                 return
@@ -640,6 +642,12 @@ class OutgoingCalls:
             if not isinstance(failure, BaseException):
                 failure = decode_exception(self.codec, failure.body, label)
             threads.report(failure, f"the exception of a call of {label} was never retrieved: its future was dropped")
+
+
+def _place(failure: BaseException) -> str:
+    """Where an error was raised, for a message that is all that is left of its traceback."""
+    at = traceback.extract_tb(failure.__traceback__)[-1:]
+    return f" ({at[0].filename}:{at[0].lineno}, in {at[0].name})" if at else ""
 
 
 def _object_ref(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SerializationError:

@@ -14,7 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
-from raytorchrpc.errors import NotAMember, NotFound
+from raytorchrpc.errors import NotAMember, NotFound, untraced
+from raytorchrpc.tensors.exceptions import again
 
 T = TypeVar("T", bound="Served")
 
@@ -37,10 +38,17 @@ class DeferredReply(Future[Any]):
             if error is None:
                 self.set_result(value)
             else:
-                self.set_exception(error)
+                self.set_exception(untraced(error))
         except InvalidStateError:
             return False
         return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As that of its class, but the error stays without a traceback."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise again(error)
+        return super().result(0)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until it is settled, at most ``timeout_s``; whether it is."""

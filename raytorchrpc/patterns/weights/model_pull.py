@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
+from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, untraced
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.model_tensors import (
     ModuleState,
@@ -28,6 +28,7 @@ from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, mak
 from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+from raytorchrpc.tensors.exceptions import again
 
 #: How many pulled versions a process remembers, the last ones.
 _REMEMBERED = 1024
@@ -137,7 +138,7 @@ class UsableSources:
         if asked is None or asked in self._lost or not self._several:
             return False
         assert isinstance(error, (NotFound, PeerLost))
-        self._lost[asked] = error
+        self._lost[asked] = untraced(error)
         return True
 
     def peer_lost(self) -> PeerLost | None:
@@ -237,7 +238,7 @@ class ModelPull:
             return self._bring_newest(version, since)
         except (NotFound, Empty) as error:
             if (lost := self._usable.peer_lost()) is not None:  # other errors would be wrong: something may be written
-                raise lost from error
+                raise again(lost) from error
             raise
 
     def _bring_newest(self, version: int | None, since: int | None) -> int:

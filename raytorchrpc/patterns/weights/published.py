@@ -41,6 +41,7 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.cuda_streams import own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
+from raytorchrpc.tensors.exceptions import again
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class Versions(Generic[V]):
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            raise again(self._broken)
 
     def wait(self, version: int, until: float) -> int | DeferredReply:
         """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""
@@ -125,7 +126,7 @@ class Versions(Generic[V]):
             if until > time.monotonic():
                 return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
             if (error := self._not_in_time(version)) is not None:
-                raise error
+                raise again(error)
             return 0
 
     def _not_in_time(self, version: int) -> Empty | None:

@@ -19,7 +19,7 @@ import torch
 from raytorchrpc import errors
 from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
 from raytorchrpc.tensors.codec import Codec, Encoded
-from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
+from raytorchrpc.tensors.exceptions import again, decode_exception, encode_exception
 
 
 class Odd(Exception):
@@ -54,9 +54,11 @@ class OwnPickling(Exception):
 
 
 class HoldsALock(Exception):
+    __slots__ = ("code",)
+
     def __init__(self) -> None:
         super().__init__("held")
-        self.lock, self.status = threading.Lock(), 401
+        self.lock, self.status, self.code = threading.Lock(), 401, 7
 
 
 def arrival(error: BaseException, codec: Codec | None = None) -> BaseException:
@@ -325,6 +327,32 @@ def test_what_cannot_travel_in_an_exception_is_lost_alone() -> None:
     lost = {"lock", "loop", "function", "many"}
     assert vars(arrived).keys() == vars(error).keys() - lost
     assert not hasattr(arrived.inner, "outer")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Odd(1, 2, tag="t"),
+        OddFile("/gone"),
+        Frozen(3),
+        OwnPickling(4),
+        HoldsALock(),
+        StopIteration(5),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        PeerLost("b", "cut", may_have_run=False),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_kept_error_is_raised_as_a_copy_that_leads_nowhere(error: Exception) -> None:
+    object.__setattr__(error, "__cause__", RemoteError("text"))
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            raise again(error)
+        assert raised.value is not error and error.__traceback__ is None
+        assert raised.value.__cause__ is error.__cause__
+        assert (str(raised.value), raised.value.args, vars(raised.value)) == (str(error), error.args, vars(error))
+        for name in ("filename", "code", "secret", "value", "object", "may_have_run"):
+            assert getattr(raised.value, name, None) == getattr(error, name, None), name
 
 
 def test_an_error_that_passes_many_members_stays_small() -> None:
