@@ -91,7 +91,7 @@ class ThreadModes(NamedTuple):
         )
 
     def enter(self) -> Any:
-        """Put this thread, which is in torch's own defaults, into these modes; drop what it returns before ``leave``."""
+        """Put this thread, which is in torch's defaults, into these modes. Drop what it returns before ``leave``."""
         guard = torch._C._InferenceMode(True) if self.inference else None
         torch.set_grad_enabled(self.grad)
         if self.device is not None:

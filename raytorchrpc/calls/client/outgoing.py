@@ -290,12 +290,7 @@ class OutgoingCall:
             self._abandon()
 
     def _after_reply(self, error: RayTorchRpcError) -> RayTorchRpcError:
-        """The error for a result that was announced and did not arrive: the method has run."""
-        if isinstance(error, LaneUnavailable) and (why := self._calls.peers.why_unreachable(self._route)) is not None:
-            return PeerLost(self._route.member.name, f"{why}; its result had not been fetched")
-        if isinstance(error, PeerLost) and not error.may_have_run:
-            return PeerLost(error.peer, error.cause)
-        return error
+        return _after_reply(self._calls.peers, self._route, error)
 
     # --- the outcome ---------------------------------------------------------------------------------------------
 
@@ -361,7 +356,7 @@ class OutgoingCall:
         if header.kind == protocol.OK and self._options.into is not None:
             into = receiver(self._options.into)
             into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
-            into.error_of = self._after_reply
+            into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
             size, value = into.receive(calls.codec, message.body, pending, self.label, self._options.keep)
             body = message.body
         else:
@@ -642,6 +637,15 @@ class OutgoingCalls:
             if not isinstance(failure, BaseException):
                 failure = decode_exception(self.codec, failure.body, label)
             threads.report(failure, f"the exception of a call of {label} was never retrieved: its future was dropped")
+
+
+def _after_reply(peers: PeerTable, route: PeerRoute, error: RayTorchRpcError) -> RayTorchRpcError:
+    """The error for a result that was announced and did not arrive: the method has run."""
+    if isinstance(error, LaneUnavailable) and (why := peers.why_unreachable(route)) is not None:
+        return PeerLost(route.member.name, f"{why}; its result had not been fetched")
+    if isinstance(error, PeerLost) and not error.may_have_run:
+        return PeerLost(error.peer, error.cause)
+    return error
 
 
 def _place(failure: BaseException) -> str:

@@ -73,7 +73,9 @@ class Replies:
         """The reply with an exception, to a request of that kind."""
         if kind == REMOTE:
             return Message((True, error), NOTHING)
-        return Message((RAISED,), encode_exception(self._codec, error))
+        encoded = encode_exception(self._codec, error)
+        errors.untraced(error)  # a method's frame may hold it: ``error = ValueError(); raise error``
+        return Message((RAISED,), encoded)
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
         """Reply with an exception. Blocks while it is sent; does not raise."""

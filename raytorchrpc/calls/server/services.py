@@ -41,6 +41,9 @@ class DeferredReply(Future[Any]):
                 self.set_exception(untraced(error))
         except InvalidStateError:
             return False
+        vars(self)[
+            "_done_callbacks"
+        ].clear()  # called by now; they lead to this, and only the collector could free both
         return True
 
     def result(self, timeout: float | None = None) -> Any:
