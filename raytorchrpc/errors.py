@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import queue
-from typing import Any, TypeVar
-
-E = TypeVar("E", bound=BaseException)
+from typing import Any
 
 
 class RayTorchRpcError(Exception):
@@ -186,21 +184,6 @@ class RemoteError(RayTorchRpcError):
 def no_memory(process: str, what: str, cause: BaseException) -> MemoryError:
     """The error of a process that has no memory to pickle or unpickle ``what``."""
     return MemoryError(f"{process} has no memory for {what} ({shown(cause)})")
-
-
-def untraced(error: E) -> E:
-    """The error without the tracebacks of itself and its causes, so that it can be kept.
-
-    A traceback holds its frames, all frames that called them, and what these hold: also what keeps the error, and
-    tensors. Only the garbage collector could free that, and some programs turn it off.
-    """
-    chain: list[BaseException | None] = [error]
-    while chain:
-        each = chain.pop()
-        if each is not None and each.__traceback__ is not None:
-            BaseException.with_traceback(each, None)
-            chain += each.__cause__, each.__context__
-    return error
 
 
 def shown(error: BaseException) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.server.exposed import service
-from raytorchrpc.errors import ConfigurationError, NotAMember, untraced
+from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: A member drops what it holds for a guest that has sent nothing for this time (seconds).
 LEASE_S = 15.0

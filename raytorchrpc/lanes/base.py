@@ -19,7 +19,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.process.completion import Completion, nothing, run_reported
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import Shape, view_at
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -126,6 +126,8 @@ class _Thread(threading.Thread):
             target(*args)
         except BaseException as error:
             report(error, f"the thread {self.name} has ended")
+        finally:
+            del target, args  # the frames of an error that one of these keeps lead to this one
 
 
 def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thread:
@@ -180,7 +182,10 @@ def uninterrupted(function: Callable[..., T], *args: Any, name: str) -> T:
             interrupt = error
     if interrupt is not None:
         raise interrupt
-    return done.result()
+    try:
+        return done.result()
+    finally:
+        del done  # its error holds this frame
 
 
 def settle(done: Future[T], function: Callable[..., T], *args: Any) -> None:

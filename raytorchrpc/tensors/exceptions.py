@@ -7,16 +7,15 @@ loaded.
 from __future__ import annotations
 
 import contextlib
-import copy
 import pickle
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from types import MemberDescriptorType
 from typing import Any
 
-from raytorchrpc.errors import E, RemoteError, shown
+from raytorchrpc.errors import RemoteError, shown
 from raytorchrpc.tensors.codec import Codec, Encoded
+from raytorchrpc.tensors.kept_errors import native_of, parts_of, pickles_itself, rebuilt
 
 #: A longer traceback loses its middle (characters): in a chain of calls each hop adds its own traceback.
 _TEXT_LIMIT = 64 * 1024
@@ -60,22 +59,6 @@ def decode_exception(codec: Codec, encoded: Encoded, where: str) -> BaseExceptio
     return RemoteError(f"on {where}{obstacle}:\n{text}", type_name=name, traceback_text=text)
 
 
-def again(error: E) -> E:
-    """A copy of an error that is kept, to raise it: its traceback would keep what keeps the error; see ``untraced``."""
-    cls = type(error)
-    with contextlib.suppress(Exception):  # a user's class that cannot be copied
-        native = _native(cls)
-        if _pickles_itself(cls, native):
-            other: Any = copy.copy(error)
-        else:
-            other = _rebuilt(*_parts(error, native))
-        if type(other) is cls:
-            if error.__cause__ is not None:
-                object.__setattr__(other, "__cause__", error.__cause__)
-            return other  # type: ignore[no-any-return]
-    return error
-
-
 def traceback_text(error: BaseException) -> str:
     """Format the traceback of any exception, with those of its causes, as Python does. Never raises."""
     try:
@@ -115,27 +98,17 @@ def _descriptions(codec: Codec, error: BaseException, within: tuple[Any, ...]) -
     if not isinstance(error, Exception):
         return
     cls = type(error)
-    native = _native(cls)
-    if _pickles_itself(cls, native):
+    native = native_of(cls)
+    if pickles_itself(cls, native):
         yield error
-    yield (parts := _parts(error, native))
-    if not _pickles_itself(cls, native):
+    yield (parts := parts_of(error, native))
+    if not pickles_itself(cls, native):
         yield error
     # Something in it cannot travel: that alone is lost.
     made_from, args = (_part(codec, each, within, _text) for each in parts[1:3])
     state = {name: _part(codec, value, within, _nothing) for name, value in parts[3].items()}
     yield cls, made_from, args, {name: part for name, part in state.items() if part is not _nothing}
     yield cls, made_from, args, {}
-
-
-def _parts(error: BaseException, native: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]:
-    """Return what ``_rebuilt`` makes the exception of."""
-    cls = type(error)
-    _, made_from, *rest = native.__reduce__(error)
-    own = cls.__mro__[: cls.__mro__.index(native)]
-    slots = [name for each in own for name, slot in vars(each).items() if isinstance(slot, MemberDescriptorType)]
-    state = {name: getattr(error, name) for name in slots if hasattr(error, name)}
-    return cls, made_from, error.args, {**state, **((rest and rest[0]) or {})}
 
 
 def _part(codec: Codec, value: Any, within: tuple[Any, ...], instead: Callable[[Any], Any]) -> Any:
@@ -195,27 +168,5 @@ class _Inner:
         return _reraisable, (self._described,)
 
 
-def _native(cls: type[BaseException]) -> Any:
-    """Return the first built-in base class, which may have state of its own (a file name, a position)."""
-    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
-
-
-def _pickles_itself(cls: type[BaseException], native: Any) -> bool:
-    """Whether the class defines its own pickling."""
-    return cls.__reduce__ is not native.__reduce__ or cls.__reduce_ex__ is not native.__reduce_ex__
-
-
 def _reraisable(described: Any) -> BaseException:
-    return described if isinstance(described, BaseException) else _rebuilt(*described)
-
-
-def _rebuilt(
-    cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
-    # Without calling cls(...), which may need other arguments than those in ``args``.
-    native = _native(cls)
-    error: BaseException = native.__new__(cls, *made_from)
-    native.__init__(error, *made_from)
-    for key, value in {"args": args, **state}.items():
-        object.__setattr__(error, key, value)  # the class may be a frozen dataclass
-    return error
+    return described if isinstance(described, BaseException) else rebuilt(*described)

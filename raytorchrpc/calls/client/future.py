@@ -21,7 +21,7 @@ from raytorchrpc.errors import CancelledError, ConfigurationError, RpcTimeout
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.tensors import thread_modes
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,6 @@ from raytorchrpc.errors import (
     SerializationError,
     no_memory,
     shown,
-    untraced,
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork, threads
@@ -49,6 +48,7 @@ from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes, named_arguments
 from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
+from raytorchrpc.tensors.kept_errors import untraced
 
 #: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
 _NOTICE_S = 10.0

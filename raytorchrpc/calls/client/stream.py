@@ -12,9 +12,9 @@ from typing import Generic, NoReturn, TypeVar
 from raytorchrpc.calls.client.future import Call, Future
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.scope import Limit, Scope, current_scope, refuse_on_loop
-from raytorchrpc.errors import RayTorchRpcError, RpcTimeout, untraced
+from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import fork
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T")
 

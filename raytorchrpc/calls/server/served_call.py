@@ -41,6 +41,7 @@ from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception
+from raytorchrpc.tensors.kept_errors import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Replies:
         if kind == REMOTE:
             return Message((True, error), NOTHING)
         encoded = encode_exception(self._codec, error)
-        errors.untraced(error)  # a method's frame may hold it: ``error = ValueError(); raise error``
+        untraced(error)  # a method's frame may hold it: ``error = ValueError(); raise error``
         return Message((RAISED,), encoded)
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:

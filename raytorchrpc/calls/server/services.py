@@ -14,8 +14,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
-from raytorchrpc.errors import NotAMember, NotFound, untraced
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.errors import NotAMember, NotFound
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T", bound="Served")
 

@@ -20,7 +20,7 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
 from raytorchrpc.patterns.waits import ReplyLock, give_up_at
 from raytorchrpc.process.workers import Deadlines
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again
 
 Policy = Literal["block", "drop_oldest", "latest"]
 

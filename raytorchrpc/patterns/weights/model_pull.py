@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, untraced
+from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.model_tensors import (
     ModuleState,
@@ -28,7 +28,7 @@ from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, mak
 from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: How many pulled versions a process remembers, the last ones.
 _REMEMBERED = 1024

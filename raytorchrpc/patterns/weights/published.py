@@ -41,7 +41,7 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.cuda_streams import own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
-from raytorchrpc.tensors.exceptions import again
+from raytorchrpc.tensors.kept_errors import again
 
 logger = logging.getLogger(__name__)
 

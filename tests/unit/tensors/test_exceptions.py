@@ -19,7 +19,8 @@ import torch
 from raytorchrpc import errors
 from raytorchrpc.errors import PeerLost, RemoteError, SerializationError
 from raytorchrpc.tensors.codec import Codec, Encoded
-from raytorchrpc.tensors.exceptions import again, decode_exception, encode_exception
+from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
+from raytorchrpc.tensors.kept_errors import again
 
 
 class Odd(Exception):
