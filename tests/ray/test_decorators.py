@@ -31,6 +31,7 @@ EXPECTED = {
     "overridden": 6,
     "concurrent": 4,
     "of_itself": 6,
+    "limited": 5,
     "no_grad": False,
     "inference": True,
     "autocast": "torch.bfloat16",
