@@ -110,9 +110,9 @@ class ThreadModes(NamedTuple):
             _left.guard = None  # its end restores what it turned off
             _left.guard = torch._C._InferenceMode(False)
         torch.set_grad_enabled(True)
-        torch.set_default_device(None)
         while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
+        torch.set_default_device(None)
         for kind, dtype in _AUTOCAST.items():
             torch.set_autocast_enabled(kind, False)
             torch.set_autocast_dtype(kind, dtype)
