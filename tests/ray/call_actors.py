@@ -331,7 +331,7 @@ class Moded(Peer):
         torch.set_default_device("meta")
         torch.set_autocast_enabled("cpu", True)
 
-    @rtr.method(retry=1)
+    @rtr.method
     def modes(self) -> tuple[bool, str, bool]:
         return torch.is_grad_enabled(), torch.ones(1).device.type, torch.is_autocast_enabled("cpu")
 

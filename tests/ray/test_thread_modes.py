@@ -16,7 +16,7 @@ from tests.ray.conftest import Spawn
 
 @pytest.fixture
 def moded(spawn: Spawn) -> Any:
-    return spawn(Moded, max_restarts=1)
+    return spawn(Moded)
 
 
 OFF = False, "meta", True
@@ -34,8 +34,6 @@ def test_direct_calls_have_the_modes_of_rays_thread(moded: Any, spawn: Spawn) ->
         ray.get(moded.train.remote())
         assert ray.get(moded.modes.remote()) == rtr.rpc_sync("moded").modes() == (True, "meta", True)
         assert ray.get(moded.run.remote(torch.is_grad_enabled)), "what a direct call leaves is not left to Ray's thread"
-        ray.kill(moded, no_restart=False)
-        assert rtr.rpc_sync("moded", timeout=60).modes() == OFF, "of the next process"
 
 
 def test_what_a_direct_call_sets_is_gone_after_it(spawn: Spawn) -> None:
