@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -70,17 +69,6 @@ def locked(function: Callable[..., Any]) -> Any:
     return run
 
 
-def on_a_thread(function: Callable[..., Any]) -> Any:
-    """As a time limit does."""
-
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
-        with ThreadPoolExecutor(1) as threads:
-            return threads.submit(function, *args).result(30)
-
-    return run
-
-
 class Parent(Peer):
     @doubled
     @rtr.method
@@ -130,11 +118,6 @@ class Decorated(Parent):
     @rtr.method
     def of_peer(self, to: str) -> int:
         return int(rtr.rpc_sync(to).inherited())
-
-    @on_a_thread
-    @rtr.method
-    def limited(self) -> int:
-        return 5
 
     @torch.no_grad()
     @rtr.method

@@ -31,7 +31,6 @@ EXPECTED = {
     "overridden": 6,
     "concurrent": 4,
     "of_itself": 6,
-    "limited": 5,
     "no_grad": False,
     "inference": True,
     "autocast": "torch.bfloat16",

@@ -39,15 +39,12 @@ class Exposed(NamedTuple):
     wrapper: Any = None
     """What ``@method`` returned. A class that has something else in its place has decorators above it."""
 
-    decorates: Any = None
-    """The function that is called in the end, if ``function`` has such decorators."""
-
     def of(self, attribute: Any) -> Exposed:
         """The same for the attribute of a class that leads to this: a call runs the attribute."""
         if attribute is self.wrapper:
             return self
         function = attribute if inspect.isfunction(attribute) else _bound(attribute)
-        return self._replace(function=function, is_coroutine=runs_on_loop(attribute), decorates=self.function)
+        return self._replace(function=function, is_coroutine=runs_on_loop(attribute))
 
 
 def _bound(attribute: Any) -> Callable[..., Any]:
@@ -100,8 +97,8 @@ def is_hidden(function: Any) -> bool:
 class _Turn:
     """A turn of one method at its actor's gate, if it needs one. ``with turn:`` runs a step of the method inside."""
 
-    def __init__(self, gate: gates.Gate | None, label: str, decorates: Any = None) -> None:
-        self._gate, self._label, self._scope, self._decorates = gate, label, current_scope.get(), decorates
+    def __init__(self, gate: gates.Gate | None, label: str) -> None:
+        self._gate, self._label, self._scope = gate, label, current_scope.get()
         self._admission: gates.Admission | None = None
 
     @classmethod
@@ -109,15 +106,10 @@ class _Turn:
         """That of a call through Ray or from another method of the actor."""
         group, admission = note.concurrency_group, current_scope.get().admission
         if note.concurrent or (admission is not None and admission.held):
-            if admission is not None:
-                admission.decorates = None
             return cls(None, "")  # a method that calls another method of its own object is admitted already
         if group is None:  # ray.method, applied after ours, wrote onto the wrapper
             group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
-        gate = gates.gate_of(instance, group)
-        if gate is not None and gate.is_decorating(note.function):
-            return cls(None, "")
-        return cls(gate, _label(note.function), note.decorates)
+        return cls(gates.gate_of(instance, group), _label(note.function))
 
     @property
     def is_needed(self) -> bool:
@@ -133,7 +125,6 @@ class _Turn:
             self.enter_now()
         elif self._gate is not None and self._admission is None:
             self._admission = self._gate.enter(self._label, self._scope.path)
-            self._admission.decorates = self._decorates
 
     def enter_now(self) -> None:
         """Take an admission if one is free."""

@@ -83,7 +83,7 @@ class _Queued(NamedTuple):
 class Admission:
     """Admission to a gate, held while one method runs."""
 
-    __slots__ = ("decorates", "direct", "gate", "held", "label", "monitor", "owner", "since", "token")
+    __slots__ = ("direct", "gate", "held", "label", "monitor", "owner", "since", "token")
 
     def __init__(self, gate: Gate, token: Token, label: str, direct: bool) -> None:
         self.gate, self.token, self.label, self.direct = gate, token, label, direct
@@ -92,8 +92,6 @@ class Admission:
         self.held = True
         """False while it is lent, and once it was given up."""
         self.since = time.monotonic()
-        self.decorates: Any = None
-        """The function whose decorators run in it, until they call that."""
         self.monitor: Gate | None = gate if gate.lends else None
         """In which its method runs; made when it is first needed."""
 
@@ -214,15 +212,6 @@ class Gate:
             raise
         assert waiter.admission is not None
         return waiter.admission
-
-    def is_decorating(self, function: Any) -> bool:
-        """Whether decorators that were admitted call this function now, on a thread of their own. Once for each."""
-        with self.lock:
-            for admission in (self._latest, *self._admitted.values()):
-                if admission is not None and admission.held and admission.decorates is function:
-                    admission.decorates = None
-                    return True
-        return False
 
     def _await(self, waiter: _Waiter, back: Admission | None = None) -> Admission:
         """Block until the waiter is admitted. An interrupt is raised afterwards, so that no admission is lost."""

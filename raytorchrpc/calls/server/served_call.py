@@ -382,7 +382,7 @@ class ServedCall:
         """Returns the next call, if this thread is to run it."""
         admission = self.admission
         if admission is not None:
-            admission.owner, admission.decorates = threading.get_ident(), self.exposed.decorates
+            admission.owner = threading.get_ident()
         try:
             before = current_scope.set(self.scope.on_a_thread(admission))
             try:
