@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 from raytorchrpc import rdt
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.options import checked_retry
-from raytorchrpc.calls.server.exposed import MARK, Exposed, in_turn
+from raytorchrpc.calls.server.exposed import MARK, Exposed, in_turn, runs_on_loop
 from raytorchrpc.calls.server.streams import ServedStream
 from raytorchrpc.errors import ConfigurationError
 
@@ -52,8 +52,9 @@ def method(
     ``handle.method.remote()`` works as before. However they are called, methods keep the actor's own concurrency. In a
     sync actor one method runs at a time, decorated or not; others may run while it waits in a blocking operation of
     this package, or in ``allow_calls``. In a threaded or async actor up to ``max_concurrency`` decorated methods run.
-    A sync method that is called directly runs on a thread of the member's own. A coroutine, and every method of an
-    async actor, runs on the actor's event loop.
+    A sync method that is called directly runs on a thread of the member's own, in a sync actor with the grad mode,
+    inference mode, autocast, default device and current GPU of Ray's thread. A coroutine, and every method of an async
+    actor, runs on the actor's event loop. Decorators above this one run too, if they use ``functools.wraps``.
 
     A generator method, sync or async, returns a ``Stream`` to a direct call: an iterator that brings its items one by
     one. It runs only as its caller takes items. In a threaded or async actor it counts as running until it ends or the
@@ -98,9 +99,8 @@ def method(
         remedy = ": leave that out, so that it is a method of the actor" if hasattr(function, "__func__") else ""
         raise ConfigurationError(f"@raytorchrpc.method decorates methods in a class body, not {function!r}{remedy}")
     streams = _checked_stream(function, objectref, ahead)
-    on_loop = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     group = ray_internals.concurrency_group_of(function)
-    note = Exposed(function, concurrent, group, on_loop, share, keep, retry=checked_retry(retry))
+    note = Exposed(function, concurrent, group, runs_on_loop(function), share, keep, retry=checked_retry(retry))
     if streams:
         note = note._replace(ahead=_AHEAD if ahead is None else ahead, call=ServedStream)
     # Ray registers transports in a new actor, but not in a restarted one; and the method may import DTensors first.
@@ -108,7 +108,7 @@ def method(
     # Ray unwraps a method to read the attributes that ray.method set; applied after ours, they are on the wrapper.
     wrapper.__signature__ = inspect.signature(function)
     del wrapper.__wrapped__
-    setattr(wrapper, MARK, note)
+    setattr(wrapper, MARK, note._replace(wrapper=wrapper))
     if objectref:
         rdt.enable()  # Ray reads the known transports when it decorates the class
         wrapper = ray_internals.returns_by(wrapper, rdt.TRANSPORT)

@@ -117,6 +117,13 @@ def wrap_actor_methods(wrap: Callable[[str, Any, Callable[..., Any]], Callable[.
     _wrapped_manager = manager
 
 
+def untraced(method: Any) -> Any:
+    """The attribute of a class without what Ray's tracing puts around the methods of every actor class."""
+    while getattr(method, "__globals__", {}).get("__name__") == "ray.util.tracing.tracing_helper":
+        method = method.__wrapped__
+    return method
+
+
 def concurrency_group_of(function: Any) -> str | None:
     """The group named by ``@ray.method(concurrency_group=...)`` on this method."""
     group: str | None = getattr(function, "__ray_concurrency_group__", None)

@@ -13,6 +13,7 @@ import math
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -46,6 +47,79 @@ DispatchMode: Any = TorchDispatchMode
 def current_cuda_stream(device: int) -> int:
     """The handle of this thread's current stream on that device; ten times faster than through a Stream object."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def in_default_modes() -> bool:
+    """Whether this thread is in torch's own default modes; see ThreadModes. Hot path."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._is_any_autocast_enabled()
+        and not (torch.cuda._initialized and torch.cuda.current_device())
+    )
+
+
+_left = threading.local()
+"""``guard``: turns off an inference mode that user code has left on this thread."""
+_AUTOCAST = {"cpu": torch.bfloat16, "cuda": torch.float16}
+
+
+class ThreadModes(NamedTuple):
+    """Modes of torch that belong to a thread, where they are not torch's own defaults."""
+
+    grad: bool
+    inference: bool
+    device: torch.device | None
+    """The default device."""
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    """By device type: whether it is enabled, and its dtype."""
+    gpu: int | None
+    """The current GPU, if this process uses any."""
+
+    @classmethod
+    def now(cls) -> ThreadModes | None:
+        """Those of this thread; None for torch's own defaults."""
+        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST)
+        if in_default_modes() and all(dtype is _AUTOCAST[kind] for kind, _, dtype in autocast):
+            return None
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+            autocast,
+            torch.cuda.current_device() if torch.cuda._initialized else None,
+        )
+
+    def enter(self) -> Any:
+        """Put this thread, which is in torch's defaults, into these modes. Drop what it returns before ``leave``."""
+        guard = torch._C._InferenceMode(True) if self.inference else None
+        torch.set_grad_enabled(self.grad)
+        if self.device is not None:
+            torch.set_default_device(self.device)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        if self.gpu:
+            torch.cuda.set_device(self.gpu)
+        return guard
+
+    @staticmethod
+    def leave() -> None:
+        """Put this thread into torch's own defaults, whatever modes user code has left."""
+        if torch.is_inference_mode_enabled():
+            _left.guard = None  # its end restores what it turned off
+            _left.guard = torch._C._InferenceMode(False)
+        torch.set_grad_enabled(True)
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        torch.set_default_device(None)
+        for kind, dtype in _AUTOCAST.items():
+            torch.set_autocast_enabled(kind, False)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.clear_autocast_cache()
+        if torch.cuda._initialized and torch.cuda.current_device():
+            torch.cuda._maybe_exchange_device(0)  # set_device would make a context on a GPU that nothing may use
 
 
 def has_tensorpipe(kind: Literal["transports", "channels"], name: str) -> bool:

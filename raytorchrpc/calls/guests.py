@@ -17,6 +17,7 @@ from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: A member drops what it holds for a guest that has sent nothing for this time (seconds).
 LEASE_S = 15.0
@@ -87,9 +88,9 @@ class OwnGroups:
                 found.append(guest.local(home))
             except NotAMember as error:
                 self.remove(generation)
-                ended = error
+                ended = untraced(error)
         if ended is not None and not found:
-            raise ended
+            raise again(ended)
         return found
 
 

@@ -90,9 +90,9 @@ class Window(Receiver):
         try:
             size = self._scatter(parts)
         except RayTorchRpcError as error:
-            if (meant := self.error_of(error)) is error:
+            if self.error_of(error) is error:
                 raise
-            raise meant from error
+            raise self.error_of(error) from error
         self.count(size)
 
     def _scatter(self, parts: Sequence[Sequence[Part]]) -> int:

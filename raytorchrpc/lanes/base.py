@@ -19,6 +19,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.process.completion import Completion, nothing, run_reported
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import Shape, view_at
+from raytorchrpc.tensors.kept_errors import again
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,7 +80,7 @@ class Pending(Completion):
     def take(self) -> Message:
         """Return the reply of a completed request. Raises PeerLost, RpcTimeout or another RayTorchRpcError."""
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         assert self._message is not None
         return self._message
 

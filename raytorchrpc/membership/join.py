@@ -24,7 +24,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
-from raytorchrpc.calls.server.exposed import methods_of, take_turns
+from raytorchrpc.calls.server.exposed import methods_of, note_modes, take_turns
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.lanes import registry
@@ -192,6 +192,7 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
     methods = methods_of(instance)
     if ray_internals.runs_tasks():
         take_turns()
+        note_modes(instance)
     services = {**home.services(), **transfer.SERVICES, **process_group.SERVICES}
     local = LocalMember(spec.group, spec.generation, me, config, instance, methods, max_bytes, services)
     process_guard().vouch = partial(vouched, local, {})

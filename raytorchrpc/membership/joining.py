@@ -28,6 +28,7 @@ from raytorchrpc.membership.control_connections import SUPERVISOR, ControlConnec
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.membership.restarted import Record, connections_for
 from raytorchrpc.membership.tickets import Ticket
+from raytorchrpc.tensors import thread_modes
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
     try:
         tickets.use(ticket)
         gates.serve(here)
+        if instance is not None:
+            thread_modes.note()
         with contextlib.closing(connections_for(record, "a process that joins", lambda: here)) as connections:
             request = JoinRequest(
                 _default_name(ticket, actor_id) if name is None else name,

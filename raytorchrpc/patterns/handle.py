@@ -70,7 +70,6 @@ def _run(steps: Steps[T]) -> T:
             try:
                 value = _wait(pending)
             except BaseException as error:
-                del pending  # it holds the exception, and thereby this frame
                 pending = steps.throw(error)
             else:
                 pending = steps.send(value)
@@ -80,10 +79,7 @@ def _run(steps: Steps[T]) -> T:
 
 def _wait(pending: Future[Any] | DeferredReply) -> Any:
     if isinstance(pending, Future):
-        try:
-            return pending.wait()
-        finally:
-            del pending
+        return pending.wait()
     if _blocking.a_loop and not pending.done():
         try:
             refuse_on_loop("an operation that has to wait", _REMEDY)
@@ -106,7 +102,7 @@ async def arun(steps: Steps[T]) -> T:
                     await asyncio.wrap_future(pending)
                     value = pending.outcome()
             except BaseException as error:
-                del pending
+                del pending  # it may hold the exception, and thereby this frame
                 pending = steps.throw(error)
             else:
                 pending = steps.send(value)
@@ -330,12 +326,9 @@ class Handle:
         try:
             return (yield sent)
         except PeerLost as lost:
-            error: RayTorchRpcError = self._home_lost(lost)
+            raise self._home_lost(lost) from None
         except RpcTimeout as late:
-            error = RpcTimeout(f"{late} (it is the home of {self._label})")
-        finally:
-            del sent  # it holds the exception, and thereby this frame
-        raise error
+            raise RpcTimeout(f"{late} (it is the home of {self._label})") from None
 
     def _send(
         self, local: LocalMember, service: str, args: tuple[Any, ...], wait_s: float | None, **options: Any
@@ -347,8 +340,7 @@ class Handle:
         try:
             return Future(local.outgoing.call(self._home, service, args, {}, CallOptions(timeout, retry=0, **options)))
         except PeerLost as lost:
-            error = self._home_lost(lost)
-        raise error
+            raise self._home_lost(lost) from None
 
     def _home_lost(self, lost: PeerLost) -> PeerLost:
         home = f"it is the home of {self._label}, whose contents are gone if its process ended"

@@ -126,6 +126,8 @@ class _Thread(threading.Thread):
             target(*args)
         except BaseException as error:
             report(error, f"the thread {self.name} has ended")
+        finally:
+            del target, args  # the frames of an error that one of these keeps lead to this one
 
 
 def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thread:
@@ -145,9 +147,8 @@ def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thr
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Like ``asyncio.to_thread``, on a thread of its own. If none can be started, nothing is left to run later."""
     done: Future[T] = Future()
-    context = contextvars.copy_context()
 
-    def work() -> None:
+    def work(done: Future[T], context: contextvars.Context) -> None:
         if not done.set_running_or_notify_cancel():  # its task was cancelled
             return
         try:
@@ -155,9 +156,16 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         except BaseException as error:
             # A coroutine cannot raise StopIteration.
             done.set_exception(RuntimeError(f"it raised {error!r}") if isinstance(error, StopIteration) else error)
+        finally:
+            del done  # its error holds this frame
 
-    start(work, name="raytorchrpc-await")
-    return await asyncio.wrap_future(done)
+    start(work, done, contextvars.copy_context(), name="raytorchrpc-await")
+    arrival = asyncio.wrap_future(done)
+    del done  # its error holds this frame
+    try:
+        return await arrival
+    finally:
+        del arrival
 
 
 def uninterrupted(function: Callable[..., T], *args: Any, name: str) -> T:
@@ -174,7 +182,10 @@ def uninterrupted(function: Callable[..., T], *args: Any, name: str) -> T:
             interrupt = error
     if interrupt is not None:
         raise interrupt
-    return done.result()
+    try:
+        return done.result()
+    finally:
+        del done  # its error holds this frame
 
 
 def settle(done: Future[T], function: Callable[..., T], *args: Any) -> None:
@@ -183,6 +194,8 @@ def settle(done: Future[T], function: Callable[..., T], *args: Any) -> None:
         done.set_result(function(*args))
     except BaseException as error:
         done.set_exception(error)
+    finally:
+        del done  # its error holds this frame
 
 
 def pause(seconds: float = PAUSE_S) -> None:

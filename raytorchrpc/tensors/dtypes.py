@@ -61,7 +61,10 @@ def unrecorded(targets: Iterable[torch.Tensor]) -> AbstractContextManager[object
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone a tensor of any dtype."""
+    """Clone a tensor of any dtype. A copy made under inference mode is a plain tensor too."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            return copied(tensor)
     return as_copyable(tensor).clone().view(tensor.dtype) if tensor.dtype in UNCOPIED else tensor.clone()
 
 

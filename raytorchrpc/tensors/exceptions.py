@@ -10,22 +10,26 @@ import contextlib
 import pickle
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from raytorchrpc.errors import RemoteError, shown
 from raytorchrpc.tensors.codec import Codec, Encoded
+from raytorchrpc.tensors.kept_errors import native_of, parts_of, pickles_itself, rebuilt
 
 #: A longer traceback loses its middle (characters): in a chain of calls each hop adds its own traceback.
 _TEXT_LIMIT = 64 * 1024
+#: A longer list of which an element cannot travel is lost.
+_MOST_PARTS = 1000
 _NESTED = re.compile(rf"\A(?:{RemoteError.__module__}\.RemoteError: on [^\n]*:\n)+")
 
 
 def encode_exception(codec: Codec, error: BaseException) -> Encoded:
     """Encode an exception so that the caller can raise it under its own type. Never raises.
 
-    An exception that cannot be pickled and loaded again is sent as text, and arrives as a RemoteError. So does one that
-    is not an Exception: a SystemExit or a cancellation concerns this process, not the caller's.
+    Of an exception that cannot be pickled and loaded again, what is in the way is lost: an attribute is missing, an
+    argument arrives as its text. If that does not suffice it is sent as text, and arrives as a RemoteError. So does one
+    that is not an Exception: a SystemExit or a cancellation concerns this process, not the caller's.
     """
     name, text = _type_name(error), traceback_text(error)
     with contextlib.suppress(BaseException):  # whatever a user's class raises, the fallback is the same
@@ -76,44 +80,85 @@ def _type_name(error: BaseException) -> str:
 # --- how an exception is described -----------------------------------------------------------------------
 
 
-def _loadable(codec: Codec, error: BaseException) -> tuple[Any, Encoded] | None:
-    """Return the best description of an exception that can be pickled and loaded again, and the same encoded."""
-    for described in _descriptions(codec, error):
+def _loadable(codec: Codec, error: BaseException, within: tuple[Any, ...] = ()) -> tuple[Any, Encoded] | None:
+    """Return the best description of an exception that can be pickled and loaded again, and the same encoded.
+
+    ``within``: what it is part of.
+    """
+    for described in _descriptions(codec, error, (*within, error)):
         with contextlib.suppress(BaseException):
             encoded = codec.encode(described)
-            if encoded.rrefs or any(tensor.is_cuda for tensor in encoded.tensors):
-                continue  # an error must be able to use any lane
-            if type(_reraisable(codec.decode(*encoded))) is type(error):
+            if _travels(encoded) and type(_reraisable(codec.decode(*encoded))) is type(error):
                 return described, encoded
     return None
 
 
-def _descriptions(codec: Codec, error: BaseException) -> Iterator[Any]:
+def _descriptions(codec: Codec, error: BaseException, within: tuple[Any, ...]) -> Iterator[Any]:
     """Yield objects that describe the exception to pickle, best first."""
     if not isinstance(error, Exception):
         return
     cls = type(error)
-    native = _native(cls)
-    if _pickles_itself(cls, native):
+    native = native_of(cls)
+    if pickles_itself(cls, native):
         yield error
-    _, made_from, *rest = native.__reduce__(error)
-    state = (rest and rest[0]) or {}
-    yield cls, made_from, error.args, state
-    if not _pickles_itself(cls, native):
+    yield (parts := parts_of(error, native))
+    if not pickles_itself(cls, native):
         yield error
-    yield cls, made_from, error.args, {}
-    if native.__name__ == "ExceptionGroup":  # Python 3.11 has it
-        group: Any = error
-        parts = group.message, [_Inner(codec, inner) for inner in group.exceptions]
-        yield cls, parts, parts, state
-        yield cls, parts, parts, {}
+    # Something in it cannot travel: that alone is lost.
+    made_from, args = (_part(codec, each, within, _text) for each in parts[1:3])
+    state = {name: _part(codec, value, within, _nothing) for name, value in parts[3].items()}
+    yield cls, made_from, args, {name: part for name, part in state.items() if part is not _nothing}
+    yield cls, made_from, args, {}
+
+
+def _part(codec: Codec, value: Any, within: tuple[Any, ...], instead: Callable[[Any], Any]) -> Any:
+    """Return what travels in place of a part of an exception: the part, or what is left of it, or ``instead`` of it.
+
+    In a list, a tuple or a dict the text of a part takes its place.
+    """
+    if any(value is outer for outer in within):
+        return instead(value)
+    if isinstance(value, Exception):
+        return _Inner(codec, value, within)
+    inside, container = (*within, value), type(value) in (list, tuple, dict) and len(value) <= _MOST_PARTS
+    holds_errors = container and any(isinstance(each, Exception) for each in _elements(value))
+    with contextlib.suppress(BaseException):
+        encoded = codec.encode(value)
+        if _travels(encoded) and not holds_errors:  # an exception may be loaded as something else
+            codec.decode(*encoded)
+            return value
+    if not container:
+        return instead(value)
+    parts = [_part(codec, each, inside, _text) for each in _elements(value)]
+    return dict(zip(value, parts, strict=True)) if type(value) is dict else type(value)(parts)
+
+
+def _elements(container: Any) -> Any:
+    return container.values() if type(container) is dict else container
+
+
+def _travels(encoded: Encoded) -> bool:
+    """Whether an error may hold this: it must be able to use any lane."""
+    return not encoded.rrefs and not any(tensor.is_cuda for tensor in encoded.tensors)
+
+
+def _text(value: Any) -> str:
+    try:
+        return repr(value)[:_TEXT_LIMIT]
+    except BaseException as failure:
+        return f"a {type(value).__qualname__} (it cannot be shown: {type(failure).__name__})"
+
+
+def _nothing(value: Any) -> Any:
+    """Stands for an attribute that is lost."""
+    return _nothing
 
 
 class _Inner:
-    """An exception of a group. It is loaded as itself; as a RemoteError if it cannot be."""
+    """An exception in another one. It is loaded as itself; as a RemoteError if it cannot be."""
 
-    def __init__(self, codec: Codec, error: Exception) -> None:
-        if (found := _loadable(codec, error)) is not None:
+    def __init__(self, codec: Codec, error: Exception, within: tuple[Any, ...]) -> None:
+        if (found := _loadable(codec, error, within)) is not None:
             self._described = found[0]
         else:
             text = traceback_text(error)
@@ -123,27 +168,5 @@ class _Inner:
         return _reraisable, (self._described,)
 
 
-def _native(cls: type[BaseException]) -> Any:
-    """Return the first built-in base class, which may have state of its own (a file name, a position)."""
-    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
-
-
-def _pickles_itself(cls: type[BaseException], native: Any) -> bool:
-    """Whether the class defines its own pickling."""
-    return cls.__reduce__ is not native.__reduce__ or cls.__reduce_ex__ is not native.__reduce_ex__
-
-
 def _reraisable(described: Any) -> BaseException:
-    return described if isinstance(described, BaseException) else _rebuilt(*described)
-
-
-def _rebuilt(
-    cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
-    # Without calling cls(...), which may need other arguments than those in ``args``.
-    native = _native(cls)
-    error: BaseException = native.__new__(cls, *made_from)
-    native.__init__(error, *made_from)
-    for key, value in {"args": args, **state}.items():
-        object.__setattr__(error, key, value)  # the class may be a frozen dataclass
-    return error
+    return described if isinstance(described, BaseException) else rebuilt(*described)

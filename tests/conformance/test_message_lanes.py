@@ -207,6 +207,14 @@ def test_the_default_device_of_the_caller_has_no_effect() -> None:
             assert arrived.is_cpu and torch.equal(arrived, sent)
 
 
+@in_a(*KINDS)
+def test_what_is_sent_under_inference_mode_arrives_as_a_plain_tensor() -> None:
+    with torch.inference_mode():
+        pending = send("echo", torch.zeros(3), torch.zeros(100_000))
+    small, large = answer(pending).body.tensors
+    assert not small.is_inference() and not large.is_inference()
+
+
 @in_a()
 def test_a_lane_that_copies_at_once_lets_go_of_the_tensors() -> None:
     if not node().lane.capabilities.copies_at_once:

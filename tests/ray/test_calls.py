@@ -289,6 +289,30 @@ def test_a_tensor_sent_to_oneself_is_a_copy(members: Members) -> None:
     members.in_a(check)
 
 
+@pytest.mark.parametrize("home", ["a", "b"])
+def test_what_is_sent_under_inference_mode_can_be_trained_on(members: Members, home: str) -> None:
+    """To oneself as to another process."""
+
+    def check() -> None:
+        queue, topic = rtr.Queue(f"modes at {home}", home=home), rtr.Topic(f"modes at {home}", home=home)
+        subscription = topic.subscribe("block")
+        with torch.inference_mode():
+            for size in (3, LARGE):
+                queue.put({"x": torch.ones(size)})
+                topic.publish(torch.ones(size))
+            modes = rtr.rpc_sync(home).give(torch.is_inference_mode_enabled)
+            rtr.rpc_sync(home).keep(torch.ones(3))
+        assert not modes
+        for _ in range(2):
+            for taken in (queue.get()["x"], subscription.get(timeout=30)):
+                taken.add_(1)
+                (torch.ones((), requires_grad=True) * taken).sum().backward()
+        (kept,) = rtr.rpc_sync(home).give(_kept_by_a)
+        assert not kept.is_inference()
+
+    members.in_a(check)
+
+
 def _kept_by_a() -> list[Any]:
     return insides.actor().take_kept()  # type: ignore[no-any-return]
 

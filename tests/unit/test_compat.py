@@ -30,6 +30,7 @@ from raytorchrpc.lanes.torchrpc.agent import RpcPickler
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance.peers import Process
 from tests.releases import needs, obstacle
+from tests.unit.members import in_thread
 
 ROOT = Path(__file__).parents[2]
 
@@ -338,6 +339,25 @@ def test_process_groups_can_be_numbered_anew(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(distributed_c10d._world, "group_count", 3)
     torch_internals.number_process_groups_anew()
     assert distributed_c10d._world.group_count == 0
+
+
+def test_the_modes_of_a_thread_can_be_read_and_set() -> None:
+    """torch._C._InferenceMode, _len_torch_function_stack, _pop_torch_function_stack and _is_any_autocast_enabled,
+    torch.cuda._initialized and _maybe_exchange_device: without them direct calls lack what ``__init__`` has set, or
+    have what an earlier call has left.
+    """
+
+    def use() -> list[bool]:
+        modes = torch_internals.ThreadModes(False, True, torch.device("meta"), (("cpu", True, torch.float16),), None)
+        guard = modes.enter()
+        seen = [torch_internals.ThreadModes.now() is not None, torch.is_inference_mode_enabled()]
+        del guard
+        torch.device("meta").__enter__()
+        torch_internals.ThreadModes.leave()
+        return [*seen, torch_internals.in_default_modes(), torch_internals.ThreadModes.now() is None]
+
+    assert in_thread(use)() == [True] * 4
+    assert callable(torch.cuda._maybe_exchange_device)
 
 
 def test_operations_on_tensors_can_be_recorded() -> None:

@@ -85,6 +85,7 @@ PURE = {
     *("patterns.weights.plan", "patterns.weights.pull_plan", "patterns.weights.relays", "patterns.weights.shards"),
     "patterns.weights.slices",
     *("tensors.codec", "tensors.devices", "tensors.dtypes", "tensors.exceptions", "tensors.plain_values"),
+    *("tensors.kept_errors", "tensors.thread_modes"),
     *("topology.device_map", "topology.endpoint", "topology.nccl_env", "topology.rdma"),
 }
 #: What makes members in the process of a test, callees without one and GPUs out of the CPU, and what tests of actors

@@ -20,6 +20,8 @@ from raytorchrpc.calls.server.gates import wait_serving
 from raytorchrpc.errors import CancelledError, ConfigurationError, RpcTimeout
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.tensors import thread_modes
+from raytorchrpc.tensors.kept_errors import again
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def result_of(call: Call) -> Any:
             return outcome[0]
         raise outcome[1]
     finally:
-        del call, outcome  # see Future._get
+        del call, outcome  # the traceback of the error holds this frame
 
 
 class Future(Generic[T]):
@@ -111,17 +113,11 @@ class Future(Generic[T]):
 
     def wait(self) -> T:
         """Block until the result has arrived or the call's deadline has passed; return it or raise the call's error."""
-        try:
-            return self._get(self._call.remaining())
-        finally:
-            del self  # see _get
+        return self._get(self._call.remaining())
 
     def result(self, timeout: float | None = None) -> T:
         """As ``wait``, but block at most ``timeout`` seconds; then raise RpcTimeout. The call goes on: ask again."""
-        try:
-            return self._get(self._longest_wait(timeout))
-        finally:
-            del self  # see _get
+        return self._get(self._longest_wait(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error of the call, or None if it returned. Blocks like ``result``, and raises RpcTimeout and
@@ -131,7 +127,7 @@ class Future(Generic[T]):
         assert self._outcome is not None
         error = self._outcome[1]
         if self._cancelled and error is not None:
-            raise error
+            raise again(error)
         return error
 
     def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
@@ -167,10 +163,7 @@ class Future(Generic[T]):
             raise
         if self._cancelled:
             raise asyncio.CancelledError(f"the call of {self._call.label} was cancelled")
-        try:
-            return self._get(0)
-        finally:
-            del self  # see _get
+        return self._get(0)
 
     def _longest_wait(self, timeout: float | None) -> float:
         remaining: float = self._call.remaining()
@@ -182,13 +175,7 @@ class Future(Generic[T]):
         value, error = self._outcome
         if error is None:
             return value  # type: ignore[no-any-return]
-        try:
-            raise error
-        finally:
-            # The traceback of the error holds these frames and the caller's, with all their tensors. If they held the
-            # error in turn, by way of this Future, only the garbage collector could free them, and tensors do not
-            # make it run.
-            del self, error
+        raise again(error)
 
     def _settle(self, timeout_s: float) -> None:
         if timeout_s > 0 and on_loop() and not self.done():
@@ -277,7 +264,7 @@ class Future(Generic[T]):
 def call_back(callback: Callable[[Any], object], argument: Any) -> None:
     """Run a user's callback; an exception from it is logged."""
     try:
-        callback(argument)
+        thread_modes.run(callback, argument)
     except BaseException:
         logger.exception("a callback of %r raised", argument)
 
@@ -348,13 +335,10 @@ def gather(*futures: Future[Any], return_exceptions: bool = False) -> list[Any]:
     if len(futures) == 1 and isinstance(futures[0], (list, tuple)):
         raise ConfigurationError("raytorchrpc.gather takes futures, not a list of them: write gather(*futures)")
     failed = _settle(_checked(futures), return_exceptions)
-    try:
-        if failed is not None:
-            failed.result(0)
-        outcomes = [future._outcome or (None, None) for future in futures]
-        return [value if error is None else error for value, error in outcomes]
-    finally:
-        del futures, failed  # see Future._get
+    if failed is not None:
+        failed.result(0)
+    outcomes = [future._outcome or (None, None) for future in futures]
+    return [value if error is None else error for value, error in outcomes]
 
 
 def _settle(futures: Iterable[Future[Any]], return_exceptions: bool) -> Future[Any] | None:

@@ -7,6 +7,7 @@ import itertools
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
@@ -45,6 +46,7 @@ from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
 from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
+from raytorchrpc.tensors.kept_errors import untraced
 
 #: A request that nobody waits for blocks at most this long, on a busy connection (seconds).
 _NOTICE_S = 10.0
@@ -124,7 +126,7 @@ class OutgoingCall:
             self._transmit(*self._arguments, max(0.001, self.remaining()))
         except PeerLost as lost:
             with self._lock:
-                self._lose(lost.with_traceback(None))
+                self._lose(untraced(lost))
 
     def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
         """Send its request."""
@@ -222,7 +224,7 @@ class OutgoingCall:
                     if header.kind == protocol.KEPT:
                         self._fetch(header.number)
                 except Exception as error:
-                    self._fail(error.with_traceback(None))  # it would hold this call, which holds it
+                    self._fail(untraced(error))
             return self._phase in _DECIDED
 
     def _fetch(self, number: int) -> None:
@@ -264,7 +266,7 @@ class OutgoingCall:
                 with torch_internals.autograd_context(self._context):
                     self._attempt()
         except Exception as failure:  # the peer is gone for good, or the call is not sent for another reason
-            error = failure
+            error = untraced(failure)
         finally:
             current_scope.reset(before)
         self._end_sending(lost, error)
@@ -280,18 +282,13 @@ class OutgoingCall:
         """``error``: why it was not sent again, if it was not."""
         with self._lock:
             if self._phase is LOST and self._pending is lost:
-                self._error, self._phase = error.with_traceback(None), FAILED
+                self._error, self._phase = untraced(error), FAILED
         lost.complete()
         if self._is_cancelled:  # meanwhile
             self._abandon()
 
     def _after_reply(self, error: RayTorchRpcError) -> RayTorchRpcError:
-        """The error for a result that was announced and did not arrive: the method has run."""
-        if isinstance(error, LaneUnavailable) and (why := self._calls.peers.why_unreachable(self._route)) is not None:
-            return PeerLost(self._route.member.name, f"{why}; its result had not been fetched")
-        if isinstance(error, PeerLost) and not error.may_have_run:
-            return PeerLost(error.peer, error.cause)
-        return error
+        return _after_reply(self._calls.peers, self._route, error)
 
     # --- the outcome ---------------------------------------------------------------------------------------------
 
@@ -323,16 +320,17 @@ class OutgoingCall:
                     if threads.is_shortage(failure):
                         error = no_memory("this process", f"the result of {self.label}", failure)
                     else:
-                        why = f"the result of {self.label} cannot be unpickled here: {shown(failure)}"
+                        why = f"the result of {self.label} cannot be unpickled here: {shown(failure)}{_place(failure)}"
                         error = SerializationError(why)
                     error.__cause__ = failure
                 else:
                     error = self._after_reply(failure)
                 lost = isinstance(error, PeerLost)
+                untraced(failure)  # the caller keeps it
         self._count(size, came_by, error)
         if lost and isinstance(error, RayTorchRpcError):
             with self._lock:
-                if self._lose(error.with_traceback(None)):
+                if self._lose(untraced(error)):
                     return None
             if isinstance(error, PeerLost) and self._may_have_run and not error.may_have_run:
                 error = PeerLost(error.peer, error.cause)  # in an earlier attempt
@@ -359,7 +357,7 @@ class OutgoingCall:
         if header.kind == protocol.OK and self._options.into is not None:
             into = receiver(self._options.into)
             into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
-            into.error_of = self._after_reply
+            into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
             size, value = into.receive(calls.codec, body, pending, self.label, self._options.keep)
         else:
             body = calls.payloads.unpack(body, pending, keep=self._options.keep)
@@ -617,7 +615,6 @@ class OutgoingCalls:
             try:
                 message = pending.take()
             except Exception as error:  # nothing came
-                error.__traceback__ = None  # its frames lead to the call, which leads to it
                 if label:
                     submit(self.report_dropped, label, error)
                 return
@@ -638,3 +635,18 @@ class OutgoingCalls:
             if not isinstance(failure, BaseException):
                 failure = decode_exception(self.codec, failure.body, label)
             threads.report(failure, f"the exception of a call of {label} was never retrieved: its future was dropped")
+
+
+def _after_reply(peers: PeerTable, route: PeerRoute, error: RayTorchRpcError) -> RayTorchRpcError:
+    """The error for a result that was announced and did not arrive: the method has run."""
+    if isinstance(error, LaneUnavailable) and (why := peers.why_unreachable(route)) is not None:
+        return PeerLost(route.member.name, f"{why}; its result had not been fetched")
+    if isinstance(error, PeerLost) and not error.may_have_run:
+        return PeerLost(error.peer, error.cause)
+    return error
+
+
+def _place(failure: BaseException) -> str:
+    """Where an error was raised, for a message that is all that is left of its traceback."""
+    at = traceback.extract_tb(failure.__traceback__)[-1:]
+    return f" ({at[0].filename}:{at[0].lineno}, in {at[0].name})" if at else ""

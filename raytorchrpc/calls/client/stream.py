@@ -14,6 +14,7 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.scope import Limit, Scope, current_scope, refuse_on_loop
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import fork
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T")
 
@@ -67,13 +68,10 @@ class Stream(Generic[T]):
     def __next__(self) -> T:
         with self._turn():
             request = self._oldest(StopIteration)
-            try:
-                if not request.done():
-                    refuse_on_loop(f"waiting for the next item of {self._label}", "`async for`")
-                seconds = self._budget()
-                return self._taken(request, request._arrives(seconds), seconds, StopIteration)
-            finally:
-                del request  # it may hold an error, whose traceback holds this frame
+            if not request.done():
+                refuse_on_loop(f"waiting for the next item of {self._label}", "`async for`")
+            seconds = self._budget()
+            return self._taken(request, request._arrives(seconds), seconds, StopIteration)
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
@@ -81,11 +79,8 @@ class Stream(Generic[T]):
     async def __anext__(self) -> T:
         with self._turn():
             request = self._oldest(StopAsyncIteration)
-            try:
-                seconds = self._budget()
-                return self._taken(request, await request._arrives_on_loop(seconds), seconds, StopAsyncIteration)
-            finally:
-                del request
+            seconds = self._budget()
+            return self._taken(request, await request._arrives_on_loop(seconds), seconds, StopAsyncIteration)
 
     def close(self) -> None:
         """End the stream: close the generator at its next ``yield``, or cancel it at an ``await``. Idempotent.
@@ -126,7 +121,7 @@ class Stream(Generic[T]):
         try:
             self._requests.append(Future(self._send(self._requested)))
         except RayTorchRpcError as error:
-            self._requests.append(error.with_traceback(None))
+            self._requests.append(untraced(error))
         finally:
             current_scope.reset(before)
         self._requested += 1
@@ -140,7 +135,7 @@ class Stream(Generic[T]):
         if isinstance(request, Future):
             return request
         self.close()
-        raise request
+        raise again(request)
 
     def _taken(self, request: Future[tuple[T] | None], arrived: bool, seconds: float, end: type[Exception]) -> T:
         """The item that has arrived; raises ``end`` after the last. If the request failed, the stream is over."""
@@ -153,8 +148,6 @@ class Stream(Generic[T]):
                 raise end from None
             self.close()
             raise
-        finally:
-            del request
         requests = self._requests
         if taken is None or self._ended:
             self._end()

@@ -157,10 +157,10 @@ def rpc_sync(
 ) -> Any:
     """Call a method of another member and return its result: ``rpc_sync(target).method(*args)``.
 
-    Blocks until the result has arrived. Meanwhile a call that comes back to this actor runs on this thread. On an event
-    loop it raises RayTorchRpcError: use ``await rpc_async(target).method(*args)`` there. Arguments
-    may hold tensors anywhere; the method gets private copies. If the device map brings tensors of a GPU to the CPU,
-    they are copied before the call is sent.
+    Blocks until the result has arrived. Meanwhile a call that comes back to this actor runs, on another thread and not
+    in this thread's grad or inference mode. On an event loop it raises RayTorchRpcError: use ``await
+    rpc_async(target).method(*args)`` there. Arguments may hold tensors anywhere; the method gets private copies. If the
+    device map brings tensors of a GPU to the CPU, they are copied before the call is sent.
 
     Raises what the method raised, with its own type where possible (``__cause__`` shows the remote traceback), or a
     ``RayTorchRpcError``.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Generator
+from types import CellType
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.scope import current_scope, on_loop
 from raytorchrpc.calls.server import gates
+from raytorchrpc.tensors import thread_modes
 
 MARK = "__raytorchrpc_method__"
 
@@ -33,6 +36,29 @@ class Exposed(NamedTuple):
     """Of a generator: how many items its callers ask for ahead."""
     call: Any = None
     """The subclass of ServedCall that serves its calls, if it is a special one."""
+    wrapper: Any = None
+    """What ``@method`` returned. A class that has something else in its place has decorators above it."""
+
+    def of(self, attribute: Any) -> Exposed:
+        """The same for the attribute of a class that leads to this: a call runs the attribute."""
+        if attribute is self.wrapper:
+            return self
+        function = attribute if inspect.isfunction(attribute) else _bound(attribute)
+        return self._replace(function=function, is_coroutine=runs_on_loop(attribute))
+
+
+def _bound(attribute: Any) -> Callable[..., Any]:
+    """A class's attribute that is no function (``functools.cache``), as a function of the instance."""
+
+    def call(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return attribute.__get__(instance, type(instance))(*args, **kwargs)
+
+    return functools.update_wrapper(call, attribute, updated=())
+
+
+def runs_on_loop(function: Any) -> bool:
+    """Whether a function's calls run on an event loop."""
+    return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
 def service(function: Callable[..., Any]) -> Exposed:
@@ -58,8 +84,14 @@ def methods_of(instance: Any) -> dict[str, Exposed]:
         if note is not None:
             # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.
             group = note.concurrency_group or ray_internals.concurrency_group_of(function)
-            found[name] = note._replace(concurrency_group=group)
+            found[name] = note.of(ray_internals.untraced(function))._replace(concurrency_group=group)
     return found
+
+
+def is_hidden(function: Any) -> bool:
+    """Whether a decorator above ``@method`` hides what that recorded."""
+    cells = getattr(ray_internals.untraced(function), "__closure__", None) or ()
+    return any(exposed(cell.cell_contents) for cell in cells if cell != CellType())
 
 
 class _Turn:
@@ -222,10 +254,34 @@ def take_turns(whether: bool = True) -> None:
         ray_internals.wrap_actor_methods(_as_ray_runs_it)
 
 
+def note_modes(instance: Any) -> None:
+    """Direct calls of a sync actor run in the modes of torch that Ray's thread has between two methods: this thread."""
+    gate = gates.gate_of(instance, None)
+    if gate is not None and gate.lends and threading.current_thread() is threading.main_thread():
+        thread_modes.note()
+
+
 def _as_ray_runs_it(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
     """What Ray is to run instead of ``executor``, which runs the method of that name."""
-    is_rays = name.startswith("__ray_") and name != "__ray_call__"
-    if is_rays or name == "__init__" or exposed(method) or ray_internals.concurrency_group_of(method):
+    if name.startswith("__ray_") and name != "__ray_call__":
+        return executor
+    in_its_turn = _with_turn(name, method, executor)
+
+    def run(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return in_its_turn(instance, *args, **kwargs)
+        finally:
+            note_modes(instance)
+
+    return run
+
+
+def _with_turn(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
+    note = exposed(method)
+    if note is not None and ray_internals.untraced(method) is not note.wrapper:
+        # Decorators above @method run in its turn, as in a direct call: one that takes a lock would deadlock otherwise.
+        return in_turn(note.of(method))
+    if name == "__init__" or note is not None or ray_internals.concurrency_group_of(method):
         return executor
     label = "a function (__ray_call__)" if name == "__ray_call__" else _label(method)
 

@@ -13,7 +13,7 @@ from raytorchrpc.calls.payload import PendingTensors
 from raytorchrpc.calls.peers import PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.exposed import Exposed, is_hidden
 from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
@@ -130,7 +130,12 @@ class IncomingCalls:
                 f"{cls.__name__}.{name} is a static or class method, which cannot be called directly: make it a method "
                 f"of the actor (exposed: {offered})"
             )
-        if callable(getattr(cls, name, None)):
+        if callable(attribute := getattr(cls, name, None)):
+            if is_hidden(attribute):
+                return (
+                    f"{cls.__name__}.{name} is not exposed: the decorator above @raytorchrpc.method hides it; put "
+                    f"@raytorchrpc.method on top, or use functools.wraps in the decorator (exposed: {offered})"
+                )
             return (
                 f"{cls.__name__}.{name} is not exposed: decorate it with @raytorchrpc.method, or call {name}.remote() "
                 f"(exposed: {offered})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
 import threading
@@ -36,10 +37,11 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
 from raytorchrpc.process.workers import AtOnce, Deadlines, Workers
-from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception
+from raytorchrpc.tensors.kept_errors import untraced
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,9 @@ class Replies:
         """The reply with an exception, to a request of that kind."""
         if kind == REMOTE:
             return Message((True, error), NOTHING)
-        return Message((RAISED,), encode_exception(self._codec, error))
+        encoded = encode_exception(self._codec, error)
+        untraced(error)  # a method's frame may hold it: ``error = ValueError(); raise error``
+        return Message((RAISED,), encoded)
 
     def refuse(self, kind: int, error: BaseException, reply: Reply) -> None:
         """Reply with an exception. Blocks while it is sent; does not raise."""
@@ -459,7 +463,12 @@ class ServedCall:
         args, kwargs = self._arguments()
         if self.exposed.service:
             return self.exposed.function(self.callee.local, self.route.member.rank, *args, **kwargs)
-        return self.exposed.function(self.callee.instance, *args, **kwargs)
+        return self._runs(self.exposed.function, self.callee.instance, *args, **kwargs)
+
+    @property
+    def _runs(self) -> Callable[..., Any]:
+        """Runs user code on this thread. The actor's own event loop has the modes of torch that Ray's calls have."""
+        return thread_modes.run if self._task is None else _called
 
     def _answer_later(self, later: Any) -> None:
         try:
@@ -523,6 +532,12 @@ class ServedCall:
 
     def _explained(self, result: Any, error: Exception) -> str:
         """The message for a result that ``error`` kept from being pickled."""
+        if inspect.iscoroutine(result):
+            result.close()
+            return (
+                f"the result of {self.label} is a coroutine that nothing awaits: a decorator of this method, such as "
+                f"torch.no_grad, is not made for coroutines; use it in the method as a context"
+            )
         return self.callee.codec.explain(f"the result of {self.label}", result, error)
 
     def _answer(self, body: Encoded, result: Any) -> None:
@@ -559,6 +574,10 @@ class ServedCall:
 
     def _refuse(self, error: BaseException) -> None:
         self.callee.replies.refuse(self.kind, error, self.reply)
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 NO_MESSAGE = Message((), NOTHING)

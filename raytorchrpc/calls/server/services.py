@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.errors import NotAMember, NotFound
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T", bound="Served")
 
@@ -37,10 +38,20 @@ class DeferredReply(Future[Any]):
             if error is None:
                 self.set_result(value)
             else:
-                self.set_exception(error)
+                self.set_exception(untraced(error))
         except InvalidStateError:
             return False
+        vars(self)[
+            "_done_callbacks"
+        ].clear()  # called by now; they lead to this, and only the collector could free both
         return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As that of its class, but the error stays without a traceback."""
+        error = self.exception(timeout)
+        if error is not None:
+            raise again(error)
+        return super().result(0)
 
     def wait(self, timeout_s: float) -> bool:
         """Block until it is settled, at most ``timeout_s``; whether it is."""

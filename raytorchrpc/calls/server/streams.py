@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
 
 from raytorchrpc.calls.client.stream import NEXT
@@ -87,7 +87,7 @@ class ServedStream(ServedCall):
             while (request := await self._next_request()) is not None:
                 self._is_stepping = True
                 try:
-                    item = (await _next(self._generator),)
+                    item = (await _next(self._generator, self._runs),)
                 except BaseException as error:
                     self._send_end(request, error)
                     break
@@ -99,7 +99,7 @@ class ServedStream(ServedCall):
         finally:
             self._finish()
             try:
-                await _close(self._generator)
+                await _close(self._generator, self._runs)
             except BaseException:
                 logger.exception("%s raised when its stream was closed", self.label)
 
@@ -199,22 +199,22 @@ class ItemRequest(ServedCall):
         self.callee.replies.send(self.reply, lambda: Message((OK,), NOTHING))
 
 
-async def _next(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> Any:
+async def _next(generator: Generator[Any, None, None] | AsyncGenerator[Any, None], run: Callable[..., Any]) -> Any:
     if isinstance(generator, AsyncGenerator):
         return await generator.__anext__()
     try:
-        return next(generator)
+        return run(next, generator)
     except StopIteration:
         raise StopAsyncIteration from None  # a coroutine may not raise the other
     except StopAsyncIteration as error:  # it is no end here
         raise RuntimeError("generator raised StopAsyncIteration") from error
 
 
-async def _close(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> None:
+async def _close(generator: Generator[Any, None, None] | AsyncGenerator[Any, None], run: Callable[..., Any]) -> None:
     if isinstance(generator, AsyncGenerator):
         await generator.aclose()
     else:
-        generator.close()
+        run(generator.close)
 
 
 def _never(*_: Any) -> None:

@@ -272,7 +272,10 @@ class Channel(Handle):
             if taken:
                 return taken
             label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
-            raise SerializationError(f"{label} cannot be unpickled here; it is lost: {cause!r}") from cause
+            try:
+                raise SerializationError(f"{label} cannot be unpickled here; it is lost: {cause!r}") from cause
+            finally:
+                del cause  # its traceback holds this frame
         return taken
 
     # --- returning items to the home -----------------------------------------------------------------------------

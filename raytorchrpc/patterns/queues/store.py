@@ -20,6 +20,7 @@ from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
 from raytorchrpc.patterns.waits import ReplyLock, give_up_at
 from raytorchrpc.process.workers import Deadlines
+from raytorchrpc.tensors.kept_errors import again
 
 Policy = Literal["block", "drop_oldest", "latest"]
 
@@ -398,7 +399,7 @@ class Store:
 
     def _check(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            raise again(self._broken)
 
     def _why_missing(self, key: str) -> str:
         reason = f"{self._label} has no such subscription any more"

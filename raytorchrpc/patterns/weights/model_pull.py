@@ -19,6 +19,7 @@ from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.source_lease import Requests, Source
 from raytorchrpc.patterns.weights.source_pull import SourcePull
 from raytorchrpc.tensors.cuda_streams import SideStreams
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: The distance of a source that is not used.
 UNUSED = 9
@@ -59,7 +60,7 @@ class UsableSources:
 
     def leave_out(self, source: Source, error: NotFound | PeerLost) -> bool:
         """Do without a source from now on; False if that is so already."""
-        return self._lost.setdefault(source, error) is error
+        return self._lost.setdefault(source, error) is untraced(error)
 
     def peer_lost(self) -> PeerLost | None:
         """The first loss of a publisher in this pull, which may have left something written."""
@@ -130,7 +131,7 @@ class ModelPull:
                 self.advance()
         except (NotFound, Empty) as error:
             if (lost := self._usable.peer_lost()) is not None:  # other errors would be wrong: something may be written
-                raise lost from error
+                raise again(lost) from error
             raise
         finally:
             self._release()
@@ -153,13 +154,13 @@ class ModelPull:
 
     def _begin_again(self, error: NotFound | PeerLost) -> PullState:
         """A source has failed, or what it has: do without it, or with a newer version. Raises the error otherwise."""
-        failed = next((pull for pull in self._pulls.values() if pull.failure is error), None)
+        failed = next((pull.lease.source for pull in self._pulls.values() if pull.failure is error), None)
         self._release()
         is_guess, self._is_newest = self._has_coordinator and self._committed is None, None
         if is_guess and not self.has_begun:  # the coordinator may know better
             return PullState.FIND
         self._since = None
-        if failed is not None and len(self._sources) > 1 and self._usable.leave_out(failed.lease.source, error):
+        if failed is not None and len(self._sources) > 1 and self._usable.leave_out(failed, error):
             return PullState.FIND
         if is_guess:
             return PullState.FIND

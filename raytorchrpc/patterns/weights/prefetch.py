@@ -7,7 +7,6 @@ import concurrent.futures
 import copy
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -50,8 +49,6 @@ class TwinPull:
         try:
             self.outcome.settle(self._pull())
         except BaseException as error:
-            # The error holds these frames, and ``outcome`` the error: only the garbage collector could free them.
-            traceback.clear_frames(error.__traceback__)
             self.outcome.settle(None, error)
         finally:
             del self

@@ -122,6 +122,7 @@ class SourcePull:
     def release(self) -> None:
         """See ``SourceLease``."""
         self.lease.release()
+        self.failure = None  # which holds the frames that hold this
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 

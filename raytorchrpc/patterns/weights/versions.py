@@ -10,6 +10,7 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import Empty, NotFound
 from raytorchrpc.patterns.waits import ReplyLock, Waits
+from raytorchrpc.tensors.kept_errors import again
 
 KIND = "weight store"
 
@@ -47,7 +48,7 @@ class Versions(Generic[V]):
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            raise self._broken
+            raise again(self._broken)
 
     def wait(self, version: int, until: float) -> int | DeferredReply:
         """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""

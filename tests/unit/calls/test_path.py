@@ -17,7 +17,7 @@ from tests.unit.members import Members
 from tests.unit.test_imports import MAY_IMPORT, PACKAGE, package
 
 #: Modules that a call may run through.
-MOST_MODULES = 26
+MOST_MODULES = 27
 #: Pairs of functions of which the first, of a lower package, calls the second, of a higher one: what lanes share has
 #: one's own connection make the call, the lane has a request served, and a call that ended gives back its credit. A
 #: thread's own loop runs the method.
