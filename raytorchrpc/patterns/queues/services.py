@@ -17,7 +17,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
-from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, SequenceMark, Store
+from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, Request, SequenceMark, Store
 from raytorchrpc.process import threads
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
@@ -70,8 +70,10 @@ class HomeStore(Store):
     def serve_put(self, caller: int, packed: PackedItems, wait_s: float, mark: SequenceMark | None) -> Any:
         return self.put(unpack(packed, caller, self.budget), time.monotonic() + wait_s, caller, mark)
 
-    def serve_take(self, caller: int, key: str, limit: int, wait_s: float, request_id: int) -> Any:
-        taken = self.take(key, limit, time.monotonic() + wait_s, caller, request_id)
+    def serve_take(
+        self, caller: int, key: str, limit: int, least: int, iteration: int, wait_s: float, request_id: int
+    ) -> Any:
+        taken = self.take(key, Request(limit, least, iteration), time.monotonic() + wait_s, caller, request_id)
         reply = taken
         if not isinstance(taken, DeferredReply):
             reply = DeferredReply()
@@ -97,7 +99,7 @@ class HomeStore(Store):
         return taken
 
     def serve_put_back(self, caller: int, key: str, batch_id: BatchId, packed: PackedItems) -> None:
-        self.put_back(key, Batch(unpack(packed, caller, self.budget), batch_id))
+        self.put_back(key, Batch(unpack(packed, caller, self.budget), *batch_id))
 
     def serve_subscribe(
         self, caller: int, key: str, policy: Policy, maxsize: int, max_bytes: int | None, process: str
