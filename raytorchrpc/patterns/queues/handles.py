@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, get_args
 
+from raytorchrpc.calls.options import takes_timeout
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps, arun, checked_count, request_ids, run
 from raytorchrpc.patterns.queues.channel import RETURNS, Channel
@@ -60,7 +61,11 @@ class Batches(Items):
     """Iterates over the items that arrive as batches of equal size, collated."""
 
     def __init__(
-        self, take: Callable[[Request], Steps[Any]], size: int, collate: Callable[[list[Any]], Any] | None, drop_last: bool
+        self,
+        take: Callable[[Request], Steps[Any]],
+        size: int,
+        collate: Callable[[list[Any]], Any] | None,
+        drop_last: bool,
     ) -> None:
         super().__init__(take, checked_count("size", size), self._collated)
         self._least, self._collate, self._drop_last = size, collate, drop_last
@@ -92,6 +97,7 @@ class Consumer:
         """The error for ENDED, or for EMPTY."""
         raise NotImplementedError
 
+    @takes_timeout
     def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
         """Take the oldest item.
 
@@ -103,6 +109,7 @@ class Consumer:
         """
         return run(self._get_many(1, timeout, 1, keep))[0]
 
+    @takes_timeout
     def get_many(self, limit: int, timeout: float | None = None, *, min: int = 1, keep: bool = False) -> list[Any]:
         """Take up to ``limit`` items, with few messages.
 
@@ -242,6 +249,7 @@ class Queue(Consumer, Channel):
     def _message_length(self) -> int:
         return self.maxsize
 
+    @takes_timeout
     def put(self, item: Any, timeout: float | None = None) -> None:
         """Put one item. The item may be changed afterwards.
 
@@ -254,6 +262,7 @@ class Queue(Consumer, Channel):
         """Like ``put``, but raise Full at once if there is no room."""
         run(self._put((item,), 0))
 
+    @takes_timeout
     def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
         """Put several items, in order, with few messages.
 

@@ -117,7 +117,7 @@ class Buffer:
 
     @property
     def needed(self) -> int:
-        """How many items the first request needs. A buffer with fewer has room for anything, or it would wait for ever."""
+        """How many items the first request needs. A buffer with fewer has room for anything."""
         return self.getters[0].request.least if self.getters else 1
 
     def fits(self, length: int, size: int) -> bool:
@@ -259,7 +259,7 @@ class Store:
         """Subscriptions that ended because more was published than they hold while their members were away."""
         self._putters: deque[_Putter] = deque()
         self._closes = closes
-        self._has_ended = False
+        self._has_ended = self._rests = False
         self._put = 0
         self._ended: dict[int | None, tuple[int, int]] = {}
         """Items taken and dropped in buffers that have ended, by subscriber."""
@@ -340,6 +340,8 @@ class Store:
             self._check()
             buffer = self._buffers.get(key)
             if buffer is None:
+                if self._rests:
+                    return ENDED  # subscribed after the end
                 raise NotFound(self._why_missing(key))
             in_time = until > time.monotonic()
             is_first = buffer.count > 0 and not buffer.getters
@@ -349,6 +351,7 @@ class Store:
                 self._match()
                 return batch
             if self._has_ended:
+                self._match()
                 return ENDED
             if not in_time:
                 return EMPTY
@@ -376,9 +379,12 @@ class Store:
     def put_back(self, key: str, batch: Batch) -> None:
         """Return items that a consumer took and does not use to their old position. Idempotent."""
         with self._lock:
-            if (buffer := self._buffers.get(key)) is not None:
+            there = self._wake()
+            if there is self and (buffer := self._buffers.get(key)) is not None:
                 buffer.put_back(batch)
                 self._match()
+        if there is not self:
+            there.put_back(key, batch)
 
     # --- its end -------------------------------------------------------------------------------------------------
 
@@ -547,6 +553,15 @@ class Store:
         if self._has_ended:
             for buffer in self._buffers.values():
                 self._drop_getters(buffer, lambda getter: True, ENDED)
+            if not self._overrun and not any(buffer.count or buffer.away for buffer in self._buffers.values()):
+                self._rest()
+
+    def _rest(self) -> None:
+        """The store is closed and empty, and nobody waits."""
+
+    def _wake(self) -> Store:
+        """An item comes back; returns the store that takes it, usually this one."""
+        return self
 
     def _end_wait(self, key: str, buffer: Buffer, getter: Getter) -> None:
         """End a request in vain: the first one gets what there is, if it may."""

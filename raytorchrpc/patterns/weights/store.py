@@ -27,7 +27,7 @@ from raytorchrpc.patterns.weights.plan import Only, Options, Renamed, globs_of, 
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.publishers import forget_everywhere, names_of, publishers_of, stage
 from raytorchrpc.patterns.weights.source_pull import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
@@ -151,6 +151,12 @@ class WeightStore(Handle):
     @property
     def _key(self) -> StoreKey:
         return self._name, self._home
+
+    def _delete(self) -> Steps[None]:
+        local, _ = yield from self._begin()
+        yield from self._bind(local)
+        yield from forget_everywhere(self, local)
+        yield from super()._delete()
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
