@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from raytorchrpc._compat import ray_internals, requirements
+from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.process import threads
 from raytorchrpc.rdt.transfer import TRANSPORT, held
@@ -65,6 +66,7 @@ async def get(refs: Any, timeout: float | None = None) -> Any:
 
     For methods of async actors. Ray's own ``await ref`` does not support tensor transports: it fails or never returns.
     """
+    check_longest_wait(timeout)
     return await threads.in_thread(ray.get, refs, timeout=timeout)
 
 
@@ -76,6 +78,7 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
     ConfigurationError if Ray is too old.
     """
     _check_ray()
+    check_longest_wait(timeout)
     if timeout != 0:
         refuse_on_loop("raytorchrpc.rdt.wait", "`await asyncio.to_thread(raytorchrpc.rdt.wait, *refs)`")
     until = None if timeout is None else time.monotonic() + timeout
