@@ -18,6 +18,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.queues.items import encode_items
+from raytorchrpc.patterns.queues.store import Request
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
 from tests.shortage import NO_MEMORY
@@ -934,23 +935,156 @@ def test_items_that_are_put_together_share_no_memory(members: Members, producer:
 
 
 @pytest.mark.parametrize("consumer", ["home", "a"])
-def test_items_that_a_cancelled_get_many_has_taken_go_back(members: Members, consumer: str) -> None:
-    with members.acting("home"):
-        queue = rtr.Queue("q")
+def test_a_cancelled_get_many_leaves_the_items_and_its_place(members: Members, consumer: str) -> None:
+    with members.acting(consumer):
+        queue = made()
         queue.put_many(["first", "second"])
 
-    async def cancel() -> None:
-        getting = asyncio.create_task(rtr.Queue("q", home="home").aget_many(5, min=4))
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        assert at_home(members).stats()["items"] == 0
-        getting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await getting
-        await until(lambda: at_home(members).stats()["items"] == 2)
+        async def cancel() -> list[Any]:
+            getting = asyncio.create_task(queue.aget_many(5, min=4))
+            await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+            behind = asyncio.create_task(queue.aget())
+            await until(lambda: at_home(members).stats()["waiting_to_get"] == 2)
+            with pytest.raises(rtr.Empty):
+                await queue.aget(0)  # what waits is for the first one
+            assert at_home(members).stats()["items"] == 2
+            getting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await getting
+            return [await behind, *await queue.aget_many(5)]
 
+        assert asyncio.run(cancel()) == ["first", "second"]
+
+
+@pytest.mark.parametrize("maxsize", [3, 100])
+@pytest.mark.parametrize("how", ["batches", "get_many"])
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_consumers_of_whole_batches_do_not_starve_each_other(
+    members: Members, consumer: str, how: str, maxsize: int
+) -> None:
+    """Also of batches that are larger than the queue may be, in items and bytes."""
     with members.acting(consumer):
-        asyncio.run(cancel())
-        assert rtr.Queue("q", home="home").get_many(5) == ["first", "second"]
+        queue = made(maxsize=maxsize, max_bytes=3)
+        iterations = [queue.batches(8, collate=list) for _ in range(2)]
+        takes = [it.__next__ if how == "batches" else lambda: queue.get_many(8, LONG, min=8) for it in iterations]
+        takers = [in_thread(take) for take in takes]
+        assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 2, LONG)
+        for number in range(16):
+            queue.put(number, 10)
+            assert at_home(members).stats()["items"] == (number + 1) % 8, "what waits is seen"
+        first, second = (take() for take in takers)
+        assert sorted([first, second]) == [list(range(8)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=0.3)], indirect=True)
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_an_iteration_keeps_its_place_from_request_to_request(
+    members: Members, consumer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its batch takes: others that want less do not take what has come for it."""
+    monkeypatch.setattr("raytorchrpc.patterns.queues.store._ASKS_AGAIN_S", LONG)
+    with members.acting(consumer):
+        queue = made()
+        large, single = queue.batches(4, collate=list), queue.items()
+        taking = in_thread(lambda: next(large))
+        assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
+        small = in_thread(lambda: next(single))
+        for number in range(5):
+            time.sleep(0.2)  # the requests of both end meanwhile
+            put_at_home(members, number)
+        assert taking() == [0, 1, 2, 3] and small() == 4
+
+
+def test_an_iteration_that_has_gone_frees_its_place(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytorchrpc.patterns.queues.store._ASKS_AGAIN_S", 0.1)
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        local = members.members["a"]
+        store = at_home(members)
+        waits = store.take("", Request(4, 4, 7), time.monotonic() + 0.05, local.me.rank, 1)
+        assert queue.get() == 1 and waits.result(LONG) is None
+
+
+# --- what is over --------------------------------------------------------------------------------------------
+
+
+def kept(members: Members) -> tuple[int, int]:
+    """How many objects the home has, and of how many it remembers the end."""
+    services = members.members["home"].services
+    return len([kind for kind, _ in services._served if kind in ("queue", "topic")]), len(services._ended)
+
+
+@pytest.mark.parametrize("member", ["home", "a"])
+def test_closed_and_empty_queues_are_freed_and_answer_as_before(
+    members: Members, member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytorchrpc.calls.server.services.ENDED_KEPT", 10)
+    with members.acting("a"):
+        unused = rtr.Queue("q9", home="home")
+    with members.acting(member):
+        for number in range(30):
+            queue = rtr.Queue(f"q{number % 20}{'' if number < 20 else ' again'}", home="home", producers=9)
+            queue.put("x")
+            queue.close(force=True)
+            assert kept(members)[0] == 1, "somebody may come for the item"
+            assert queue.get() == "x"
+        assert kept(members) == (0, 10)
+        for one in (queue, rtr.Queue(queue.name, home="home", producers=9), rtr.Queue.find(queue.name)):
+            with pytest.raises(rtr.Closed):
+                one.put(1)
+            for take in (one.get, lambda one=one: one.get_many(4, min=2)):  # type: ignore[misc]
+                with pytest.raises(rtr.Closed):
+                    take()
+            assert list(one) == []
+            stats = one.stats()
+            assert (stats["closed"], stats["put"], stats["taken"], stats["items"]) == (True, 1, 1, 0)
+        with pytest.raises(rtr.ConfigurationError, match="producers=9, not producers=1"):
+            rtr.Queue(queue.name, home="home").qsize()
+        assert kept(members) == (0, 10)
+        assert unused.qsize() == 0, "so many others have ended since that nothing is known of it"
+
+
+def test_an_item_returns_to_a_queue_that_was_freed_and_comes_once(members: Members) -> None:
+    """Also if it is sent twice, before and after somebody else took it."""
+    lane = members.lanes["a"]
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        queue.close()
+        lane.delays = lambda method: method == TAKE
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.1)
+            getting = in_thread(lambda: pytest.raises(rtr.RpcTimeout, queue.get, 0.0))
+            getting()
+        assert kept(members) == (0, 1)
+        lane.holds = lambda method: method == PUT_BACK
+        lane.deliver_answers()
+        assert wait_until(lambda: len(lane.held) == 1, LONG)
+        lane.held.append(lane.held[0])  # the message comes twice
+        lane.release(0)
+        assert wait_until(lambda: kept(members) == (1, 0), LONG)
+        assert queue.get(LONG) == 1
+        lane.release()
+        with pytest.raises(rtr.Closed):
+            queue.get()
+        assert kept(members) == (0, 1)
+
+
+@pytest.mark.parametrize("subscriber", ["home", "a"])
+def test_a_closed_topic_is_freed_once_all_subscribers_have_everything(members: Members, subscriber: str) -> None:
+    with members.acting(subscriber):
+        topic = rtr.Topic("q", home="home")
+        first, second = topic.subscribe(), topic.subscribe("drop_oldest")
+        topic.publish_many([1, 2])
+        topic.close()
+        assert list(first) == [1, 2] and kept(members) == (1, 0)
+        assert list(second) == [1, 2] and kept(members) == (0, 1)
+        assert list(first) == list(topic.subscribe()) == [] and second.stats()["taken"] == 2
+        with pytest.raises(rtr.Closed):
+            topic.publish(3)
+        first.cancel()
+        assert kept(members) == (0, 1)
 
 
 @pytest.mark.parametrize("how", ["for", "async for"])
