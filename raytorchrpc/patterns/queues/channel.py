@@ -63,7 +63,7 @@ class Channel(Handle):
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._returning: set[DeferredReply] = set()
-        """Abandoned requests whose items may be on their way back to the home."""
+        """What may be on its way back to the home: items of abandoned requests."""
 
     def close(self, *, force: bool = False) -> None:
         """Declare that this producer has put its last item. Blocks for an answer of the home.
@@ -152,15 +152,14 @@ class Channel(Handle):
         return self._in_sequence(local, response, sequence, sequence.sent(self._instance_id))
 
     def _in_sequence(self, local: LocalMember, response: Steps[Any], sequence: PutSequence, number: int) -> Steps[Any]:
+        is_lost = True
         try:
-            return (yield from response)
-        except Exception:
-            sequence.answered(number)
-            if not sequence.idle:  # it may never arrive: the puts behind it need not wait for it
-                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
-            raise
+            outcome = yield from response
+            is_lost = False
+            return outcome
         finally:
-            sequence.answered(number)
+            if sequence.answered(number, is_lost):  # the puts behind a lost one need not wait for it
+                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
 
     # --- taking --------------------------------------------------------------------------------------------------
 
@@ -195,7 +194,7 @@ class Channel(Handle):
             with suppress(RayTorchRpcError):
                 self._return(local, key, batch)
         else:
-            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)))
+            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)), self._begin_return(local))
 
     def _take_here(self, local: LocalMember, key: str, request: Request, until: float) -> Steps[Any]:
         store: HomeStore = self._object(local)
@@ -263,19 +262,27 @@ class Channel(Handle):
                 yield answer
         except BaseException as error:
             if not isinstance(error, Exception):
+                if answer is not None:
+                    settle = self._begin_return(local)
+                    answer.add_done_callback(lambda _: settle())
                 self._return_at_once(local, key, decoded)
             raise
         finally:
             del answer
 
-    def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
-        """Return the items of an abandoned request, however late they arrive."""
-        call: Any = future._call
+    def _begin_return(self, local: LocalMember) -> Callable[[], object]:
+        """Have the next ``get`` wait until what this returns is called: items are on their way back."""
         returned = DeferredReply()
         settle = partial(returned.settle, None)
         self._returning.add(returned)
         returned.add_done_callback(self._returning.discard)
         give_up_at(local.deadlines, time.monotonic() + _LATE_S, returned, settle)
+        return settle
+
+    def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
+        """Return the items of an abandoned request, however late they arrive."""
+        call: Any = future._call
+        settle = self._begin_return(local)
 
         def put_back() -> None:
             taken, error = call.outcome()
@@ -359,6 +366,8 @@ class PutSequence:
         self._last = 0
         self._unanswered: dict[int, int | None] = {}
         """Number -> instance id of the object, in the order in which they were sent."""
+        self._lost = 0
+        """The last put that may never arrive, if the home does not know of it."""
         self._sending = False
         self._waiting: deque[DeferredReply] = deque()
 
@@ -405,9 +414,18 @@ class PutSequence:
         self._unanswered[self._last] = instance_id
         return self._last
 
-    def answered(self, number: int) -> None:
-        """Forget a put that was answered, has failed or was cancelled."""
+    def answered(self, number: int, is_lost: bool) -> bool:
+        """Forget a put; whether to tell the home from where on to wait. ``is_lost``: it may never arrive there.
+
+        The home is told once everything before the lost one is answered, as that has to be admitted first.
+        """
         self._unanswered.pop(number, None)
+        if is_lost:
+            self._lost = max(self._lost, number)
+        if not 0 < self._lost < self.first:
+            return False
+        self._lost = 0
+        return not self.idle
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutSequence]] = weakref.WeakKeyDictionary()

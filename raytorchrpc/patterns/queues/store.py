@@ -32,7 +32,7 @@ Policy = Literal["block", "drop_oldest", "latest"]
 BatchId = tuple[int, tuple[int, ...]]
 #: Numbers of batches, of all stores of this process: a store that ended may be there again, see ``EndedStore``.
 _batch_numbers = itertools.count(1)
-#: How many returned batches are remembered, so that one that is sent twice is put back once.
+#: How many returned batches are remembered, so that one that is sent twice is put back once, and withdrawn requests.
 _REMEMBERED = 1000
 #: Outcomes of ``put``: accepted, no room in time, closed.
 ACCEPTED, FULL, ENDED = True, None, False
@@ -264,6 +264,8 @@ class Store:
         self._ended: dict[int | None, tuple[int, int]] = {}
         """Items taken and dropped in buffers that have ended, by subscriber."""
         self._producers: dict[int, _Producer] = {}
+        self._withdrawn: dict[tuple[int | None, int], None] = {}
+        """Requests that were withdrawn and may still arrive."""
         self._broken: Exception | None = None
 
     # --- buffers -------------------------------------------------------------------------------------------------
@@ -343,6 +345,8 @@ class Store:
                 if self._rests:
                     return ENDED  # subscribed after the end
                 raise NotFound(self._why_missing(key))
+            if self._withdrawn and self._withdrawn.pop((rank, request_id), _NO_OUTCOME) is None:
+                return EMPTY
             in_time = until > time.monotonic()
             is_first = buffer.count > 0 and not buffer.getters
             suffices = buffer.count >= request.least or self._has_ended or not (in_time or request.iteration)
@@ -372,9 +376,15 @@ class Store:
     def withdraw(self, key: str, rank: int | None, request_id: int) -> None:
         """End a request that waits for items: it returns EMPTY."""
         with self._lock:
-            if (buffer := self._buffers.get(key)) is not None:
-                self._drop_getters(buffer, lambda getter: (getter.rank, getter.request_id) == (rank, request_id), EMPTY)
+            buffer = self._buffers.get(key)
+            if buffer is None:
+                return
+            if self._drop_getters(buffer, lambda one: (one.rank, one.request_id) == (rank, request_id), EMPTY):
                 self._match()
+            else:  # it was answered, or this has overtaken it
+                self._withdrawn[rank, request_id] = None
+                if len(self._withdrawn) > _REMEMBERED:
+                    del self._withdrawn[next(iter(self._withdrawn))]
 
     def put_back(self, key: str, batch: Batch) -> None:
         """Return items that a consumer took and does not use to their old position. Idempotent."""
@@ -402,6 +412,7 @@ class Store:
     def lose(self, rank: int) -> None:
         """See ``Served``. The items that the member has put stay, and so does its buffer, as far as it has room."""
         with self._lock:
+            self._withdrawn = {request: None for request in self._withdrawn if request[0] != rank}
             for producer in self._producers.values():
                 if producer.rank == rank and producer.held:  # what has not arrived by now never will
                     self._admit_up_to(producer, max(producer.held))
@@ -577,8 +588,8 @@ class Store:
         self._drop_getters(buffer, lambda waiting: waiting is getter)
         self._lock.after(self._deliver, getter.reply, key, outcome)
 
-    def _drop_getters(self, buffer: Buffer, chosen: Callable[[Getter], bool], outcome: Any = _NO_OUTCOME) -> None:
-        """Remove requests from the line. ``outcome``: what they return."""
+    def _drop_getters(self, buffer: Buffer, chosen: Callable[[Getter], bool], outcome: Any = _NO_OUTCOME) -> bool:
+        """Remove requests from the line; whether there were any. ``outcome``: what they return."""
         dropped = list(filter(chosen, buffer.getters))
         for getter in dropped:
             buffer.getters.remove(getter)
@@ -586,6 +597,7 @@ class Store:
                 self._lock.after(getter.reply.settle, outcome)
         if dropped:
             buffer.trim()  # it needs no more than usual
+        return bool(dropped)
 
     # --- not under the lock --------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,15 +49,113 @@ async def until(condition: Callable[[], bool]) -> None:
 class Unloadable:
     """Can be pickled; unpickling it raises."""
 
-    def __init__(self, error: type[BaseException] = ValueError) -> None:
-        self.error = error
+    def __init__(self, error: type[BaseException] = ValueError, number: int | None = None) -> None:
+        self.error, self.number = error, number
 
     def __reduce__(self) -> Any:
-        return _refuse, (self.error,)
+        return _refuse, (self.error, self.number)
 
 
-def _refuse(error: type[BaseException]) -> None:
-    raise error("no such class here")
+def _refuse(error: type[BaseException], number: int | None) -> None:
+    raise error("no such class here" if number is None else number)
+
+
+# --- at random -----------------------------------------------------------------------------------------------
+
+
+class Disorder:
+    """Lets requests and answers of one member arrive in any order, and some puts and gets not at all."""
+
+    def __init__(self, lane: Any, chance: random.Random, loses: Collection[str]) -> None:
+        """``loses``: the methods of which some requests do not arrive."""
+        self.lane, self.chance, self.loses = lane, chance, loses
+        lane.holds = lambda method: chance.random() < 0.5
+        lane.delays = lambda method: chance.random() < 0.3
+
+    async def go_on(self) -> None:
+        while True:
+            await asyncio.sleep(0.0005)
+            for waiting in (self.lane.held, self.lane.answers):
+                for _ in range(self.chance.randint(0, 2)):
+                    if waiting:
+                        self.let_go(waiting, self.chance.randrange(len(waiting)))
+
+    def let_go(self, waiting: list[Any], number: int) -> None:
+        if waiting is self.lane.answers:
+            waiting.pop(number)()
+        elif waiting[number][0].args[1].header[3] in self.loses and self.chance.random() < 0.1:
+            self.lane.lose(number)
+        else:
+            self.lane.release(number)
+
+
+async def act_at_random(queue: rtr.Queue, chance: random.Random, count: int, cancels: bool) -> None:
+    """Puts of which some fail or are cancelled (``cancels``), and gets of all kinds of which some are cancelled: everything that was
+    put for certain comes once and in order, all else once or never.
+    """
+    taken, refused = list[Any](), list[int]()
+    puts, number = list[tuple[range, asyncio.Task[None]]](), 0
+    while number < count:
+        part = range(number, number + chance.choice([1, 1, 1, 7]))
+        items = [Unloadable(number=item) if item % 11 == 5 else item for item in part]
+        patience = chance.choice([LONG, LONG, LONG, 0.01])
+        put = queue.aput(items[0], patience) if len(items) == 1 else queue.aput_many(items, patience)
+        puts.append((part, asyncio.create_task(put)))
+        number += len(part)
+    iteration: Any = chance.choice([None, queue.items(batch=3), queue.batches(3, collate=list)])
+
+    async def take() -> None:
+        singly = chance.random() < 0.5
+        if iteration is not None:
+            step = iteration.__anext__()
+        else:
+            step = queue.aget(LONG) if singly else queue.aget_many(6, LONG, min=chance.choice([1, 2, 6]))
+        try:
+            got = await (asyncio.wait_for(step, chance.choice([0.0005, 0.003])) if chance.random() < 0.4 else step)
+            taken.extend(got if isinstance(got, list) else [got])
+        except (asyncio.TimeoutError, PeerLost):
+            pass
+        except rtr.SerializationError as error:
+            refused.append(int(str(error.__cause__)))
+
+    async def end() -> None:
+        for _, put in puts:
+            if cancels and chance.random() < 0.1:
+                await asyncio.sleep(0.001)
+                put.cancel()
+        await asyncio.gather(*(put for _, put in puts), return_exceptions=True)
+        while True:
+            try:
+                return await queue.aclose(force=True)
+            except PeerLost:
+                pass
+
+    ending = asyncio.create_task(end())
+    with suppress(rtr.Closed, StopAsyncIteration):
+        while True:
+            await take()
+    await ending
+    certain = [item for part, put in puts if not put.cancelled() and put.exception() is None for item in part]
+    assert len(certain) > count / 5, "much went well"
+    assert [item for item in taken if item in set(certain)] == [item for item in certain if item % 11 != 5]
+    assert len(taken + refused) == len({*taken, *refused})
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_items_come_once_and_in_order(members: Members, seed: int) -> None:
+    chance, cancels = random.Random(seed), seed % 2 == 0
+
+    async def act() -> None:
+        disorder = asyncio.create_task(Disorder(members.lanes["a"], chance, [TAKE] if cancels else [TAKE, PUT]).go_on())
+        try:
+            await asyncio.wait_for(act_at_random(queue, chance, 80, cancels), 3 * LONG)
+        finally:
+            assert not disorder.done(), disorder.exception()
+            disorder.cancel()
+
+    with members.acting("home" if seed % 4 == 0 else "a"):
+        queue = rtr.Queue("q", home="home", maxsize=chance.choice([2, 4, 100]))
+        asyncio.run(act())
 
 
 # --- order ---------------------------------------------------------------------------------------------------
@@ -993,6 +1093,25 @@ def test_an_iteration_keeps_its_place_from_request_to_request(
             time.sleep(0.2)  # the requests of both end meanwhile
             put_at_home(members, number)
         assert taking() == [0, 1, 2, 3] and small() == 4
+
+
+def test_a_request_that_comes_after_its_withdrawal_keeps_nobody_waiting(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> Any:
+        lane.holds = lambda method: method in (TAKE, WITHDRAW)
+        getting = asyncio.create_task(queue.aget_many(9, 10 * LONG, min=9))
+        await until(lambda: len(lane.held) == 1)
+        getting.cancel()
+        await until(lambda: len(lane.held) == 2)
+        lane.release(1)
+        lane.release()
+        return await queue.aget()
+
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        assert asyncio.run(act()) == 1
 
 
 def test_an_iteration_that_has_gone_frees_its_place(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
