@@ -366,8 +366,8 @@ class PutSequence:
         self._last = 0
         self._unanswered: dict[int, int | None] = {}
         """Number -> instance id of the object, in the order in which they were sent."""
-        self._lost = 0
-        """The last put that may never arrive, if the home does not know of it."""
+        self._lost: set[int] = set()
+        """Puts that may never arrive, of which the home does not know."""
         self._sending = False
         self._waiting: deque[DeferredReply] = deque()
 
@@ -421,10 +421,10 @@ class PutSequence:
         """
         self._unanswered.pop(number, None)
         if is_lost:
-            self._lost = max(self._lost, number)
-        if not 0 < self._lost < self.first:
+            self._lost.add(number)
+        if not self._lost or min(self._lost) > self.first:
             return False
-        self._lost = 0
+        self._lost = {lost for lost in self._lost if lost > self.first}
         return not self.idle
 
 

@@ -122,7 +122,8 @@ def test_a_timeout_begins_before_its_arguments_are_packed() -> None:
 )
 def test_a_bool_is_no_number_of_seconds(wait: Callable[[Any], Any]) -> None:
     """It would count as 0 or 1, and comes from other packages' ``block``."""
-    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)}) as members, members.acting("a"):
+    config, methods = rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)}
+    with Members(config, methods) as members, members.acting("a"):
         future = rtr.rpc_async("home").answer()
         with pytest.raises(rtr.ConfigurationError, match=r"seconds.*(True|False)|True must be a number of seconds"):
             wait(future)

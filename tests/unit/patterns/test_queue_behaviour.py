@@ -1,4 +1,4 @@
-"""What users know of queue.Queue and of Ray's Queue, as far as a Queue promises it, at its home and from another member."""
+"""What users know of queue.Queue and of Ray's Queue, as far as a Queue promises it: at its home, and elsewhere."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue as standard
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def each_item_comes_once(queue: rtr.Queue) -> None:
     queue.close()
     for thread in takers:
         thread.join(LONG)
-    assert sorted(sum(taken, [])) == [(number, value) for number in range(4) for value in range(30)]
+    assert sorted(chain.from_iterable(taken)) == [(number, value) for number in range(4) for value in range(30)]
     assert all([v for n, v in one if n == p] == sorted(v for n, v in one if n == p) for one in taken for p in range(4))
 
 
@@ -151,7 +152,8 @@ def seconds_are_no_bool(queue: rtr.Queue) -> None:
 def deleting_ends_it(queue: rtr.Queue) -> None:
     queue.put(1)
     queue.get()
-    gets = waits(queue, lambda: raises(rtr.NotFound, queue.get, "queue 'q' in member 'home' was deleted"), "waiting_to_get")
+    deleted = "queue 'q' in member 'home' was deleted"
+    gets = waits(queue, lambda: raises(rtr.NotFound, queue.get, deleted), "waiting_to_get")
     queue.delete()
     assert gets() < LONG
     raises(rtr.NotFound, queue.get, "was deleted")

@@ -49,7 +49,7 @@ class Wait:
     until: float
     rank: int | None
     numbers: list[int] = field(default_factory=list)
-    request: Request = Request(1)
+    request: Request = field(default_factory=lambda: Request(1))
     request_id: int = 0
     outcome: Any = PENDING
     is_absent: bool = False
@@ -333,7 +333,7 @@ class Comparison:
         key = self.key()
         wait = self.random.choice(self.waits or [Wait(0, None)])
         self.store.withdraw(key, wait.rank, wait.request_id)
-        if (line := self.model.lines.get(key)) is not None:
+        if (line := self.model.lines.get(key)) is not None and wait in line.getters:
             self.model.drop(line, wait.__eq__, None)
             self.model.settle()
 
