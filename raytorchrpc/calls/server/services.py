@@ -127,11 +127,12 @@ class Services:
         return served
 
     def replace(self, kind: str, name: str, served: Any, ended: Ended) -> None:
-        """Keep only ``ended`` of an object. No effect if it is not there any more."""
+        """Keep only ``ended`` of an object. No effect if neither it nor what was left of it is there any more."""
         with self._lock:
-            if self._served.get((kind, name)) is served:
-                del self._served[kind, name]
-                self._ended[kind, name] = ended
+            before = self._ended.get((kind, name))
+            if self._served.get((kind, name)) is served or (before and before.instance_id == ended.instance_id):
+                self._ended[kind, name] = ended  # first: ``find`` looks there last
+                self._served.pop((kind, name), None)
                 if len(self._ended) > ENDED_KEPT:
                     del self._ended[next(iter(self._ended))]
 

@@ -66,12 +66,20 @@ class HomeStore(Store):
         """From now on the home keeps only an EndedStore of it."""
         if not self._rests:
             self._rests = True
-            buffers = tuple(
-                (key, buffer.rank, buffer.process, buffer.taken, buffer.dropped, buffer.returned)
-                for key, buffer in self._buffers.items()
-            )
-            kept = self._local, self._kind, self._name, self.settings, self.instance_id, self._put, buffers
-            self._local.services.replace(self._kind, self._name, self, EndedStore(*kept))
+            self._record()
+
+    def _record(self) -> None:
+        buffers = tuple(
+            (key, buffer.rank, buffer.process, buffer.taken, buffer.dropped, buffer.returned)
+            for key, buffer in self._buffers.items()
+        )
+        kept = self._local, self._kind, self._name, self.settings, self.instance_id, self._put, buffers
+        self._local.services.replace(self._kind, self._name, self, EndedStore(*kept))
+
+    def remove_buffer(self, key: str) -> None:
+        super().remove_buffer(key)
+        if self._rests:
+            self._record()
 
     def restore(self, ended: EndedStore) -> None:
         """Become the store of which only this is left. No other thread has it yet."""

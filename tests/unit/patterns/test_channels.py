@@ -1084,7 +1084,7 @@ def test_a_closed_topic_is_freed_once_all_subscribers_have_everything(members: M
         with pytest.raises(rtr.Closed):
             topic.publish(3)
         first.cancel()
-        assert kept(members) == (0, 1)
+        assert kept(members) == (0, 1) and topic.stats()["subscribers"] == 1
 
 
 @pytest.mark.parametrize("how", ["for", "async for"])
