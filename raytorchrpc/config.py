@@ -180,6 +180,7 @@ def _model() -> type[BaseModel]:
     checks = {"lanes": _known_lanes, "local_devices": _cuda_indices, "torchrpc_from": _networks}
     checks |= {"metrics_period_s": _period}
     types |= {name: Annotated[types[name], AfterValidator(check)] for name, check in checks.items()}
+    types |= {name: Annotated[types[name], BeforeValidator(_no_bool)] for name in FIELDS if name.endswith("_s")}
     values: dict[str, Any] = {field.name: (types[field.name], field.default) for field in fields(GroupConfig)}
     return create_model("GroupConfig", __config__=ConfigDict(extra="forbid"), **values)
 
@@ -211,6 +212,12 @@ def _cuda_indices(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
         if index < 0:
             raise ValueError(f"{index} is not a CUDA device index")
     return devices
+
+
+def _no_bool(seconds: Any) -> Any:
+    if isinstance(seconds, bool):  # pydantic would take it for 0 or 1
+        raise ValueError("must be a number of seconds")
+    return seconds
 
 
 def _period(seconds: float | None) -> float | None:

@@ -311,6 +311,13 @@ class WeightCounters:
         with self._lock:
             self._holders.setdefault(store, weakref.WeakSet()).add(holder)
 
+    def forget(self, store: StoreKey) -> None:
+        """The store was deleted."""
+        with self._lock:
+            self._ended.pop(store, None)
+            self._holders.pop(store, None)
+            self._viewed.discard(store)
+
     def rows(self, member: str) -> list[WeightStats]:
         """A snapshot of the counters; nothing of a store that has only memory."""
         with self._lock:

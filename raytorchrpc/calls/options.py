@@ -18,6 +18,8 @@ R = TypeVar("R")
 MAX_TIMEOUT_S = 86400
 #: ``CallOptions.retry`` of a request that is sent again until its deadline, or as long as its member may come back.
 OFTEN = 1 << 30
+#: For those who know the arguments of queue.Queue and of Ray's Queue.
+_INSTEAD_OF_BLOCK = "for block=False pass timeout=0, and for block=True nothing"
 
 
 class CallOptions(NamedTuple):
@@ -45,29 +47,42 @@ class CallOptions(NamedTuple):
 DEFAULTS = CallOptions()
 
 
+def is_seconds(value: Any) -> bool:
+    """Whether this is a number of seconds that may be waited for: no infinity, as every wait ends, and no ``block``."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value <= MAX_TIMEOUT_S
+
+
 def checked_timeout(timeout: Any) -> float:
-    """Raise ConfigurationError for what is not a number of seconds."""
-    # No infinity either: every wait ends, and the waits underneath take none.
-    if isinstance(timeout, (int, float)) and timeout <= MAX_TIMEOUT_S:
+    """Return a number of seconds. Raises ConfigurationError."""
+    if is_seconds(timeout):
         return float(timeout)
-    raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}")
+    hint = f"; {_INSTEAD_OF_BLOCK}" if isinstance(timeout, bool) else ""
+    raise ConfigurationError(f"timeout is a number of seconds up to {MAX_TIMEOUT_S}, not {timeout!r}{hint}")
+
+
+def check_longest_wait(timeout: Any) -> None:
+    """Raise ConfigurationError unless this is a number of seconds, or None."""
+    if timeout is not None:
+        checked_timeout(timeout)
 
 
 def check_timeout(timeout: Any, name: str = "timeout") -> None:
     """Raise ConfigurationError unless this is a number of seconds above 0, as a group needs to form or change."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
+    if not is_seconds(timeout) or timeout <= 0:
         raise ConfigurationError(
             f"{name} must be above 0, and at most {MAX_TIMEOUT_S} (a day), in seconds; not {timeout!r}"
         )
 
 
 def takes_timeout(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function that takes ``timeout=`` name it when another spelling is passed."""
+    """Have a function that takes ``timeout=`` name it when another spelling is passed, or ``block=``."""
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if kwargs:
             for name in kwargs:
+                if name == "block":
+                    raise TypeError(f"{function.__name__} takes no block=; {_INSTEAD_OF_BLOCK}")
                 if name.endswith("timeout_s"):
                     where = "GroupConfig has rpc_timeout_s" if name == "rpc_timeout_s" else "only settings end in _s"
                     right = "timeout" if name == "rpc_timeout_s" else name.removesuffix("_s")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.options import checked_timeout
+from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.exposed import take_turns
 from raytorchrpc.calls.server.services import DeferredReply
@@ -235,8 +235,7 @@ def awaited(timeout_s: float | None) -> Awaited:
 
     Raises NotAMember at once where there is no group to wait for, and ConfigurationError for what is no timeout.
     """
-    if timeout_s is not None:
-        checked_timeout(timeout_s)
+    check_longest_wait(timeout_s)
     check_process()
     actor_id = _actor_here()
     left = _was_member and (_current is None or _current.over)

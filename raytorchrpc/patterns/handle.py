@@ -13,13 +13,13 @@ from typing import Any, ClassVar, TypeVar
 from raytorchrpc.calls import guests, rejoin
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember, current_local, process_member
-from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions
+from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, check_longest_wait, checked_timeout
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop
 from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.patterns.home import FIND, OPEN, find
+from raytorchrpc.patterns.home import DELETE, FIND, OPEN, find
 
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
@@ -120,7 +120,7 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
         local = found[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
-    asked = _answer_timeout(timeout) if isinstance(timeout, (int, float)) else None
+    asked = None if timeout is None else _answer_timeout(checked_timeout(timeout))
     try:
         awaited = rejoin.awaited(asked)
     except NotAMember as error:
@@ -152,17 +152,16 @@ def member_name(target: Any, argument: str) -> str:
 
 def _wait_limit(local: LocalMember, timeout: float | None) -> float:
     """Check ``timeout``, and shorten it if the call that this thread serves ends before."""
-    seconds = local.config.rpc_timeout_s if timeout is None else timeout
-    number: Any = seconds
-    if not isinstance(number, (int, float)) or not 0 <= number <= MAX_TIMEOUT_S:
-        raise ConfigurationError(f"timeout must be a number of seconds from 0 to {MAX_TIMEOUT_S}, not {timeout!r}")
+    seconds = local.config.rpc_timeout_s if timeout is None else checked_timeout(timeout)
+    if seconds < 0:
+        raise ConfigurationError(f"timeout is a number of seconds from 0 on, not {timeout!r}")
     deadline = current_scope.get().deadline
     if deadline is not None:
         left = deadline - time.monotonic()
         if left <= 0:
             raise RpcTimeout("no time left: the deadline of the call that this method serves has passed")
         seconds = min(seconds, left - min(ANSWER_S, left / 4))
-    return float(seconds)
+    return seconds
 
 
 def _answer_timeout(seconds: float) -> float:
@@ -220,6 +219,7 @@ class Handle:
         Asks every member of the group and blocks until they have answered, at most ``timeout`` seconds. Raises
         NotFound if no member has the object.
         """
+        check_longest_wait(timeout)
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
         searched = [local] if local is not None else guests.own_groups.everywhere() or [process_member(timeout)]
@@ -268,6 +268,19 @@ class Handle:
     def home(self) -> str:
         """The name of the member where the object lives."""
         return self._home
+
+    def delete(self) -> None:
+        """End the object and free its memory, with all that it holds. Blocks for an answer of the home.
+
+        What waits for it, and handles that were used, raise NotFound. The name is free: a handle that was not used yet
+        makes a new object.
+        """
+        run(self._delete())
+
+    def _delete(self) -> Steps[None]:
+        local, _ = yield from self._begin()
+        yield from self._bind(local)
+        yield from self._request(local, DELETE, self._address)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self)._restore, (self._name, self._home, self._settings, self._instance_id)

@@ -15,7 +15,7 @@ from raytorchrpc.errors import ConfigurationError
 
 #: The modules of this package that define services of every member (``SERVICES``) and kinds of objects (``KINDS``).
 _DEFINED_IN = ("queues.services", "weights.feeds", "weights.published", "weights.publishers")
-OPEN, FIND = "raytorchrpc.open", "raytorchrpc.find"
+OPEN, FIND, DELETE = "raytorchrpc.open", "raytorchrpc.find", "raytorchrpc.delete"
 
 
 class Kind(NamedTuple):
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 def services() -> dict[str, Exposed]:
     """The services for objects that every member offers to its peers: by name, ``function(member, rank, *args)``."""
-    return {OPEN: service(_open), FIND: service(find), **_definitions("SERVICES")}
+    return {OPEN: service(_open), FIND: service(find), DELETE: service(_delete), **_definitions("SERVICES")}
 
 
 def object_services(methods: Mapping[str, Callable[..., Any]]) -> dict[str, Exposed]:
@@ -68,3 +68,7 @@ def find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, in
     """The settings and instance id of an object; None if this member does not have it."""
     found = local.services.get(kind, name)
     return None if found is None else (found.settings, found.instance_id)
+
+
+def _delete(local: LocalMember, caller: int, kind: str, name: str, instance_id: int | None) -> None:
+    local.services.delete(kind, name, instance_id, local.me.name)

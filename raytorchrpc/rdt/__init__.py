@@ -16,6 +16,7 @@ from typing import Any
 import ray
 
 from raytorchrpc._compat import ray_internals, requirements
+from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
@@ -72,6 +73,7 @@ async def get(refs: Any, timeout: float | None = None) -> Any:
     For methods of async actors. Ray's own ``await ref`` and ``ref.future()`` do not support tensor transports: they
     fail, or never return and hold up all other futures of Ray in this process for the transfer timeout.
     """
+    check_longest_wait(timeout)
     return await threads.in_thread(ray.get, refs, timeout=timeout)
 
 
@@ -83,6 +85,7 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
     ConfigurationError if Ray is too old.
     """
     _check_ray()
+    check_longest_wait(timeout)
     if timeout != 0:
         refuse_on_loop("raytorchrpc.rdt.wait", "`await asyncio.to_thread(raytorchrpc.rdt.wait, *refs)`")
     until = None if timeout is None else time.monotonic() + timeout

@@ -131,7 +131,7 @@ def test_what_cannot_work_is_refused(actors: dict[str, Any], queue: Any, spawn: 
     def act() -> None:
         with pytest.raises(rtr.SerializationError, match="cannot be pickled"):
             queue.put(threading.Lock())
-        with pytest.raises(rtr.ConfigurationError, match="timeout must be a number"):
+        with pytest.raises(rtr.ConfigurationError, match="timeout is a number of seconds from 0"):
             queue.get(timeout=-1)
         with pytest.raises(rtr.NotAMember, match="'nobody' is not in group"):
             rtr.Queue("q", home="nobody")
@@ -235,6 +235,33 @@ def test_a_get_within_a_call_ends_with_it(actors: dict[str, Any], queue: Any) ->
 
     assert in_actor(actors["a"], outer) < 20
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
+
+
+def test_two_learners_get_whole_batches_of_what_comes_one_by_one(actors: dict[str, Any], queue: Any) -> None:
+    def learn() -> list[int]:
+        return [int(number) for number in next(queue.batches(12))]
+
+    learners = [actors[name].run.remote(learn) for name in ("a", "b")]
+    waiting = lambda: queue.stats()["waiting_to_get"] == 2  # noqa: E731
+    assert in_actor(actors["home"], lambda: wait_until(waiting, 20))
+    in_actor(actors["home"], lambda: [queue.put(number, 20) for number in range(24)])
+    assert sorted(ray.get(learners, timeout=60)) == [list(range(12)), list(range(12, 24))]
+
+
+def test_a_thousand_queues_that_were_closed_are_freed(actors: dict[str, Any]) -> None:
+    def work() -> None:
+        for number in range(1000):
+            queue = rtr.Queue(f"job {number}", home="home")
+            queue.put(number)
+            assert queue.get() == number
+            queue.close(force=True)
+        assert list(rtr.Queue("job 7", home="home")) == []
+
+    def there() -> int:
+        return len([name for name in insides.served("queue") if name.startswith("job")])
+
+    in_actor(actors["a"], work)
+    assert in_actor(actors["home"], there) == 0
 
 
 # --- deaths --------------------------------------------------------------------------------------------------

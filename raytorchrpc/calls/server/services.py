@@ -14,10 +14,13 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
-from raytorchrpc.errors import NotAMember, NotFound
+from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
 from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T", bound="Served")
+
+#: Of how many objects that have ended a member keeps what is left; about half a kilobyte each.
+ENDED_KEPT = 10_000
 
 
 def _unchanged(value: Any) -> Any:
@@ -83,12 +86,25 @@ class Served(Protocol):
         """This member leaves the group: fail all waits with the error."""
 
 
+class Ended(Protocol):
+    """What is left of an object that has nothing to do any more."""
+
+    @property
+    def instance_id(self) -> int:
+        """That of the object."""
+
+    def restored(self) -> Any:
+        """The object as it was, to answer those who come late."""
+
+
 class Services:
     """The objects that live in one member, by kind and name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._served: dict[tuple[str, str], Any] = {}
+        self._ended: dict[tuple[str, str], Ended] = {}
+        """Objects that are there by name and instance, and take next to no memory. The oldest come first."""
         self._closed = False
 
     def open(self, kind: str, name: str, make: Callable[[], T]) -> T:
@@ -96,12 +112,11 @@ class Services:
         with self._lock:
             if self._closed:
                 raise NotAMember("this process has left the group")
-            served = self._served.get((kind, name))
+            served: Any = self._there(kind, name)
             if served is None:
-                served = make()
+                served = self._served[kind, name] = make()
                 served.instance_id = secrets.randbits(62)
-                self._served[kind, name] = served
-            return served
+            return served  # type: ignore[no-any-return]
 
     def find(self, kind: str, name: str, instance_id: int | None, me: str) -> Any:
         """The object of that name and instance (``instance_id`` None: of any instance). Hot path.
@@ -109,27 +124,74 @@ class Services:
         Raises NotFound. ``me``: this member's name, for the message.
         """
         served = self._served.get((kind, name))
+        if served is None:
+            served = self.get(kind, name)
         if served is None or (instance_id is not None and served.instance_id != instance_id):
             raise NotFound(self._why_not(kind, name, instance_id, me))
         return served
 
+    def _there(self, kind: str, name: str) -> Any:
+        """The object of that name, or None. The caller holds the lock."""
+        served = self._served.get((kind, name))
+        if served is None and (ended := self._ended.get((kind, name))) is not None:
+            return ended.restored()
+        return served
+
+    def replace(self, kind: str, name: str, served: Any, ended: Ended) -> None:
+        """Keep only ``ended`` of an object. No effect if neither it nor what was left of it is there any more."""
+        with self._lock:
+            before = self._ended.get((kind, name))
+            if self._served.get((kind, name)) is served or (before and before.instance_id == ended.instance_id):
+                self._ended[kind, name] = ended  # first: ``find`` looks there last
+                self._served.pop((kind, name), None)
+                if len(self._ended) > ENDED_KEPT:
+                    del self._ended[next(iter(self._ended))]
+
+    def put_in_place(self, kind: str, name: str, served: T) -> T:
+        """Have a restored object again, instead of what was left of it; returns the one that is there now.
+
+        Raises NotFound if there is none of this instance.
+        """
+        with self._lock:
+            there: Any = self._served.get((kind, name)) or self._ended.get((kind, name))
+            if there is None or there.instance_id != served.instance_id:
+                raise NotFound(f"{kind} {name!r} is not kept any more")
+            self._ended.pop((kind, name), None)
+            return self._served.setdefault((kind, name), served)  # type: ignore[no-any-return]
+
+    def delete(self, kind: str, name: str, instance_id: int | None, me: str) -> None:
+        """End an object; see ``find``. What waits for it raises NotFound."""
+        with self._lock:
+            served = self._there(kind, name)
+            if served is None or (instance_id is not None and served.instance_id != instance_id):
+                raise NotFound(self._why_not(kind, name, instance_id, me))
+            if readers := getattr(served, "readers", 0):
+                raise ConfigurationError(
+                    f"{kind} {name!r} in member {me!r} is being read ({readers} pulls or views): let them end, then "
+                    f"delete it again"
+                )
+            self._served.pop((kind, name), None)
+            self._ended.pop((kind, name), None)
+        served.close(NotFound(f"{kind} {name!r} in member {me!r} was deleted"))
+
     def _why_not(self, kind: str, name: str, instance_id: int | None, me: str) -> str:
-        there = ", ".join(sorted(self.names(kind))) or "none"
+        there = ", ".join(sorted(name for of_kind, name in list(self._served) if of_kind == kind)) or "none"
         if instance_id is None:
             return (
-                f"member {me!r} has no {kind} {name!r}: it was never created there, or its process has "
+                f"member {me!r} has no {kind} {name!r}: it was never created there, or was deleted, or its process has "
                 f"restarted since (there: {there})"
             )
         new = f"; the {kind} {name!r} that is there now is a new one" if (kind, name) in self._served else ""
         return (
             f"member {me!r} has no {kind} {name!r} for this handle any more: the one that the handle belongs to ended "
-            f"when its home was restarted or another group was formed{new}. Make a handle by name again, or find() one "
-            f"(there: {there})"
+            f"when its home was restarted or another group was formed, or was deleted{new}. Make a handle by name "
+            f"again, or find() one (there: {there})"
         )
 
     def get(self, kind: str, name: str) -> Any:
         """The object of that name, or None."""
-        return self._served.get((kind, name))
+        with self._lock:
+            return self._there(kind, name)
 
     def metric_rows(self) -> list[Any]:
         """What the objects that have a ``metric_rows(kind, name)`` show in the metrics: ``QueueStats``."""
@@ -163,5 +225,6 @@ class Services:
         with self._lock:
             self._closed = True
             everything, self._served = list(self._served.values()), {}
+            self._ended.clear()
         for served in everything:
             served.close(NotAMember("this process has left the group (it was shut down)"))

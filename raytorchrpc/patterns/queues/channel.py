@@ -42,7 +42,7 @@ from raytorchrpc.patterns.queues.items import (
     unpack,
 )
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
-from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, SequenceMark
+from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request, SequenceMark
 from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.workers import Deadlines
@@ -63,7 +63,7 @@ class Channel(Handle):
     def _set_state(self, *state: Any) -> None:
         super()._set_state(*state)
         self._returning: set[DeferredReply] = set()
-        """Abandoned requests whose items may be on their way back to the home."""
+        """What may be on its way back to the home: items of abandoned requests."""
 
     def close(self, *, force: bool = False) -> None:
         """Declare that this producer has put its last item. Blocks for an answer of the home.
@@ -154,67 +154,53 @@ class Channel(Handle):
         return self._in_sequence(local, response, sequence, sequence.sent(self._instance_id))
 
     def _in_sequence(self, local: LocalMember, response: Steps[Any], sequence: PutSequence, number: int) -> Steps[Any]:
+        is_lost = True
         try:
-            return (yield from response)
-        except Exception:
-            sequence.answered(number)
-            if not sequence.idle:  # it may never arrive: the puts behind it need not wait for it
-                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
-            raise
+            outcome = yield from response
+            is_lost = False
+            return outcome
         finally:
-            sequence.answered(number)
+            if sequence.answered(number, is_lost):  # the puts behind a lost one need not wait for it
+                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
 
     # --- taking --------------------------------------------------------------------------------------------------
 
-    def _take_from(self, key: str, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
-        """Take ``least`` items or more, unless the timeout or the end comes first: values, EMPTY or ENDED."""
+    def _take_from(self, key: str, request: Request, timeout: float | None, keep: bool) -> Steps[Any]:
+        """Take items: values, EMPTY or ENDED."""
         local, wait_s = yield from self._begin(timeout)
         until = time.monotonic() + wait_s
         at_home = yield from self._bind(local, wait_s)
-        batches: list[Batch] = []
-        missing, most = least, limit
-        batch: Any = None
         if not at_home:  # items that go back come before those that wait there
             for returned in [*self._returning]:
                 yield self._wait_until_returned(local, returned, until)
-        try:
-            while missing > 0 and (not batches or time.monotonic() < until):
-                returning = [*self._returning]  # before the home looks: they may be back when its answer comes
-                if at_home:
-                    batch = yield from self._take_here(local, key, most, until)
-                    if batch and (keep or self._object(local).shared):
-                        batch = Batch([private_copy(item) for item in batch], batch.batch_id)
-                else:
-                    batch = yield from self._take_there(local, key, most, until, keep)
-                if batch is ENDED and (returning := [*returning, *self._returning]):  # that is waiting items, too
-                    if time.monotonic() < until:
-                        yield self._wait_until_returned(local, returning[0], until)
-                        continue
-                    batch = EMPTY
-                if not batch:
-                    break
-                batches.append(batch)
-                missing, most = missing - total_length(batch), most - total_length(batch)
-        except BaseException as error:
-            if not batches or not isinstance(error, RayTorchRpcError):  # else the next operation raises it
-                self._return_all(local, key, batches)
-                raise
-        if not batches:
-            return batch
-        return (yield from self._decode(local, key, batches))
-
-    def _return_all(self, local: LocalMember, key: str, batches: Sequence[Batch]) -> None:
-        """Return items to the home without waiting, as far as it can be reached."""
-        for batch in batches:
-            if self._is_home(local):
-                with suppress(RayTorchRpcError):
-                    self._return(local, key, batch)
+        while True:
+            returning = [*self._returning]  # before the home looks: they may be back when its answer comes
+            if at_home:
+                batch = yield from self._take_here(local, key, request, until)
+                if batch and (keep or self._object(local).shared):
+                    batch = Batch(map(private_copy, batch), *batch.batch_id)
             else:
-                self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)))
+                batch = yield from self._take_there(local, key, request, until, keep)
+            if batch is not ENDED or not (returning := [*returning, *self._returning]):
+                break
+            if time.monotonic() >= until:  # those are waiting items, too
+                return EMPTY
+            yield self._wait_until_returned(local, returning[0], until)
+        return (yield from self._decode(local, key, batch)) if batch else batch
 
-    def _take_here(self, local: LocalMember, key: str, limit: int, until: float) -> Steps[Any]:
+    def _return_at_once(self, local: LocalMember, key: str, batch: Batch) -> None:
+        """Return items to the home without waiting, as far as it can be reached."""
+        if not batch:
+            return
+        if self._is_home(local):
+            with suppress(RayTorchRpcError):
+                self._return(local, key, batch)
+        else:
+            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)), self._begin_return(local))
+
+    def _take_here(self, local: LocalMember, key: str, request: Request, until: float) -> Steps[Any]:
         store: HomeStore = self._object(local)
-        taken = store.take(key, limit, until)
+        taken = store.take(key, request, until)
         if isinstance(taken, DeferredReply):
             try:
                 return (yield taken)
@@ -225,9 +211,9 @@ class Channel(Handle):
                 raise
         return taken
 
-    def _take_there(self, local: LocalMember, key: str, limit: int, until: float, keep: bool) -> Steps[Any]:
+    def _take_there(self, local: LocalMember, key: str, request: Request, until: float, keep: bool) -> Steps[Any]:
         request_id, wait_s = next(request_ids), max(0.0, until - time.monotonic())
-        future = self._send(local, TAKE, (*self._address, key, limit, wait_s, request_id), wait_s, keep=keep)
+        future = self._send(local, TAKE, (*self._address, key, *request, wait_s, request_id), wait_s, keep=keep)
         try:
             taken = yield from self._response(future)
         except RpcTimeout:
@@ -240,7 +226,7 @@ class Channel(Handle):
             raise
         finally:
             del future  # see _response
-        return Batch(unpack(taken[1]), taken[0]) if taken else taken
+        return Batch(unpack(taken[1]), *taken[0]) if taken else taken
 
     def _home_lost(self, lost: PeerLost) -> PeerLost:
         error = super()._home_lost(lost)
@@ -248,61 +234,60 @@ class Channel(Handle):
             return error
         return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
 
-    def _decode(self, local: LocalMember, key: str, batches: list[Batch]) -> Steps[list[Any]]:
+    def _decode(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
         """Return the values before the first item that cannot be decoded, and return the items after it to the home.
 
         If the very first item cannot be decoded, it is lost and raises SerializationError. For want of memory, all go
         back.
         """
-        taken: list[Any] = []
-        for number, batch in enumerate(batches):
-            try:
-                taken += decode_items(local.codec, batch)
-            except UndecodableItem as undecodable:
-                values, position, cause = undecodable.values, undecodable.position, undecodable.cause
-            except BaseException:  # interrupted, or there is no memory
-                self._return_all(local, key, batches)
-                raise
-            else:
-                continue
-            taken += values
-            rest = [batch.part(position if taken else max(1, position)), *batches[number + 1 :]]
-            decoded = [*batches[:number], batch.part(0, position)]
-            yield from self._wait_for_return(local, key, list(filter(None, rest)), list(filter(None, decoded)))
-            if taken:
-                return taken
-            label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
-            try:
-                raise SerializationError(f"{label} cannot be unpickled here; it is lost: {cause!r}") from cause
-            finally:
-                del cause  # its traceback holds this frame
-        return taken
+        try:
+            return decode_items(local.codec, batch)
+        except UndecodableItem as undecodable:
+            taken, position, cause = undecodable.values, undecodable.position, undecodable.cause
+        except BaseException:  # interrupted, or there is no memory
+            self._return_at_once(local, key, batch)
+            raise
+        if rest := batch.part(max(1, position)):
+            yield from self._wait_for_return(local, key, rest, batch.part(0, position))
+        if taken:
+            return taken
+        label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
+        try:
+            raise SerializationError(f"{label} cannot be unpickled here; it is lost: {cause!r}") from cause
+        finally:
+            del cause  # its traceback holds this frame
 
     # --- returning items to the home -----------------------------------------------------------------------------
 
-    def _wait_for_return(
-        self, local: LocalMember, key: str, rest: Sequence[Batch], rest_if_cancelled: Sequence[Batch]
-    ) -> Steps[None]:
-        """Return items and wait for the answers, so that the next ``get`` finds them."""
-        answers = [answer for batch in rest if (answer := self._return(local, key, batch)) is not None]
+    def _wait_for_return(self, local: LocalMember, key: str, rest: Batch, decoded: Batch) -> Steps[None]:
+        """Return items and wait for the answer, so that the next ``get`` finds them; all of them, if cancelled."""
+        answer = self._return(local, key, rest)
         try:
-            while answers:
-                yield answers.pop()
+            if answer is not None:
+                yield answer
         except BaseException as error:
             if not isinstance(error, Exception):
-                self._return_all(local, key, rest_if_cancelled)
+                if answer is not None:
+                    settle = self._begin_return(local)
+                    answer.add_done_callback(lambda _: settle())
+                self._return_at_once(local, key, decoded)
             raise
         finally:
-            del answers
+            del answer
 
-    def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
-        """Return the items of an abandoned request, however late they arrive."""
-        call: Any = future._call
+    def _begin_return(self, local: LocalMember) -> Callable[[], object]:
+        """Have the next ``get`` wait until what this returns is called: items are on their way back."""
         returned = DeferredReply()
         settle = partial(returned.settle, None)
         self._returning.add(returned)
         returned.add_done_callback(self._returning.discard)
         give_up_at(local.deadlines, time.monotonic() + _LATE_S, returned, settle)
+        return settle
+
+    def _return_late(self, local: LocalMember, key: str, future: Future[Any]) -> None:
+        """Return the items of an abandoned request, however late they arrive."""
+        call: Any = future._call
+        settle = self._begin_return(local)
 
         def put_back() -> None:
             taken, error = call.outcome()
@@ -386,6 +371,8 @@ class PutSequence:
         self._last = 0
         self._unanswered: dict[int, int | None] = {}
         """Number -> instance id of the object, in the order in which they were sent."""
+        self._lost: set[int] = set()
+        """Puts that may never arrive, of which the home does not know."""
         self._sending = False
         self._waiting: deque[DeferredReply] = deque()
 
@@ -432,9 +419,18 @@ class PutSequence:
         self._unanswered[self._last] = instance_id
         return self._last
 
-    def answered(self, number: int) -> None:
-        """Forget a put that was answered, has failed or was cancelled."""
+    def answered(self, number: int, is_lost: bool) -> bool:
+        """Forget a put; whether to tell the home from where on to wait. ``is_lost``: it may never arrive there.
+
+        The home is told once everything before the lost one is answered, as that has to be admitted first.
+        """
         self._unanswered.pop(number, None)
+        if is_lost:
+            self._lost.add(number)
+        if not self._lost or min(self._lost) > self.first:
+            return False
+        self._lost = {lost for lost in self._lost if lost > self.first}
+        return not self.idle
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutSequence]] = weakref.WeakKeyDictionary()

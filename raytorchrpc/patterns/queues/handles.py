@@ -8,19 +8,21 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, get_args
 
+from raytorchrpc.calls.options import takes_timeout
 from raytorchrpc.errors import Closed, ConfigurationError, Empty, NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import Steps, arun, checked_count, request_ids, run
 from raytorchrpc.patterns.queues.channel import RETURNS, Channel
 from raytorchrpc.patterns.queues.services import CANCEL, QUEUE_BUFFER, SUBSCRIBE
-from raytorchrpc.patterns.queues.store import EMPTY, ENDED, Policy
+from raytorchrpc.patterns.queues.store import EMPTY, ENDED, Policy, Request
 
 
 class Items:
     """Iterates over the items that arrive, by ``for`` or ``async for``, until the stream ends."""
 
-    def __init__(self, take: Callable[[int], Steps[Any]], limit: int, make: Callable[[deque[Any]], Any]) -> None:
+    def __init__(self, take: Callable[[Request], Steps[Any]], limit: int, make: Callable[[deque[Any]], Any]) -> None:
         """``limit``: most items to take at once. ``make``: takes what a step yields from the items that are here."""
         self._take, self._limit, self._make = take, limit, make
+        self._number = next(request_ids)
         self._taken: deque[Any] = deque()
         self._least = 1  # how many items the next step needs
         self._drop_last = False
@@ -44,7 +46,8 @@ class Items:
     def _fill(self) -> Steps[bool]:
         """Take the items of the next step; returns whether there is one."""
         while len(self._taken) < self._least:
-            taken = yield from self._take(self._limit - len(self._taken))
+            missing = self._least - len(self._taken)
+            taken = yield from self._take(Request(self._limit - len(self._taken), missing, self._number))
             if taken is ENDED:
                 self._least = 1  # the last batch is smaller
                 if self._drop_last:
@@ -58,7 +61,11 @@ class Batches(Items):
     """Iterates over the items that arrive as batches of equal size, collated."""
 
     def __init__(
-        self, take: Callable[[int], Steps[Any]], size: int, collate: Callable[[list[Any]], Any] | None, drop_last: bool
+        self,
+        take: Callable[[Request], Steps[Any]],
+        size: int,
+        collate: Callable[[list[Any]], Any] | None,
+        drop_last: bool,
     ) -> None:
         super().__init__(take, checked_count("size", size), self._collated)
         self._least, self._collate, self._drop_last = size, collate, drop_last
@@ -82,7 +89,7 @@ class Batches(Items):
 class Consumer:
     """Takes items from one buffer at the home."""
 
-    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
+    def _take(self, request: Request, timeout: float | None, keep: bool) -> Steps[Any]:
         """Take items: a list of values, EMPTY or ENDED; see ``Channel._take_from``."""
         raise NotImplementedError
 
@@ -90,6 +97,7 @@ class Consumer:
         """The error for ENDED, or for EMPTY."""
         raise NotImplementedError
 
+    @takes_timeout
     def get(self, timeout: float | None = None, *, keep: bool = False) -> Any:
         """Take the oldest item.
 
@@ -101,6 +109,7 @@ class Consumer:
         """
         return run(self._get_many(1, timeout, 1, keep))[0]
 
+    @takes_timeout
     def get_many(self, limit: int, timeout: float | None = None, *, min: int = 1, keep: bool = False) -> list[Any]:
         """Take up to ``limit`` items, with few messages.
 
@@ -123,7 +132,7 @@ class Consumer:
     def _get_many(self, limit: int, timeout: float | None, least: int, keep: bool) -> Steps[list[Any]]:
         if checked_count("min", least) > checked_count("limit", limit):
             raise ConfigurationError(f"min={least} exceeds limit={limit}, the most items to take")
-        taken = yield from self._take(limit, timeout, keep, least)
+        taken = yield from self._take(Request(limit, least), timeout, keep)
         if taken is EMPTY or taken is ENDED:
             raise self._nothing(taken is ENDED)
         return taken  # type: ignore[no-any-return]
@@ -135,7 +144,7 @@ class Consumer:
             batch: most items that one message brings. This consumer then has all of them; no other one gets them.
             keep: as for ``get``.
         """
-        return Items(lambda limit: self._take(limit, None, keep), checked_count("batch", batch), deque.popleft)
+        return Items(lambda request: self._take(request, None, keep), checked_count("batch", batch), deque.popleft)
 
     def batches(
         self,
@@ -160,7 +169,7 @@ class Consumer:
 
         The iteration raises ConfigurationError for items that ``default_collate`` cannot collate; they are lost.
         """
-        return Batches(lambda limit: self._take(limit, None, keep, limit), size, collate, drop_last)
+        return Batches(lambda request: self._take(request, None, keep), size, collate, drop_last)
 
     def __iter__(self) -> Iterator[Any]:
         return self.items()
@@ -240,6 +249,7 @@ class Queue(Consumer, Channel):
     def _message_length(self) -> int:
         return self.maxsize
 
+    @takes_timeout
     def put(self, item: Any, timeout: float | None = None) -> None:
         """Put one item. The item may be changed afterwards.
 
@@ -252,6 +262,7 @@ class Queue(Consumer, Channel):
         """Like ``put``, but raise Full at once if there is no room."""
         run(self._put((item,), 0))
 
+    @takes_timeout
     def put_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
         """Put several items, in order, with few messages.
 
@@ -284,8 +295,8 @@ class Queue(Consumer, Channel):
         """
         return {key: value for key, value in self._stats(QUEUE_BUFFER).items() if key not in ("dropped", "buffers")}
 
-    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
-        return self._take_from(QUEUE_BUFFER, limit, timeout, keep, least)
+    def _take(self, request: Request, timeout: float | None, keep: bool) -> Steps[Any]:
+        return self._take_from(QUEUE_BUFFER, request, timeout, keep)
 
     def _nothing(self, ended: bool) -> Exception:
         if ended:
@@ -413,11 +424,11 @@ class Subscription(Consumer):
         self._topic, self._key = topic, key
         self._cancelled = False
 
-    def _take(self, limit: int, timeout: float | None, keep: bool, least: int = 1) -> Steps[Any]:
+    def _take(self, request: Request, timeout: float | None, keep: bool) -> Steps[Any]:
         if self._is_cancelled():
             return ENDED
         try:
-            return (yield from self._topic._take_from(self._key, limit, timeout, keep, least))
+            return (yield from self._topic._take_from(self._key, request, timeout, keep))
         except NotFound:
             if self._is_cancelled():  # meanwhile
                 return ENDED

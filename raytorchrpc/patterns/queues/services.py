@@ -9,7 +9,7 @@ import operator
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.metrics import QueueStats
@@ -17,12 +17,13 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
-from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, SequenceMark, Store
+from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, Request, SequenceMark, Store
 from raytorchrpc.process import threads
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
 SHARED_PART = 4
 
+QUEUE, TOPIC = "queue", "topic"
 PUT, TAKE, PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put_back"
 WITHDRAW, END, STATS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.stats"
 SKIP, SUBSCRIBE, CANCEL = "raytorchrpc.skip", "raytorchrpc.subscribe", "raytorchrpc.cancel"
@@ -30,14 +31,70 @@ SKIP, SUBSCRIBE, CANCEL = "raytorchrpc.skip", "raytorchrpc.subscribe", "raytorch
 QUEUE_BUFFER = ""
 
 
+class EndedStore(NamedTuple):
+    """What a home keeps of a queue or topic that is closed and empty, for those who come late or return an item."""
+
+    local: LocalMember
+    kind: str
+    name: str
+    settings: Any
+    instance_id: int
+    put: int
+    buffers: tuple[tuple[str, int | None, str | None, int, int, dict[tuple[int, int], None]], ...]
+    """Key, rank, process, items taken and dropped, and ``returned`` of each buffer."""
+
+    def restored(self) -> HomeStore:
+        """Return the store, closed and empty, as it was. Its home does not have it unless an item comes back."""
+        store = HomeStore(self.local, self.kind, self.name, self.settings, 1)
+        store.restore(self)
+        return store
+
+
 class HomeStore(Store):
     """The store of a queue or topic, as a member serves it."""
 
-    def __init__(self, local: LocalMember, label: str, settings: Any, closes: int, *, shared: bool) -> None:
-        """``label``: names it in error messages. ``shared``: several consumers get the same item."""
-        super().__init__(local.deadlines, closes, f"{label} in member {local.me.name!r}")
-        self._local, self.settings, self.shared = local, settings, shared
+    def __init__(self, local: LocalMember, kind: str, name: str, settings: Any, closes: int) -> None:
+        super().__init__(local.deadlines, closes, f"{kind} {name!r} in member {local.me.name!r}")
+        self._local, self._kind, self._name, self.settings = local, kind, name, settings
+        self.shared = kind == TOPIC
+        """Whether several consumers get the same item."""
         self.budget = SharedMemoryBudget((local.config.shm_bytes or local.max_bytes) // SHARED_PART)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        """From now on the home keeps only an EndedStore of it."""
+        if not self._rests:
+            self._rests = True
+            self._record()
+
+    def _record(self) -> None:
+        buffers = tuple(
+            (key, buffer.rank, buffer.process, buffer.taken, buffer.dropped, buffer.returned)
+            for key, buffer in self._buffers.items()
+        )
+        kept = self._local, self._kind, self._name, self.settings, self.instance_id, self._put, buffers
+        self._local.services.replace(self._kind, self._name, self, EndedStore(*kept))
+
+    def remove_buffer(self, key: str) -> None:
+        super().remove_buffer(key)
+        if self._rests:
+            self._record()
+
+    def restore(self, ended: EndedStore) -> None:
+        """Become the store of which only this is left. No other thread has it yet."""
+        self.instance_id, self._put, self._rests = ended.instance_id, ended.put, True
+        self._closes, self._has_ended = 0, True
+        for key, rank, process, taken, dropped, returned in ended.buffers:
+            buffer = self._buffers[key] = Buffer(0, 0, "block", rank, process)
+            buffer.taken, buffer.dropped, buffer.returned = taken, dropped, returned
+
+    def _wake(self) -> Store:
+        there: Store = self
+        if self._rests:
+            there = self._local.services.put_in_place(self._kind, self._name, self)
+            self._rests = there is not self  # else another thread was first
+        return there
 
     def metric_rows(self, kind: str, name: str) -> list[QueueStats]:
         """What the metrics show of it: one row and, for a topic, another one for each member that has subscribed."""
@@ -70,8 +127,10 @@ class HomeStore(Store):
     def serve_put(self, caller: int, packed: PackedItems, wait_s: float, mark: SequenceMark | None) -> Any:
         return self.put(unpack(packed, caller, self.budget), time.monotonic() + wait_s, caller, mark)
 
-    def serve_take(self, caller: int, key: str, limit: int, wait_s: float, request_id: int) -> Any:
-        taken = self.take(key, limit, time.monotonic() + wait_s, caller, request_id)
+    def serve_take(
+        self, caller: int, key: str, limit: int, least: int, iteration: int, wait_s: float, request_id: int
+    ) -> Any:
+        taken = self.take(key, Request(limit, least, iteration), time.monotonic() + wait_s, caller, request_id)
         reply = taken
         if not isinstance(taken, DeferredReply):
             reply = DeferredReply()
@@ -97,7 +156,7 @@ class HomeStore(Store):
         return taken
 
     def serve_put_back(self, caller: int, key: str, batch_id: BatchId, packed: PackedItems) -> None:
-        self.put_back(key, Batch(unpack(packed, caller, self.budget), batch_id))
+        self.put_back(key, Batch(unpack(packed, caller, self.budget), *batch_id))
 
     def serve_subscribe(
         self, caller: int, key: str, policy: Policy, maxsize: int, max_bytes: int | None, process: str
@@ -148,16 +207,16 @@ SERVICES = object_services(
 
 def _create_queue(local: LocalMember, name: str, settings: Any) -> HomeStore:
     maxsize, max_bytes, producers = settings
-    store = HomeStore(local, f"queue {name!r}", settings, producers, shared=False)
+    store = HomeStore(local, QUEUE, name, settings, producers)
     store.add_buffer(QUEUE_BUFFER, Buffer(maxsize, max_bytes or local.max_bytes, "block"))
     return store
 
 
 def _create_topic(local: LocalMember, name: str, settings: Any) -> HomeStore:
-    return HomeStore(local, f"topic {name!r}", settings, settings[0], shared=True)
+    return HomeStore(local, TOPIC, name, settings, settings[0])
 
 
 KINDS = {
-    "queue": Kind(_create_queue, ("maxsize", "max_bytes", "producers")),
-    "topic": Kind(_create_topic, ("publishers",)),
+    QUEUE: Kind(_create_queue, ("maxsize", "max_bytes", "producers")),
+    TOPIC: Kind(_create_topic, ("publishers",)),
 }

@@ -3,13 +3,18 @@
 Independent of members and messages. A store has one buffer for a queue, and one for each subscriber of a topic; every
 item that is put goes to all of them. A request that cannot be answered at once becomes a ``DeferredReply``, which a
 deadline settles when its time is over. Methods collect the replies under the lock and settle them after unlocking.
+
+Requests for items stand in line at their buffer. All items that wait are for the first one, until there are as many as
+it needs; meanwhile the buffer has room for them, whatever its limits are. So no request can starve: each is the first
+after those before it have been served or have given up, and then the next items are its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -24,14 +29,17 @@ from raytorchrpc.tensors.kept_errors import again
 
 Policy = Literal["block", "drop_oldest", "latest"]
 
-#: Identifies items that were taken together: (number of the batch, position of its first item).
-BatchId = tuple[int, int]
-#: How many returned batches are remembered, so that one that is sent twice is put back once.
+#: Identifies items that were taken together: (number of the batch, position of each item or run).
+BatchId = tuple[int, tuple[int, ...]]
+#: Numbers of batches, of all stores of this process: a store that ended may be there again, see ``EndedStore``.
+_batch_numbers = itertools.count(1)
+#: How many returned batches are remembered, so that one that is sent twice is put back once, and withdrawn requests.
 _REMEMBERED = 1000
 #: Outcomes of ``put``: accepted, no room in time, closed.
 ACCEPTED, FULL, ENDED = True, None, False
 #: Outcome of ``take`` besides ENDED and a Batch: no item in time.
 EMPTY = None
+_NO_OUTCOME = object()
 
 #: Place of one put in its producer's sequence: (id of the PutSequence, number of this put, number of the last
 #: unanswered put before it (0: none), number of the first unanswered put).
@@ -42,29 +50,44 @@ SequenceMark = tuple[int, int, int, int]
 _HOLD_S = 0.15
 #: Most producers that a home remembers while they are idle.
 _KEPT = 1000
+#: An iteration whose request was in vain keeps its place in the line for so long, to ask again (seconds).
+_ASKS_AGAIN_S = 1.0
 
 
 class Batch(list[Item]):
-    """Consecutive items of one buffer that were taken together."""
+    """Items of one buffer that were taken together, in order."""
 
-    def __init__(self, items: Sequence[Item], batch_id: BatchId) -> None:
+    def __init__(self, items: Iterable[Item], number: int, positions: tuple[int, ...]) -> None:
+        """``number``, ``positions``: see ``BatchId``."""
         super().__init__(items)
-        self.batch_id = batch_id
+        self.batch_id: BatchId = number, positions
 
     def part(self, begin: int, end: int | None = None) -> Batch:
         """Return the items from ``begin`` up to ``end``, as a batch that can be put back."""
-        number, position = self.batch_id
-        return Batch(self[begin:end], (number, position + total_length(self[:begin])))
+        number, positions = self.batch_id
+        return Batch(self[begin:end], number, positions[begin:end])
 
 
-class Getter(NamedTuple):
+class Request(NamedTuple):
+    """What a consumer asks for."""
+
+    limit: int
+    least: int = 1
+    """At least so many items; fewer at the end of the stream and, unless it is of an iteration, after the timeout."""
+    iteration: int = 0
+    """The number of an iteration of the consumer's process; 0: of none. It asks again after a request in vain."""
+
+
+class Getter:
     """A request that waits for items."""
 
-    reply: DeferredReply
-    limit: int
-    until: float
-    rank: int | None
-    request_id: int
+    __slots__ = ("is_absent", "rank", "reply", "request", "request_id", "until")
+
+    def __init__(self, request: Request, until: float, rank: int | None, request_id: int) -> None:
+        self.request, self.until, self.rank, self.request_id = request, until, rank, request_id
+        self.reply = DeferredReply()
+        self.is_absent = False
+        """Its time is over, and it only keeps the place of its iteration, up to a new ``until``."""
 
 
 class Buffer:
@@ -79,22 +102,28 @@ class Buffer:
         self.away = False
         """The subscriber cannot be reached, but its process may still live. Meanwhile it holds up no publisher."""
         self.getters: deque[Getter] = deque()
+        """First come, first served."""
         self.count = self.bytes = self.taken = self.dropped = 0
         self._items: deque[tuple[int, Item, float]] = deque()
         """With positions (how many items were in the buffer before), and since when they wait. In order; items that are
         taken leave gaps.
         """
         self._end = 0  # the position of the next new item
-        self._batches = 0
-        self._put_back: dict[BatchId, None] = {}
+        self.returned: dict[tuple[int, int], None] = {}
+        """The batches that were put back: (number, position of the first item)."""
 
     def oldest_s(self) -> float:
         """How long the oldest item has waited, in seconds; 0 if there is none."""
         return time.monotonic() - self._items[0][2] if self._items else 0.0
 
+    @property
+    def needed(self) -> int:
+        """How many items the first request needs. A buffer with fewer has room for anything."""
+        return self.getters[0].request.least if self.getters else 1
+
     def fits(self, length: int, size: int) -> bool:
-        """Whether there is room for this many items and bytes. An empty buffer has room for anything."""
-        if self.policy != "block" or not self.count:
+        """Whether there is room for this many items and bytes."""
+        if self.policy != "block" or self.count < self.needed:
             return True
         return self.count + length <= self.maxsize and self.bytes + size <= self.max_bytes
 
@@ -109,12 +138,14 @@ class Buffer:
             self._end += item.length
             self.count += item.length
         self.bytes += size
-        self._trim()
+        self.trim()
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
+        """Drop items beyond the limits, if the policy says so."""
         if self.policy == "block":
             return
-        while self.count > self.maxsize or (self.bytes > self.max_bytes and self.count > 1):
+        needed = self.needed
+        while self.count > max(self.maxsize, needed) or (self.bytes > self.max_bytes and self.count > needed):
             _, item, _ = self._items.popleft()
             self.bytes -= item.size
             self.count -= item.length
@@ -122,43 +153,52 @@ class Buffer:
 
     def put_back(self, batch: Batch) -> None:
         """Return items to their old position, before all items that were added after them. Idempotent."""
-        if batch.batch_id in self._put_back:
+        number, positions = batch.batch_id
+        if (number, positions[0]) in self.returned:
             return
-        self._put_back[batch.batch_id] = None
-        if len(self._put_back) > _REMEMBERED:
-            del self._put_back[next(iter(self._put_back))]
-        position = batch.batch_id[1]
+        self.returned[number, positions[0]] = None
+        if len(self.returned) > _REMEMBERED:
+            del self.returned[next(iter(self.returned))]
         since = self._items[0][2] if self._items else time.monotonic()  # older than those behind them, or just returned
         returned = []
-        for item in batch if self.policy == "block" else _one_by_one(batch):
-            returned.append((position, item, since))
-            position += item.length
-            self.bytes += item.size
-            self.count += item.length
-            self.taken -= item.length
-        if self._items and self._items[0][0] < position:  # items that were taken before these are back already
+        for position, item in zip(positions, batch, strict=True):
+            for place, one in enumerate((item,) if self.policy == "block" else _one_by_one((item,))):
+                returned.append((position + place, one, since))
+                self.bytes += one.size
+                self.count += one.length
+                self.taken -= one.length
+        if self._items and self._items[0][0] < returned[-1][0]:  # others that were taken before are back already
             self._items = deque(sorted([*returned, *self._items], key=itemgetter(0)))
         else:
             self._items.extendleft(reversed(returned))
-        self._trim()
+        self.trim()
 
-    def take(self, limit: int) -> Batch:
-        """Take the oldest items: at least one, at most ``limit``, and no more bytes than one message may have."""
-        begin = self._items[0][0]
-        taken = [self._pop(limit)]
-        length, size = taken[0].length, taken[0].size
+    def take(self, limit: int, least: int = 1) -> Batch:
+        """Take the oldest items, at most ``limit``, and beyond ``least`` no more bytes than one message may have."""
+        taken: list[Item] = []
+        positions: list[int] = []
+        length = size = 0
         while self._items and length < limit:
-            position, item, _ = self._items[0]
-            if position != begin + length or size + item.size > MESSAGE_BYTES:
+            if length >= least and size + self._items[0][1].size > MESSAGE_BYTES:
                 break
-            taken.append(self._pop(limit - length))
-            length += taken[-1].length
-            size += taken[-1].size
+            positions.append(self._items[0][0])
+            taken.append(item := self._pop(limit - length))
+            length += item.length
+            size += item.size
         self.bytes -= size
         self.count -= length
         self.taken += length
-        self._batches += 1
-        return Batch(taken, (self._batches, begin))
+        return Batch(taken, next(_batch_numbers), tuple(positions))
+
+    def line_up(self, getter: Getter) -> None:
+        """Put a request at the end of the line, or where its iteration stood before."""
+        if getter.request.iteration:
+            key = getter.rank, getter.request.iteration
+            for place, before in enumerate(self.getters):
+                if before.is_absent and (before.rank, before.request.iteration) == key:
+                    self.getters[place] = getter
+                    return
+        self.getters.append(getter)
 
     def _pop(self, limit: int) -> Item:
         """Remove the oldest item; splits its run if that is longer than ``limit``."""
@@ -220,10 +260,13 @@ class Store:
         """Subscriptions that ended because more was published than they hold while their members were away."""
         self._putters: deque[_Putter] = deque()
         self._closes = closes
+        self._has_ended = self._rests = False
         self._put = 0
         self._ended: dict[int | None, tuple[int, int]] = {}
         """Items taken and dropped in buffers that have ended, by subscriber."""
         self._producers: dict[int, _Producer] = {}
+        self._withdrawn: dict[tuple[int | None, int], None] = {}
+        """Requests that were withdrawn and may still arrive."""
         self._broken: Exception | None = None
 
     # --- buffers -------------------------------------------------------------------------------------------------
@@ -239,7 +282,7 @@ class Store:
             self._overrun.pop(key, None)
             if (buffer := self._buffers.pop(key, None)) is not None:
                 self._count_ended(buffer)
-                self._end_getters(buffer)
+                self._drop_getters(buffer, lambda getter: True, ENDED)
                 self._match()
 
     # --- putting and taking --------------------------------------------------------------------------------------
@@ -290,8 +333,8 @@ class Store:
                 self._lock.after(putter.reply.settle, FULL)
                 self._match()  # smaller ones behind it may fit
 
-    def take(self, key: str, limit: int, until: float, rank: int | None = None, request_id: int = 0) -> Any:
-        """Take the oldest items, at most ``limit``: a Batch, EMPTY, ENDED, or a reply that becomes one of them.
+    def take(self, key: str, request: Request, until: float, rank: int | None = None, request_id: int = 0) -> Any:
+        """Take the oldest items: a Batch, EMPTY, ENDED, or a reply that becomes one of them.
 
         ``rank`` and ``request_id`` identify the request for ``withdraw`` and ``lose``. Raises NotFound if there is no
         buffer of this key.
@@ -300,37 +343,59 @@ class Store:
             self._check()
             buffer = self._buffers.get(key)
             if buffer is None:
+                if self._rests:
+                    return ENDED  # subscribed after the end
                 raise NotFound(self._why_missing(key))
-            if buffer.count and not buffer.getters:
-                batch = buffer.take(limit)
+            if self._withdrawn and self._withdrawn.pop((rank, request_id), _NO_OUTCOME) is None:
+                return EMPTY
+            in_time = until > time.monotonic()
+            is_first = buffer.count > 0 and not buffer.getters
+            suffices = buffer.count >= request.least or self._has_ended or not (in_time or request.iteration)
+            if is_first and suffices:
+                batch = buffer.take(request.limit, request.least)
                 self._match()
                 return batch
-            if self._closes <= 0 and not self._putters:
+            if self._has_ended:
+                self._match()
                 return ENDED
-            if until <= time.monotonic():
+            if not in_time:
                 return EMPTY
-            getter = Getter(DeferredReply(), limit, until, rank, request_id)
-            buffer.getters.append(getter)
-        withdraw = partial(self._withdraw_getters, key, lambda waiting: waiting is getter)
-        return give_up_at(self._deadlines, until, getter.reply, withdraw)
+            getter = Getter(request, until, rank, request_id)
+            buffer.line_up(getter)
+            if buffer.count or self._putters:  # it may be the first, and there may be room for what it needs
+                self._match()
+        return give_up_at(self._deadlines, until, getter.reply, partial(self._give_up, key, getter))
+
+    def _give_up(self, key: str, getter: Getter) -> None:
+        """End a request that was cancelled, or whose time is over."""
+        with self._lock:
+            buffer = self._buffers.get(key)
+            if buffer is not None and getter in buffer.getters:
+                self._end_wait(key, buffer, getter)
+                self._match()
 
     def withdraw(self, key: str, rank: int | None, request_id: int) -> None:
         """End a request that waits for items: it returns EMPTY."""
-        self._withdraw_getters(key, lambda getter: (getter.rank, getter.request_id) == (rank, request_id))
-
-    def _withdraw_getters(self, key: str, chosen: Callable[[Getter], bool]) -> None:
         with self._lock:
             buffer = self._buffers.get(key)
-            for getter in () if buffer is None else list(filter(chosen, buffer.getters)):
-                buffer.getters.remove(getter)  # type: ignore[union-attr]
-                self._lock.after(getter.reply.settle, EMPTY)
+            if buffer is None:
+                return
+            if self._drop_getters(buffer, lambda one: (one.rank, one.request_id) == (rank, request_id), EMPTY):
+                self._match()
+            else:  # it was answered, or this has overtaken it
+                self._withdrawn[rank, request_id] = None
+                if len(self._withdrawn) > _REMEMBERED:
+                    del self._withdrawn[next(iter(self._withdrawn))]
 
     def put_back(self, key: str, batch: Batch) -> None:
         """Return items that a consumer took and does not use to their old position. Idempotent."""
         with self._lock:
-            if (buffer := self._buffers.get(key)) is not None:
+            there = self._wake()
+            if there is self and (buffer := self._buffers.get(key)) is not None:
                 buffer.put_back(batch)
                 self._match()
+        if there is not self:
+            there.put_back(key, batch)
 
     # --- its end -------------------------------------------------------------------------------------------------
 
@@ -339,6 +404,7 @@ class Store:
         with self._lock:
             self._closes = 0 if force else self._closes - 1
             if self._closes <= 0:
+                self._has_ended = True
                 for putter in self._putters:
                     self._lock.after(putter.reply.settle, ENDED)
                 self._putters.clear()
@@ -347,11 +413,12 @@ class Store:
     def lose(self, rank: int) -> None:
         """See ``Served``. The items that the member has put stay, and so does its buffer, as far as it has room."""
         with self._lock:
+            self._withdrawn = {request: None for request in self._withdrawn if request[0] != rank}
             for producer in self._producers.values():
                 if producer.rank == rank and producer.held:  # what has not arrived by now never will
                     self._admit_up_to(producer, max(producer.held))
             for buffer in self._buffers.values():
-                buffer.getters = deque(getter for getter in buffer.getters if getter.rank != rank)
+                self._drop_getters(buffer, lambda getter: getter.rank == rank)
                 buffer.away |= buffer.rank == rank
             self._match()  # publishers may have waited for its buffer
 
@@ -392,7 +459,7 @@ class Store:
                 "waiting_to_put": len(self._putters) + len(self._held()),
                 "waiting_to_get": sum(len(buffer.getters) for buffer in buffers),
                 "buffers": len(buffers),
-                "closed": self._closes <= 0,
+                "closed": self._has_ended,
             }
 
     # --- under the lock ------------------------------------------------------------------------------------------
@@ -427,7 +494,7 @@ class Store:
     ) -> bool | DeferredReply | None:
         """``reply``: to be settled if the items have to wait for room; None: a new one."""
         size = sum(item.size for item in items)
-        if self._closes <= 0:
+        if self._has_ended:
             return ENDED
         if not self._putters and self._fits(total_length(items), size):
             self._append(items, size)
@@ -481,25 +548,60 @@ class Store:
                     self._lock.after(putter.reply.settle, ACCEPTED)
             for key, buffer in self._buffers.items():
                 while buffer.count and buffer.getters:
-                    getter = buffer.getters.popleft()
-                    if getter.reply.cancelled():
-                        continue
-                    if getter.until <= time.monotonic():  # this process was stopped, and its caller waits no more
-                        self._lock.after(getter.reply.settle, EMPTY)
-                        continue
-                    self._lock.after(self._deliver, getter.reply, key, buffer.take(getter.limit))
+                    getter = buffer.getters[0]
+                    if getter.until <= time.monotonic() or getter.reply.cancelled():  # its deadline is late
+                        self._end_wait(key, buffer, getter)
+                    elif getter.is_absent and not self._has_ended:
+                        break  # it is about to ask again
+                    elif getter.is_absent:
+                        buffer.getters.popleft()
+                    elif buffer.count >= getter.request.least or self._has_ended:
+                        buffer.getters.popleft()
+                        batch = buffer.take(getter.request.limit, getter.request.least)
+                        self._lock.after(self._deliver, getter.reply, key, batch)
+                    else:
+                        break
                     changed = True
-        if self._closes <= 0 and not self._putters:
+        if self._has_ended:
             for buffer in self._buffers.values():
-                self._end_getters(buffer)
+                self._drop_getters(buffer, lambda getter: True, ENDED)
+            if not self._overrun and not any(buffer.count or buffer.away for buffer in self._buffers.values()):
+                self._rest()
 
-    def _end_getters(self, buffer: Buffer) -> None:
-        for getter in buffer.getters:
-            self._lock.after(getter.reply.settle, ENDED)
-        buffer.getters.clear()
+    def _rest(self) -> None:
+        """The store is closed and empty, and nobody waits."""
+
+    def _wake(self) -> Store:
+        """An item comes back; returns the store that takes it, usually this one."""
+        return self
+
+    def _end_wait(self, key: str, buffer: Buffer, getter: Getter) -> None:
+        """End a request in vain: the first one gets what there is, if it may."""
+        if getter.request.iteration and not (getter.is_absent or getter.reply.cancelled()):
+            getter.is_absent, getter.until = True, time.monotonic() + _ASKS_AGAIN_S
+            self._lock.after(getter.reply.settle, EMPTY)
+            self._lock.after(self._deadlines.at, getter.until, partial(self._give_up, key, getter))
+            return
+        outcome: Any = EMPTY
+        # What comes after the time of a request for one item is not for it: its caller waits no more.
+        if getter is buffer.getters[0] and buffer.count and getter.request.least > 1 and not getter.reply.done():
+            outcome = buffer.take(getter.request.limit, getter.request.least)
+        self._drop_getters(buffer, lambda waiting: waiting is getter)
+        self._lock.after(self._deliver, getter.reply, key, outcome)
+
+    def _drop_getters(self, buffer: Buffer, chosen: Callable[[Getter], bool], outcome: Any = _NO_OUTCOME) -> bool:
+        """Remove requests from the line; whether there were any. ``outcome``: what they return."""
+        dropped = list(filter(chosen, buffer.getters))
+        for getter in dropped:
+            buffer.getters.remove(getter)
+            if outcome is not _NO_OUTCOME:
+                self._lock.after(getter.reply.settle, outcome)
+        if dropped:
+            buffer.trim()  # it needs no more than usual
+        return bool(dropped)
 
     # --- not under the lock --------------------------------------------------------------------------------------
 
-    def _deliver(self, reply: DeferredReply, key: str, batch: Batch) -> None:
-        if not reply.settle(batch):  # cancelled just now
+    def _deliver(self, reply: DeferredReply, key: str, batch: Batch | None) -> None:
+        if not reply.settle(batch) and batch:  # cancelled just now
             self.put_back(key, batch)

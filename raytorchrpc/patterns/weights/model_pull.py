@@ -69,7 +69,7 @@ class UsableSources:
     def check_whole(self) -> None:
         """The sources in use do not have it all: raise the reason, if others were lost."""
         if (error := self.peer_lost() or next(iter(self._lost.values()), None)) is not None:
-            raise error.with_traceback(None)
+            raise again(error)
 
 
 class PullState(Enum):

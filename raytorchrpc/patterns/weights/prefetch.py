@@ -12,6 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.scope import refuse_on_loop
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.calls.server.services import DeferredReply
@@ -127,6 +128,7 @@ class WeightPrefetch:
         """
         fork.check_process()
         if not self.done():
+            check_longest_wait(timeout)
             if timeout != 0:
                 refuse_on_loop(f"waiting for the weights of {self._store!r}", "`await prefetch`")
             with allow_calls():

@@ -123,6 +123,11 @@ class Readable:
         """See ``Holder``."""
         return self.pool.held
 
+    @property
+    def readers(self) -> int:
+        """How many leases there are."""
+        return self.pool.readers
+
     def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
         """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
         if store is not None:
@@ -271,6 +276,10 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         targets = [memory.tensors[place] for place in unwritten]
         copy_tensors(targets, [sources[place] for place in unwritten], self.pool.copy_bytes)
         memory.changed = list(changed)
+
+    def close(self, error: Exception) -> None:
+        self.clear()
+        super().close(error)
 
     def clear(self) -> None:
         """Free all memory, as soon as nobody reads it."""

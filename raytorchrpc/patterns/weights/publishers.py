@@ -12,15 +12,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NamedTuple
 
+from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
+from raytorchrpc.patterns.weights.feeds import KIND as FEEDS
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.versions import KIND, Versions
 
@@ -31,6 +34,8 @@ SHARDS = "weight shards"
 STAGED, LOOK, NEXT = "raytorchrpc.weights.staged", "raytorchrpc.weights.look", "raytorchrpc.weights.next"
 #: Of each publisher.
 RETIRE = "raytorchrpc.weights.retire"
+#: Of each member: it drops what it has of a store.
+FORGET = "raytorchrpc.weights.forget"
 
 #: How many versions a publisher may be ahead of the others; each takes memory.
 _AHEAD = 2
@@ -376,9 +381,32 @@ def _open_shards(local: LocalMember, name: str, settings: Any) -> PublishedShard
     return shards
 
 
+def _forget(local: LocalMember, caller: int, name: str, home: str, instance: int) -> None:
+    """Drop the shards and feeds of a store that is being deleted, unless somebody reads them."""
+    for kind in (SHARDS, FEEDS):
+        with suppress(NotFound):
+            local.services.delete(kind, shards_name(name, instance), None, local.me.name)
+    local.weights.forget((name, home))
+
+
+def forget_everywhere(store: Handle, local: LocalMember) -> Steps[None]:
+    """Have all members drop what they have of a store. Raises ConfigurationError where it is being read."""
+    args = store.name, store.home, store._instance_id
+    asked = []
+    for member in local.peers.members:
+        if member.rank == local.me.rank:
+            _forget(local, local.me.rank, *args)  # type: ignore[arg-type]
+        else:
+            with suppress(PeerLost):  # what it had is gone, or goes with its process
+                asked.append(Future[None](local.outgoing.call(member, FORGET, args, {}, CallOptions(retry=0))))
+    while asked:
+        with suppress(PeerLost):
+            yield asked.pop()
+
+
 _SETTING_NAMES = ("keep", "track", "publishers")
 KINDS = {KIND: Kind(_open, _SETTING_NAMES), SHARDS: Kind(_open_shards, _SETTING_NAMES)}
-SERVICES = object_services(
+SERVICES = {FORGET: service(_forget)} | object_services(
     {
         STAGED: lambda store, _, publisher, version, wait_s: store.staged(
             Publisher(*publisher), version, time.monotonic() + wait_s

@@ -26,7 +26,7 @@ from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.publishers import forget_everywhere, names_of, publishers_of, stage
 from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.source_lease import Requests
@@ -154,6 +154,12 @@ class WeightStore(Handle):
     @property
     def _key(self) -> StoreKey:
         return self._name, self._home
+
+    def _delete(self) -> Steps[None]:
+        local, _ = yield from self._begin()
+        yield from self._bind(local)
+        yield from forget_everywhere(self, local)
+        yield from super()._delete()
 
     # --- publishing ----------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Versions(Generic[V]):
             if until > time.monotonic():
                 return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
             if (error := self._not_in_time(version)) is not None:
-                raise error
+                raise again(error)
             return 0
 
     def _not_in_time(self, version: int) -> Empty | None:

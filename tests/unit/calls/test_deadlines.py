@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import raytorchrpc as rtr
 from tests.polling import wait_until
@@ -90,6 +91,43 @@ def test_a_timeout_begins_before_its_arguments_are_packed() -> None:
         assert len(ran) == 1 and not lane.held
     finally:
         members.close()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda _: rtr.rpc_sync("home", timeout=True).answer(),
+        lambda _: rtr.rpc_async("home", timeout=False).answer(),
+        lambda future: future.result(True),
+        lambda future: future.exception(timeout=True),
+        lambda future: rtr.wait([future], timeout=True),
+        lambda _: rtr.current_member(timeout=True),
+        lambda _: asyncio.run(rtr.await_membership(timeout=True)),
+        lambda _: rtr.process_group(timeout=True),
+        lambda _: rtr.process_group_info(timeout=True),
+        lambda _: rtr.Topic("t", home="home").publish(1, True),
+        lambda _: rtr.Topic("t", home="home").subscribe().get(True),
+        lambda _: rtr.Queue.find("q", timeout=True),
+        lambda _: rtr.WeightStore("w", home="home").wait(1, True),
+        lambda _: rtr.WeightStore("w", home="home").pull({}, timeout=True),
+        lambda _: rtr.WeightStore("w", home="home").layout(timeout=True),
+        lambda _: rtr.WeightStore("w", home="home").view(timeout=True),
+        lambda _: rtr.WeightStore("w", home="home").prefetch({"w": torch.ones(1)}, timeout=True).wait(),
+        lambda _: rtr.WeightStore("w", home="home").prefetch({"w": torch.ones(1)}).wait(True),
+        lambda _: rtr.rdt.wait(timeout=True),
+        lambda _: asyncio.run(rtr.rdt.get([], timeout=True)),
+        lambda _: rtr.join(timeout=True),
+        lambda _: rtr.GroupConfig(rpc_timeout_s=True),
+    ],
+)
+def test_a_bool_is_no_number_of_seconds(wait: Callable[[Any], Any]) -> None:
+    """It would count as 0 or 1, and comes from other packages' ``block``."""
+    config, methods = rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _: 42)}
+    with Members(config, methods) as members, members.acting("a"):
+        future = rtr.rpc_async("home").answer()
+        with pytest.raises(rtr.ConfigurationError, match=r"seconds.*(True|False)|True must be a number of seconds"):
+            wait(future)
+        assert future.wait() == 42
 
 
 @pytest.mark.parametrize("wrong", ["x", float("nan"), float("inf"), [1]])

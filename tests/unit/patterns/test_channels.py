@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +20,11 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.queues.items import encode_items
+from raytorchrpc.patterns.queues.store import Request
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
 from tests.shortage import NO_MEMORY
-from tests.unit.members import OPEN, PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread
+from tests.unit.members import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread
 
 LONG = 20.0
 REJECT = rtr.GroupConfig(rpc_timeout_s=LONG, when_full="reject", max_calls_in_flight=1)
@@ -46,15 +49,114 @@ async def until(condition: Callable[[], bool]) -> None:
 class Unloadable:
     """Can be pickled; unpickling it raises."""
 
-    def __init__(self, error: type[BaseException] = ValueError) -> None:
-        self.error = error
+    def __init__(self, error: type[BaseException] = ValueError, number: int | None = None) -> None:
+        self.error, self.number = error, number
 
     def __reduce__(self) -> Any:
-        return _refuse, (self.error,)
+        return _refuse, (self.error, self.number)
 
 
-def _refuse(error: type[BaseException]) -> None:
-    raise error("no such class here")
+def _refuse(error: type[BaseException], number: int | None) -> None:
+    raise error("no such class here" if number is None else number)
+
+
+# --- at random -----------------------------------------------------------------------------------------------
+
+
+class Disorder:
+    """Lets requests and answers of one member arrive in any order, and some puts and gets not at all."""
+
+    def __init__(self, lane: Any, chance: random.Random, loses: Collection[str]) -> None:
+        """``loses``: the methods of which some requests do not arrive."""
+        self.lane, self.chance, self.loses = lane, chance, loses
+        lane.holds = lambda method: chance.random() < 0.5
+        lane.delays = lambda method: chance.random() < 0.3
+
+    async def go_on(self) -> None:
+        while True:
+            await asyncio.sleep(0.0005)
+            for waiting in (self.lane.held, self.lane.answers):
+                for _ in range(self.chance.randint(0, 2)):
+                    if waiting:
+                        self.let_go(waiting, self.chance.randrange(len(waiting)))
+
+    def let_go(self, waiting: list[Any], number: int) -> None:
+        if waiting is self.lane.answers:
+            waiting.pop(number)()
+        elif waiting[number][0].args[1].header[3] in self.loses and self.chance.random() < 0.1:
+            self.lane.lose(number)
+        else:
+            self.lane.release(number)
+
+
+async def act_at_random(queue: rtr.Queue, chance: random.Random, count: int, cancels: bool) -> None:
+    """Puts of which some fail or are cancelled (``cancels``), and gets of all kinds of which some are cancelled.
+
+    Everything that was put for certain comes once and in order, all else once or never.
+    """
+    taken, refused = list[Any](), list[int]()
+    puts, number = list[tuple[range, asyncio.Task[None]]](), 0
+    while number < count:
+        part = range(number, number + chance.choice([1, 1, 1, 7]))
+        items = [Unloadable(number=item) if item % 11 == 5 else item for item in part]
+        patience = chance.choice([LONG, LONG, LONG, 0.01])
+        put = queue.aput(items[0], patience) if len(items) == 1 else queue.aput_many(items, patience)
+        puts.append((part, asyncio.create_task(put)))
+        number += len(part)
+    iteration: Any = chance.choice([None, queue.items(batch=3), queue.batches(3, collate=list)])
+
+    async def take() -> None:
+        singly = chance.random() < 0.5
+        if iteration is not None:
+            step = iteration.__anext__()
+        else:
+            step = queue.aget(LONG) if singly else queue.aget_many(6, LONG, min=chance.choice([1, 2, 6]))
+        try:
+            got = await (asyncio.wait_for(step, chance.choice([0.0005, 0.003])) if chance.random() < 0.4 else step)
+            taken.extend(got if isinstance(got, list) else [got])
+        except (asyncio.TimeoutError, PeerLost):
+            pass
+        except rtr.SerializationError as error:
+            refused.append(int(str(error.__cause__)))
+
+    async def end() -> None:
+        for _, put in puts:
+            if cancels and chance.random() < 0.1:
+                await asyncio.sleep(0.001)
+                put.cancel()
+        await asyncio.gather(*(put for _, put in puts), return_exceptions=True)
+        while True:
+            try:
+                return await queue.aclose(force=True)
+            except PeerLost:
+                pass
+
+    ending = asyncio.create_task(end())
+    with suppress(rtr.Closed, StopAsyncIteration):
+        while True:
+            await take()
+    await ending
+    certain = [item for part, put in puts if not put.cancelled() and put.exception() is None for item in part]
+    assert len(certain) > count / 5, "much went well"
+    assert [item for item in taken if item in set(certain)] == [item for item in certain if item % 11 != 5]
+    assert len(taken + refused) == len({*taken, *refused})
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_happens_items_come_once_and_in_order(members: Members, seed: int) -> None:
+    chance, cancels = random.Random(seed), seed % 2 == 0
+
+    async def act() -> None:
+        disorder = asyncio.create_task(Disorder(members.lanes["a"], chance, [TAKE] if cancels else [TAKE, PUT]).go_on())
+        try:
+            await asyncio.wait_for(act_at_random(queue, chance, 80, cancels), 3 * LONG)
+        finally:
+            assert not disorder.done(), disorder.exception()
+            disorder.cancel()
+
+    with members.acting("home" if seed % 4 == 0 else "a"):
+        queue = rtr.Queue("q", home="home", maxsize=chance.choice([2, 4, 100]))
+        asyncio.run(act())
 
 
 # --- order ---------------------------------------------------------------------------------------------------
@@ -63,84 +165,6 @@ def _refuse(error: type[BaseException]) -> None:
 async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
     """Together, in order; returns what came of each."""
     return await asyncio.gather(*(queue.aput(number, **how) for number in range(count)), return_exceptions=True)
-
-
-def test_puts_that_arrive_in_any_order_are_admitted_in_that_of_the_calls(members: Members) -> None:
-    """By any handle."""
-    lane = members.lanes["a"]
-
-    async def put(queue: rtr.Queue) -> None:
-        lane.holds = lambda method: method == PUT
-        puts = asyncio.gather(*(rtr.Queue("q", home="home").aput(number) for number in range(3)), queue.aput(3))
-        await until(lambda: len(lane.held) == 4)
-        for number in (3, 1, 1, 0):  # the last, the second, the third, the first
-            assert at_home(members).stats()["items"] == 0
-            lane.release(number)
-        await puts
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(put(queue))
-        assert queue.get_many(9) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("producer", ["home", "a"])
-def test_none_overtakes_one_that_waits_for_room_or_sends_several_parts(members: Members, producer: str) -> None:
-    with members.acting(producer):
-        queue = made(maxsize=4)
-
-        async def put() -> None:
-            puts = [queue.aput_many(range(10)), queue.aput(10), queue.aput_many([11, 12]), queue.aput(13)]
-            putting = asyncio.gather(*puts)
-            await asyncio.sleep(0)
-            with pytest.raises(rtr.Full):
-                await queue.aput("too late", timeout=0.01)
-            taken = [await queue.aget() for _ in range(14)]
-            assert taken == list(range(14))
-            await putting
-
-        asyncio.run(put())
-
-
-def test_the_first_puts_keep_their_order_while_the_queue_is_made(members: Members) -> None:
-    """Also if those who wait are cancelled, and others come later."""
-    lane = members.lanes["a"]
-    lane.holds = lambda method: method == OPEN
-
-    async def put() -> None:
-        tasks = [asyncio.create_task(queue.aput(number)) for number in range(6)]
-        await until(lambda: len(lane.held) == 1)
-        tasks[2].cancel()
-        await asyncio.sleep(0)
-        lane.release()
-        await tasks[0]
-        await queue.aput(6)
-        assert isinstance((await asyncio.gather(*tasks, return_exceptions=True))[2], asyncio.CancelledError)
-
-    with members.acting("a"):
-        queue = rtr.Queue("q", home="home")
-        asyncio.run(put())
-        assert queue.get_many(9) == [0, 1, 3, 4, 5, 6]
-
-
-def test_none_waits_for_one_that_was_lost_on_its_way(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def put() -> list[Any]:
-        lane.holds = lambda method: method == PUT
-        putting = asyncio.create_task(put_all(queue, 4))
-        await until(lambda: len(lane.held) == 4)
-        for number in (3, 2):
-            lane.release(number)
-        lane.lose(0)
-        lane.release()
-        return await asyncio.wait_for(putting, LONG / 2)
-
-    with members.acting("a"):
-        queue = made()
-        first, *others = asyncio.run(put())
-        assert isinstance(first, PeerLost) and others == [None] * 3
-        assert queue.get_many(9) == [1, 2, 3]
 
 
 def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
@@ -298,25 +322,6 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         asyncio.run(act())
         lane.holds = lambda method: False
         assert failed and queue.get_many(9) == [1, 2]
-
-
-def test_a_get_after_a_cancelled_one_keeps_the_order(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def act() -> list[Any]:
-        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
-        put_at_home(members, 1)
-        await until(lambda: len(lane.held) == 2)
-        put_at_home(members, 2)
-        getting = asyncio.create_task(queue.aget())
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(getting), 0.1)
-        lane.release()
-        return [await getting, await queue.aget()]
-
-    with members.acting("a"):
-        queue = made()
-        assert asyncio.run(act()) == [1, 2]
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), rtr.RayTorchRpcError("torchrpc failed: MemoryError")])
@@ -512,28 +517,6 @@ def asynchronously(items: Any) -> Callable[[], Any]:
         return await items.__anext__()
 
     return lambda: asyncio.run(take())
-
-
-def test_a_get_that_is_cancelled_while_items_go_back_loses_none(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def act() -> None:
-        lane.holds = lambda method: method == PUT_BACK
-        taking = asyncio.create_task(queue.aget_many(8))
-        await until(lambda: len(lane.held) == 1)
-        taking.cancel()
-        await until(lambda: len(lane.held) == 2)
-        lane.release()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        await until(lambda: at_home(members).stats()["items"] == 8)
-
-    with members.acting("a"):
-        queue = made()
-        queue.put_many(MIXED)
-        asyncio.run(act())
-        queue.close()
-        assert outcomes(lambda: queue.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -934,23 +917,174 @@ def test_items_that_are_put_together_share_no_memory(members: Members, producer:
 
 
 @pytest.mark.parametrize("consumer", ["home", "a"])
-def test_items_that_a_cancelled_get_many_has_taken_go_back(members: Members, consumer: str) -> None:
-    with members.acting("home"):
-        queue = rtr.Queue("q")
+def test_a_cancelled_get_many_leaves_the_items_and_its_place(members: Members, consumer: str) -> None:
+    with members.acting(consumer):
+        queue = made()
         queue.put_many(["first", "second"])
 
-    async def cancel() -> None:
-        getting = asyncio.create_task(rtr.Queue("q", home="home").aget_many(5, min=4))
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        assert at_home(members).stats()["items"] == 0
-        getting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await getting
-        await until(lambda: at_home(members).stats()["items"] == 2)
+        async def cancel() -> list[Any]:
+            getting = asyncio.create_task(queue.aget_many(5, min=4))
+            await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
+            behind = asyncio.create_task(queue.aget())
+            await until(lambda: at_home(members).stats()["waiting_to_get"] == 2)
+            with pytest.raises(rtr.Empty):
+                await queue.aget(0)  # what waits is for the first one
+            assert at_home(members).stats()["items"] == 2
+            getting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await getting
+            return [await behind, *await queue.aget_many(5)]
 
+        assert asyncio.run(cancel()) == ["first", "second"]
+
+
+@pytest.mark.parametrize("maxsize", [3, 100])
+@pytest.mark.parametrize("how", ["batches", "get_many"])
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_consumers_of_whole_batches_do_not_starve_each_other(
+    members: Members, consumer: str, how: str, maxsize: int
+) -> None:
+    """Also of batches that are larger than the queue may be, in items and bytes."""
     with members.acting(consumer):
-        asyncio.run(cancel())
-        assert rtr.Queue("q", home="home").get_many(5) == ["first", "second"]
+        queue = made(maxsize=maxsize, max_bytes=3)
+        iterations = [queue.batches(8, collate=list) for _ in range(2)]
+        takes = [it.__next__ if how == "batches" else lambda: queue.get_many(8, LONG, min=8) for it in iterations]
+        takers = [in_thread(take) for take in takes]
+        assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 2, LONG)
+        for number in range(16):
+            queue.put(number, 10)
+            assert at_home(members).stats()["items"] == (number + 1) % 8, "what waits is seen"
+        first, second = (take() for take in takers)
+        assert sorted([first, second]) == [list(range(8)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=0.3)], indirect=True)
+@pytest.mark.parametrize("consumer", ["home", "a"])
+def test_an_iteration_keeps_its_place_from_request_to_request(
+    members: Members, consumer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its batch takes: others that want less do not take what has come for it."""
+    monkeypatch.setattr("raytorchrpc.patterns.queues.store._ASKS_AGAIN_S", LONG)
+    with members.acting(consumer):
+        queue = made()
+        large, single = queue.batches(4, collate=list), queue.items()
+        taking = in_thread(lambda: next(large))
+        assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
+        small = in_thread(lambda: next(single))
+        for number in range(5):
+            time.sleep(0.2)  # the requests of both end meanwhile
+            put_at_home(members, number)
+        assert taking() == [0, 1, 2, 3] and small() == 4
+
+
+def test_a_request_that_comes_after_its_withdrawal_keeps_nobody_waiting(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> Any:
+        lane.holds = lambda method: method in (TAKE, WITHDRAW)
+        getting = asyncio.create_task(queue.aget_many(9, 10 * LONG, min=9))
+        await until(lambda: len(lane.held) == 1)
+        getting.cancel()
+        await until(lambda: len(lane.held) == 2)
+        lane.release(1)
+        lane.release()
+        return await queue.aget()
+
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        assert asyncio.run(act()) == 1
+
+
+def test_an_iteration_that_has_gone_frees_its_place(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytorchrpc.patterns.queues.store._ASKS_AGAIN_S", 0.1)
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        local = members.members["a"]
+        store = at_home(members)
+        waits = store.take("", Request(4, 4, 7), time.monotonic() + 0.05, local.me.rank, 1)
+        assert queue.get() == 1 and waits.result(LONG) is None
+
+
+# --- what is over --------------------------------------------------------------------------------------------
+
+
+def kept(members: Members) -> tuple[int, int]:
+    """How many objects the home has, and of how many it remembers the end."""
+    services = members.members["home"].services
+    return len([kind for kind, _ in services._served if kind in ("queue", "topic")]), len(services._ended)
+
+
+@pytest.mark.parametrize("member", ["home", "a"])
+def test_closed_and_empty_queues_are_freed_and_answer_as_before(
+    members: Members, member: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytorchrpc.calls.server.services.ENDED_KEPT", 10)
+    with members.acting("a"):
+        unused = rtr.Queue("q9", home="home")
+    with members.acting(member):
+        for number in range(30):
+            queue = rtr.Queue(f"q{number % 20}{'' if number < 20 else ' again'}", home="home", producers=9)
+            queue.put("x")
+            queue.close(force=True)
+            assert kept(members)[0] == 1, "somebody may come for the item"
+            assert queue.get() == "x"
+        assert kept(members) == (0, 10)
+        for one in (queue, rtr.Queue(queue.name, home="home", producers=9), rtr.Queue.find(queue.name)):
+            with pytest.raises(rtr.Closed):
+                one.put(1)
+            for take in (one.get, lambda one=one: one.get_many(4, min=2)):  # type: ignore[misc]
+                with pytest.raises(rtr.Closed):
+                    take()
+            assert list(one) == []
+            stats = one.stats()
+            assert (stats["closed"], stats["put"], stats["taken"], stats["items"]) == (True, 1, 1, 0)
+        with pytest.raises(rtr.ConfigurationError, match="producers=9, not producers=1"):
+            rtr.Queue(queue.name, home="home").qsize()
+        assert kept(members) == (0, 10)
+        assert unused.qsize() == 0, "so many others have ended since that nothing is known of it"
+
+
+def test_an_item_returns_to_a_queue_that_was_freed_and_comes_once(members: Members) -> None:
+    """Also if it is sent twice, before and after somebody else took it."""
+    lane = members.lanes["a"]
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        queue.close()
+        lane.delays = lambda method: method == TAKE
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(rtr.RpcTimeout):
+            patch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.1)
+            queue.get(0)
+        assert kept(members) == (0, 1)
+        lane.holds = lambda method: method == PUT_BACK
+        lane.deliver_answers()
+        assert wait_until(lambda: len(lane.held) == 1, LONG)
+        lane.held.append(lane.held[0])  # the message comes twice
+        lane.release(0)
+        assert wait_until(lambda: kept(members) == (1, 0), LONG)
+        assert queue.get(LONG) == 1
+        lane.release()
+        with pytest.raises(rtr.Closed):
+            queue.get()
+        assert kept(members) == (0, 1)
+
+
+@pytest.mark.parametrize("subscriber", ["home", "a"])
+def test_a_closed_topic_is_freed_once_all_subscribers_have_everything(members: Members, subscriber: str) -> None:
+    with members.acting(subscriber):
+        topic = rtr.Topic("q", home="home")
+        first, second = topic.subscribe(), topic.subscribe("drop_oldest")
+        topic.publish_many([1, 2])
+        topic.close()
+        assert list(first) == [1, 2] and kept(members) == (1, 0)
+        assert list(second) == [1, 2] and kept(members) == (0, 1)
+        assert list(first) == list(topic.subscribe()) == [] and second.stats()["taken"] == 2
+        with pytest.raises(rtr.Closed):
+            topic.publish(3)
+        first.cancel()
+        assert kept(members) == (0, 1) and topic.stats()["subscribers"] == 1
 
 
 @pytest.mark.parametrize("how", ["for", "async for"])

@@ -1,4 +1,4 @@
-"""What waits in queues and topics, and who waits for it: without members and messages."""
+"""Items of queues and topics as they are encoded, sent and stored; ``test_store_model`` has what becomes of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.errors import NotAMember, NotFound
 from raytorchrpc.patterns.queues.items import (
     MESSAGE_BYTES,
     Item,
@@ -28,7 +27,7 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.store import Buffer, Policy, Store
+from raytorchrpc.patterns.queues.store import Buffer, Request, Store
 from raytorchrpc.tensors.codec import Codec
 from tests.unit.callees import Deadlines, DeferredReply
 
@@ -47,195 +46,9 @@ def values(taken: Any) -> Any:
     return [item.payload[0] for item in taken] if isinstance(taken, list) else taken
 
 
-def queue(deadlines: Deadlines, maxsize: int = 3, policy: Policy = "block", closes: int = 1) -> Store:
-    store = Store(deadlines, closes)
-    store.add_buffer("", Buffer(maxsize, 1000, policy))
-    return store
-
-
-def test_without_room_it_waits_first_come_first_served_and_in_time(deadlines: Deadlines) -> None:
-    store = queue(deadlines)
-    store.put(items(1, 2, 3), 0)
-    assert store.put(items(4), 0) is None
-    first, second = store.put(items(4, 5), soon()), store.put(items(6), soon())
-    assert isinstance(first, DeferredReply) and isinstance(second, DeferredReply)
-    assert values(store.take("", 1, 0)) == [1]
-    assert not first.done() and not second.done(), "the smaller one is not let past"
-    assert values(store.take("", 1, 0)) == [2]
-    assert first.result(0) is True and not second.done()
-    assert values(store.take("", 9, 0)) == [3, 4, 5]
-    assert second.result(0) is True
-    late = store.put(items(1, 2, 3), time.monotonic() + 0.3)
-    assert isinstance(late, DeferredReply) and late.result(LONG) is None
-    assert values(store.take("", 9, 0)) == [6]
-
-
-def test_who_waits_for_an_item_gets_it(deadlines: Deadlines) -> None:
-    store = queue(deadlines)
-    first, second = store.take("", 2, soon()), store.take("", 2, soon())
-    store.put(items(1, 2, 3), 0)
-    assert (values(first.result(0)), values(second.result(0))) == ([1, 2], [3])
-    assert store.take("", 1, time.monotonic() + 0.3).result(LONG) is None
-
-
-def test_bytes_are_bounded_and_a_larger_item_goes_alone(deadlines: Deadlines) -> None:
-    store = queue(deadlines, maxsize=100)
-    assert store.put(items(1, size=5000), 0) is True
-    assert store.put(items(2), 0) is None
-    store.take("", 1, 0)
-    assert store.put(items(2, 3, size=500), 0) is True
-    assert store.put(items(4), 0) is None
-
-
-def test_one_message_brings_no_more_bytes_than_it_should(deadlines: Deadlines) -> None:
-    store = Store(deadlines)
-    store.add_buffer("", Buffer(100, 1 << 40, "block"))
-    store.put(items(1, 2, 3, size=MESSAGE_BYTES // 2), 0)
-    assert values(store.take("", 9, 0)) == [1, 2]
-
-
-def test_the_end(deadlines: Deadlines) -> None:
-    store = queue(deadlines, closes=2)
-    store.put(items(1, 2, 3), 0)
-    waits = store.put(items(4), soon())
-    store.end()
-    assert store.put(items(5), 0) is None, "the other producer goes on"
-    store.end()
-    assert isinstance(waits, DeferredReply) and waits.result(0) is False
-    assert store.put(items(5), soon()) is False
-    assert values(store.take("", 9, soon())) == [1, 2, 3]
-    assert store.take("", 1, soon()) is False
-    other = queue(deadlines, closes=5)
-    waiting = other.take("", 1, soon())
-    other.end(force=True)
-    assert waiting.result(0) is False
-
-
-def test_who_gave_up_takes_nothing(deadlines: Deadlines) -> None:
-    store = queue(deadlines)
-    withdrawn, lost, cancelled = (store.take("", 1, soon(), rank, 7) for rank in (1, 2, None))
-    store.withdraw("", 1, 7)
-    store.lose(2)
-    cancelled.cancel()
-    assert withdrawn.result(0) is None and not lost.done()
-    store.put(items(1), 0)
-    taken = store.take("", 1, 0)
-    assert values(taken) == [1]
-    store.put(items(2), 0)
-    store.put_back("", taken)
-    assert values(store.take("", 9, 0)) == [1, 2]
-    store.put(items(1, 2, 3), 0)
-    given_up = store.put(items(4), soon())
-    behind = store.put(items(5), soon())
-    assert isinstance(given_up, DeferredReply) and given_up.cancel()
-    store.take("", 1, 0)
-    assert isinstance(behind, DeferredReply) and behind.result(0) is True
-
-
-@pytest.mark.parametrize(("policy", "kept"), [("drop_oldest", [2, 3, 4]), ("latest", [4])])
-def test_a_slow_subscriber_holds_nobody_up(deadlines: Deadlines, policy: Policy, kept: list[int]) -> None:
-    store = Store(deadlines)
-    store.put(items(0), 0)
-    store.add_buffer("slow", Buffer(len(kept), 1000, policy, rank=1))
-    store.add_buffer("quick", Buffer(10, 1000, "block", rank=2))
-    for value in range(1, 5):
-        assert store.put(items(value), 0) is True
-    assert values(store.take("slow", 9, 0)) == kept
-    assert values(store.take("quick", 9, 0)) == [1, 2, 3, 4]
-    assert store.stats("slow")["dropped"] == 4 - len(kept)
-
-
-def test_a_blocking_subscriber_holds_up_until_it_is_gone(deadlines: Deadlines) -> None:
-    store = Store(deadlines)
-    store.add_buffer("slow", Buffer(1, 1000, "block", rank=1))
-    store.put(items(1), 0)
-    waits = store.put(items(2), soon())
-    assert isinstance(waits, DeferredReply) and not waits.done()
-    store.keep_only(1, None)
-    assert waits.result(0) is True
-    assert store.stats()["buffers"] == 0
-    with pytest.raises(NotFound, match="no such subscription any more; subscribe again"):
-        store.take("slow", 1, soon())
-
-
-def subscribed(deadlines: Deadlines, maxsize: int, policy: Policy = "block") -> Store:
-    """By the process "old" of rank 1, which is away; 1 and 2 wait for it."""
-    store = Store(deadlines)
-    store.add_buffer("sub", Buffer(maxsize, 1000, policy, 1, "old"))
-    store.put(items(1, 2), 0)
-    store.lose(1)
-    return store
-
-
-def test_who_waits_for_room_goes_on_when_the_subscriber_is_away(deadlines: Deadlines) -> None:
-    store = Store(deadlines)
-    store.add_buffer("sub", Buffer(1, 1000, "block", 1, "old"))
-    store.put(items(1), 0)
-    waits = store.put(items(2), soon())
-    store.lose(1)
-    assert isinstance(waits, DeferredReply) and waits.result(0) is True
-    store.keep_only(1, "old")
-    with pytest.raises(NotFound, match="missed items"):
-        store.take("sub", 1, 0)
-
-
-def test_a_policy_that_drops_goes_on_while_its_subscriber_is_away(deadlines: Deadlines) -> None:
-    store = subscribed(deadlines, maxsize=2, policy="drop_oldest")
-    store.put(items(3), 0)
-    store.keep_only(1, "old")
-    assert values(store.take("sub", 9, 0)) == [2, 3] and store.stats("sub")["dropped"] == 1
-
-
-def test_what_is_given_back_lies_where_it_was(deadlines: Deadlines) -> None:
-    """Several batches, in any order, parts of them, also while others have taken what came after."""
-    store = queue(deadlines, maxsize=20)
-    store.put(items(*range(12)), 0)
-    batches = [store.take("", 2, 0) for _ in range(5)]
-    assert store.take("", 1, 0) == items(10)
-    for place in (1, 4, 0, 3):
-        store.put_back("", batches[place].part(1) if place == 3 else batches[place])
-        store.put_back("", batches[place].part(1) if place == 3 else batches[place])  # the message came twice
-    assert store.stats()["items"] == 8 and store.stats()["taken"] == 4
-    left: list[Any] = []
-    while store.stats()["items"]:
-        left += values(store.take("", 3, 0))
-    assert left == [0, 1, 2, 3, 7, 8, 9, 11]
-
-
-def test_what_is_given_back_of_a_buffer_that_drops_is_its_oldest(deadlines: Deadlines) -> None:
-    store = queue(deadlines, maxsize=3, policy="drop_oldest")
-    store.put(items(1, 2, 3), 0)
-    taken = store.take("", 2, 0)
-    store.put(items(4), 0)
-    store.put_back("", taken)
-    assert values(store.take("", 9, 0)) == [2, 3, 4] and store.stats()["dropped"] == 1
-
-
-def test_who_waited_too_long_is_not_handed_anything(deadlines: Deadlines) -> None:
-    """As when this process stood still, and puts are served before the deadlines."""
-    clock: Any = type("Stopped", (), {"at": lambda self, when, callback: lambda: None})()
-    store = queue(clock)
-    late, behind = store.take("", 1, time.monotonic() + 0.3), store.take("", 1, soon())
-    time.sleep(0.3)
-    store.put(items(1), 0)
-    assert late.result(0) is None and values(behind.result(0)) == [1]
-
-
-def test_leaving_the_group_ends_every_wait(deadlines: Deadlines) -> None:
-    store, full = queue(deadlines), queue(deadlines, maxsize=1)
-    full.put(items(1), 0)
-    waiting = [store.take("", 1, soon()), full.put(items(2), soon())]
-    for one in (store, full):
-        one.close(NotAMember("left"))
-    for later in waiting:
-        with pytest.raises(NotAMember):
-            later.result(0)
-    with pytest.raises(NotAMember):
-        store.put(items(1), 0)
-
-
 def test_many_threads_lose_nothing_and_double_nothing(deadlines: Deadlines) -> None:
-    store, taken, count = queue(deadlines, maxsize=5, closes=4), [], 500
+    store, taken, count = Store(deadlines, closes=4), list[bytes](), 500
+    store.add_buffer("", Buffer(5, 1000, "block"))
 
     def produce(number: int) -> None:
         for value in range(count):
@@ -245,7 +58,7 @@ def test_many_threads_lose_nothing_and_double_nothing(deadlines: Deadlines) -> N
 
     def consume() -> None:
         while True:
-            got = store.take("", 3, soon())
+            got = store.take("", Request(3), soon())
             got = got.result(LONG) if isinstance(got, DeferredReply) else got
             if got is False:
                 return
@@ -366,28 +179,6 @@ def test_no_run_is_longer_than_what_there_is_room_for() -> None:
     assert [item.length for item in runs_of(*range(3), most=1)] == [1, 1, 1]
 
 
-def test_a_policy_that_drops_does_so_one_by_one() -> None:
-    buffer = Buffer(5, 1 << 30, "drop_oldest")
-    apart = runs_of(*range(100))
-    buffer.append(apart, sum(item.size for item in apart))
-    assert decode_items(Codec(), buffer.take(100)) == [95, 96, 97, 98, 99]
-    assert (buffer.dropped, buffer.taken, buffer.count, buffer.bytes) == (95, 5, 0, 0)
-
-
 def test_a_home_that_takes_a_run_apart_runs_nobodys_code() -> None:
     with pytest.raises(pickle.UnpicklingError, match="a run of items holds a"):
         split_run(Item(pickle.dumps([Path("/"), 2], 5), (), 0, 10, length=2))
-
-
-def test_a_store_counts_the_items_of_runs(deadlines: Deadlines) -> None:
-    store = queue(deadlines, maxsize=100)
-    assert store.put(runs_of(*range(64)), soon()) is True
-    assert store.put(runs_of(*range(64)), 0) is None, "no room for so many"
-    assert store.put(runs_of(*range(36)), soon()) is True
-    numbers = store.stats()
-    assert (numbers["items"], numbers["put"], numbers["taken"]) == (100, 100, 0)
-    taken = store.take("", 70, soon())
-    assert decode_items(Codec(), taken) == [*range(64), *range(6)]
-    store.put_back("", taken)
-    assert store.stats()["items"] == 100 and store.stats()["taken"] == 0
-    assert decode_items(Codec(), store.take("", 100, soon())) == [*range(64), *range(36)]

@@ -307,3 +307,42 @@ def test_a_pull_of_a_version_that_is_gone_for_good_does_not_wait(members: Member
     assert pulled(members, mine, {"matrix": matrix}, timeout=20, through_restarts=True) == 1
     assert matrix.unique().tolist() == [3.0]
     assert pulled(members, mine, {"matrix": matrix}) == 1, "the handle refers to the new store"
+
+
+@pytest.mark.parametrize("publishers", [None, BOTH])
+def test_a_deleted_store_frees_its_memory_everywhere_and_its_name(members: Members, publishers: Any) -> None:
+    names, home = publishers or ("a",), {"home": "a"} if publishers is None else {"publishers": publishers}
+
+    def publish(value: float) -> None:
+        for number, name in enumerate(names):
+            with members.acting(name):
+                shard = torch.full((2,), value)
+                whole = shard if publishers is None else rtr.Shard(shard, (4,), (2 * number,))
+                rtr.WeightStore("w", **home).publish({"w": whole})
+
+    def objects() -> list[tuple[str, str]]:
+        kinds = "weight"
+        return [key for local in members.members.values() for key in local.services._served if kinds in key[0]]
+
+    publish(1.0)
+    model = {"w": torch.zeros(2 * len(names))}
+    with members.acting("home"):
+        store, other = rtr.WeightStore("w", **home), rtr.WeightStore("w", **home)
+        assert store.pull(model) == 1 and other.version() == 1
+        memory = [weakref.ref(members.served("weight store", "w", "a"))]
+        reading = next(iter(members.shards("a")), None) or members.served("weight store", "w", "a")
+        lease = reading.lease(0, 1, None, 0, LONG).lease
+        with pytest.raises(rtr.ConfigurationError, match=r"is being read \(1 pulls or views\)"):
+            store.delete()
+        reading.pool.release(lease)
+        del reading
+        store.delete()
+        for old in (store, other):
+            with pytest.raises(rtr.NotFound, match="was deleted"):
+                old.pull(model)
+        assert objects() == []
+        gc.collect()
+        assert memory[0]() is None
+    publish(2.0)
+    with members.acting("home"):
+        assert rtr.WeightStore("w", **home).pull(model) == 1 and model["w"].tolist() == [2.0] * len(model["w"])
