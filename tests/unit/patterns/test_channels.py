@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.tensors.codec import Codec
@@ -378,6 +379,22 @@ def test_an_item_that_its_home_has_no_memory_to_send_goes_back(members: Members,
             asyncio.run(get() if how == "waits" else cancel())
         assert failures and queue.get_many(9) == [1, 2]
         assert queue.qsize() == 0
+
+
+@pytest.mark.parametrize("left_s", [0.4, 60.0])
+def test_in_a_served_call_an_operation_waits_for_its_timeout_or_nearly_as_long_as_the_call_has_left(
+    members: Members, left_s: float
+) -> None:
+    with members.acting("a"):
+        queue = made()
+        before = current_scope.set(Scope(("a",), Limit(time.monotonic() + left_s)))
+        try:
+            began = time.monotonic()
+            with pytest.raises(rtr.Empty):
+                queue.get(timeout=0.4)
+            assert time.monotonic() - began > 0.85 * 0.4
+        finally:
+            current_scope.reset(before)
 
 
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
