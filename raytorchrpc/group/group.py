@@ -175,14 +175,14 @@ class Group:
         """Create a torch.distributed process group across members, for collectives, DDP and FSDP.
 
         It becomes the default process group of each member's process; a method gets it with
-        ``raytorchrpc.process_group()``. A previous one ends. This one ends when a member of it is lost or removed: call
+        ``raytorchrpc.process_group()``. Previous ones that have any of these members end. This one ends when a member of it is lost or removed: call
         this again then. Members that are added later are not part of it.
 
         Args:
             backend: ``"nccl"`` for CUDA tensors, which needs a GPU of its own in each member, or ``"gloo"`` for CPU
                 tensors.
             members: handles, names, ranks or Members, for instance the learners without their collectors. The other
-                members then have no process group. None: all members.
+                members get none, and keep one that has none of these members. None: all members.
             timeout: seconds until BootstrapError names the members that failed. Members that are away may return
                 within this time.
             collective_timeout: deadline of each collective, in seconds. None: ``GroupConfig.rpc_timeout_s``.
