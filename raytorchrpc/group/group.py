@@ -175,8 +175,8 @@ class Group:
         """Create a torch.distributed process group across members, for collectives, DDP and FSDP.
 
         It becomes the default process group of each member's process; a method gets it with
-        ``raytorchrpc.process_group()``. Previous ones that have any of these members end. This one ends when a member of it is lost or removed: call
-        this again then. Members that are added later are not part of it.
+        ``raytorchrpc.process_group()``. Previous ones that have any of these members end. This one ends when a member
+        of it is lost or removed: call this again then. Members that are added later are not part of it.
 
         Args:
             backend: ``"nccl"`` for CUDA tensors, which needs a GPU of its own in each member, or ``"gloo"`` for CPU

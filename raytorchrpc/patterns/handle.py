@@ -26,8 +26,8 @@ H = TypeVar("H", bound="Handle")
 
 #: The home answers after the operation's timeout at the latest; the caller waits this much longer for it (seconds).
 ANSWER_S = 0.5
-#: In a method that another member called, an operation ends so much before that call: the part of what is left to it, at
-#: most ``ANSWER_S``. Its error reaches the caller then.
+#: In a method that another member called, an operation ends before that call, by this part of the time that the call
+#: has left, at most ``ANSWER_S``. So its error reaches the caller.
 _KEPT_PART = 0.1
 #: How long an operation with timeout 0 waits for the home's answer (seconds).
 _ANSWER_NOW_S = 1.0
