@@ -459,6 +459,12 @@ class SocketLane(ConnectedLane[Connection]):
         self._waiting.clear()
         return addresses
 
+    def count_silence(self, peer: str) -> None:
+        """The host of this peer may be silent: what is sent next does not prolong the time until that is noticed."""
+        if (connection := self._made.get(peer)) is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                tcp.count_silence(connection.sock)
+
     # --- connections -----------------------------------------------------------------------------------------
 
     def _pack_first(self, message: Message) -> bytes:
