@@ -212,10 +212,10 @@ class Group:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
         Blocks until every member can call them, at most ``timeout`` seconds; if it fails, up to a second longer, and
-        nothing has changed. A member that is suspended is waited for 2 s: it learns of them when it goes on, and may
-        not find them until then. ``actors`` and errors are as for ``init_group``. An actor that Ray restarts meanwhile
-        is waited for. CUDA tensors to and from added members do not use torchrpc, whose device maps are fixed when its
-        agents start; all other lanes work.
+        nothing has changed. A member that is suspended is waited for 2 s: it learns of them when it goes on, and its
+        calls to them wait for that; on an event loop they may raise NotAMember or PeerLost first. ``actors`` and errors
+        are as for ``init_group``. An actor that Ray restarts meanwhile is waited for. CUDA tensors to and from added
+        members do not use torchrpc, whose device maps are fixed when its agents start; all other lanes work.
         """
         host = self._own("add")
         check_timeout(timeout)

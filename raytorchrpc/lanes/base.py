@@ -158,6 +158,11 @@ class MessageLane(PeerLane):
 
     capabilities: ClassVar[Capabilities]
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether requests have arrived that it has not handled yet, as far as it can tell."""
+        return False
+
     @abstractmethod
     def open(self, serve: Serve, spawn: Spawn) -> Any:
         """Start to listen; returns the address that peers ``connect`` to. Raises LaneUnavailable."""

@@ -459,6 +459,10 @@ class SocketLane(ConnectedLane[Connection]):
         self._waiting.clear()
         return addresses
 
+    @property
+    def has_unread(self) -> bool:
+        return self._selector.busy
+
     def count_silence(self, peer: str) -> None:
         """The host of this peer may be silent: what is sent next does not prolong the time until that is noticed."""
         if (connection := self._made.get(peer)) is not None:

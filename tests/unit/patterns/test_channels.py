@@ -16,13 +16,12 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
 from tests.shortage import NO_MEMORY
-from tests.unit.members import OPEN, PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread
+from tests.unit.members import OPEN, PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread, serving
 
 LONG = 20.0
 REJECT = rtr.GroupConfig(rpc_timeout_s=LONG, when_full="reject", max_calls_in_flight=1)
@@ -387,14 +386,10 @@ def test_in_a_served_call_an_operation_waits_for_its_timeout_or_nearly_as_long_a
 ) -> None:
     with members.acting("a"):
         queue = made()
-        before = current_scope.set(Scope(("a",), Limit(time.monotonic() + left_s)))
-        try:
-            began = time.monotonic()
-            with pytest.raises(rtr.Empty):
-                queue.get(timeout=0.4)
-            assert time.monotonic() - began > 0.85 * 0.4
-        finally:
-            current_scope.reset(before)
+        began = time.monotonic()
+        with serving(left_s), pytest.raises(rtr.Empty):
+            queue.get(timeout=0.4)
+        assert time.monotonic() - began > 0.85 * 0.4
 
 
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
