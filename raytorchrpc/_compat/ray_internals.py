@@ -159,11 +159,11 @@ def worker_lives(worker_id: str, node_id: str) -> bool:
     import ray
     from ray.core.generated import gcs_pb2
 
-    found = _accessor().get_worker_info(ray.WorkerID.from_hex(worker_id))
+    found = _accessor().get_worker_info(_any(ray).WorkerID.from_hex(worker_id))
     if not found or not _any(gcs_pb2).WorkerTableData.FromString(found).is_alive:
         return False
     # A node that has died reports nothing about its workers.
-    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+    return any(node["NodeID"] == node_id and node["Alive"] for node in _any(ray).nodes())
 
 
 def was_killed(error: BaseException | None) -> bool:

@@ -334,7 +334,8 @@ class Connection(ABC):
                 pass
         reply = reply._replace(buffers=list(map(bytes, reply.buffers)))  # the actor may change its tensors from now on
         with self._state:
-            is_first, self._late = self._late is None, self._late or deque()
+            is_first = self._late is None
+            self._late = self._late or deque()
             self._late.append(reply)
         if is_first:
             try:

@@ -102,7 +102,7 @@ class Connection(connections.Connection):
             pause_at = min(deadline, time.monotonic() + connections.PATIENCE_S)
         patience_s = (deadline if pause_at is None else pause_at) - time.monotonic()
         if not self._sending.acquire(timeout=max(0.0, patience_s)):
-            raise self._busy() if pause_at is None or pause_at == deadline else WouldBlock
+            raise self._busy() if pause_at is None or pause_at == deadline else WouldBlock()
         rest: list[Any] = []
         try:
             if self._ended is not None:
@@ -112,7 +112,7 @@ class Connection(connections.Connection):
                 return
             if sum(map(len, rest)) == sum(map(len, buffers)):
                 rest = []
-                raise WouldBlock
+                raise WouldBlock()
             copies = list(map(bytes, rest))  # the program may change its tensors from now on
             threads.start(self._finish, copies, until, take_back, name="raytorchrpc-rest")
             return
