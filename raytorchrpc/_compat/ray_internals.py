@@ -168,6 +168,20 @@ def dead_jobs() -> frozenset[str]:
     return frozenset(job["JobID"] for job in jobs if job["IsDead"])
 
 
+def worker_lives(worker_id: str, node_id: str) -> bool:
+    """Whether a worker process of Ray (hex id, as ``get_worker_id`` returns it) runs, as far as Ray reports. Takes a
+    few milliseconds.
+    """
+    import ray
+    from ray.core.generated import gcs_pb2
+
+    found = _accessor().get_worker_info(_any(ray).WorkerID.from_hex(worker_id))
+    if not found or not _any(gcs_pb2).WorkerTableData.FromString(found).is_alive:
+        return False
+    # A node that has died reports nothing about its workers.
+    return any(node["NodeID"] == node_id and node["Alive"] for node in _any(ray).nodes())
+
+
 def was_killed(error: BaseException | None) -> bool:
     """Whether an error of a call says that the actor was ended by ``ray.kill``, which only its text tells."""
     from ray.exceptions import ActorDiedError

@@ -68,6 +68,7 @@ class LocalMember:
         self.services = Services()
         guests = Guests(lambda rank: self.services.lose(rank, ended=True), self.deadlines)
         self.peers = PeerTable(group, self.services, guests.route_back)
+        self.peers.has_unread = lambda: any(lane.has_unread for lane in self.lanes)
         self.payloads = Payloads(me.rank, self.tensor_lanes, self.cleanup.leave)
         self.credit = CreditWindows(config, max_bytes)
         self.outgoing = OutgoingCalls(self)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.calls.scope import current_scope, on_loop
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.errors import NotAMember, PeerLost
 from raytorchrpc.lanes.base import MessageLane
@@ -121,6 +123,12 @@ def described(group: str, names: Iterable[tuple[int, str]]) -> str:
     return f"{group}; its members: {', '.join(shown[:16])}{rest}"
 
 
+#: A call to an unknown target waits as long as messages that have arrived are unread, at most (seconds).
+_UNREAD_S = 1.0
+#: How often it looks. They are read if they are so twice: between two steps of a reader nothing shows.
+_LOOK_S = 0.01
+#: A call to a member that joins waits for that, at most (seconds).
+_JOINING_S = 10.0
 #: A call that lost a peer, without a report that the peer is away, is sent again after this time (seconds).
 UNREPORTED_LOSS_S = 2.0
 
@@ -132,11 +140,22 @@ class Absence(NamedTuple):
     for_good: bool
     ended: bool = False
     """It can only come back as another process, if at all."""
+    joins: bool = False
+    """It is about to join."""
 
 
 def _keys_of(member: Member) -> tuple[Any, ...]:
     actor = None if member.actor_id is None else ray_internals.key_of_actor(member.actor_id)
     return keys_of(member.rank, member.name, actor)
+
+
+def _wait_until(timeout_s: float | None, limit_s: float) -> float:
+    """Until when a call that takes so long at most may wait before it is sent; ``time.monotonic``."""
+    now, deadline = time.monotonic(), current_scope.get().deadline
+    if on_loop():
+        return now
+    until = now + (limit_s if timeout_s is None else min(limit_s, timeout_s))
+    return until if deadline is None else min(until, deadline)
 
 
 class _Routes(dict[int, PeerRoute]):
@@ -165,6 +184,8 @@ class PeerTable:
         self._away: dict[int, Absence] = {}
         self._closed = False
         self._changed = threading.Condition()
+        self.has_unread: Callable[[], bool] = lambda: False
+        """Whether messages have arrived that are not handled yet: after this process was suspended, for instance."""
         self.removed: frozenset[int] = frozenset()
         """Ranks that were removed from the group."""
 
@@ -255,11 +276,37 @@ class PeerTable:
     def _described(self) -> str:
         return described(f"group {self._group!r}", ((member.rank, member.name) for member in self.members))
 
-    def route_for_call(self, target: Any) -> PeerRoute:
-        """As ``route``. Raises NotAMember also after this process has left the group."""
+    def route_for_call(self, target: Any, timeout_s: float | None = None) -> PeerRoute:
+        """As ``route``. Raises NotAMember also after this process has left the group.
+
+        A target that is unknown while messages are unread may be announced by one: waits for it, but not on an event
+        loop.
+        """
         if self._closed:
             self.check_open()
+        try:
+            return self._routes[find(target, self._ranks, self._described)]
+        except NotAMember:
+            if not self._await_announcement(target, timeout_s):
+                raise
         return self._routes[find(target, self._ranks, self._described)]
+
+    def _await_announcement(self, target: Any, timeout_s: float | None) -> bool:
+        """Block while messages are unread; whether the target has been announced."""
+
+        def is_over() -> bool:
+            with suppress(NotAMember):
+                find(target, self._ranks, str)
+                return True
+            return self._closed
+
+        until, looks = _wait_until(timeout_s, _UNREAD_S), 0
+        while looks < 2 and time.monotonic() < until:
+            looks = 0 if self.has_unread() else looks + 1
+            with self._changed:
+                if self._changed.wait_for(is_over, _LOOK_S):
+                    return not self._closed
+        return False
 
     def check_open(self) -> None:
         """Raise NotAMember if this process has left the group."""
@@ -282,10 +329,30 @@ class PeerTable:
         with self._changed:
             return {self._members[rank].name: absence for rank, absence in self._away.items()}
 
-    def check_present(self, route: PeerRoute) -> None:
-        """Raise PeerLost if the peer is away."""
+    def check_present(self, route: PeerRoute, timeout_s: float | None = 0.0) -> None:
+        """Raise PeerLost if the peer is away.
+
+        ``timeout_s``: of a call to it (None: none given), which waits if it joins for the first time, but not on an
+        event loop.
+        """
         if self._away and (absence := self._away.get(route.member.rank)) is not None:
-            raise PeerLost(route.member.name, absence.cause, may_have_run=False)
+            if absence.joins and not route.member.incarnation:
+                absence = self._await_arrival(route.member.rank, timeout_s)
+            if absence is not None:
+                raise PeerLost(route.member.name, absence.cause, may_have_run=False)
+
+    def _await_arrival(self, rank: int, timeout_s: float | None) -> Absence | None:
+        """Block until a peer has joined, or does not; why it cannot be called then."""
+        removed = Absence("it was removed from the group", for_good=True)
+
+        def absence() -> Absence | None:
+            return self._away.get(rank) if rank in self._members else removed
+
+        with self._changed:
+            until = _wait_until(timeout_s, _JOINING_S)
+            while (now := absence()) is not None and now.joins and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return now
 
     def why_unreachable(self, route: PeerRoute) -> str | None:
         """Why the process that a route leads to cannot be called any more; None if it can, as far as is known here."""

@@ -45,10 +45,12 @@ class Owner(NamedTuple):
     job: str
     """Hex id of the Ray job."""
     actor: str | None
-    """Hex id of the actor; None for a driver."""
+    """Hex id of the actor; None for a driver and in a task."""
     pid: int = 0
     node_id: str = ""
     """With ``pid``, the actor's process: Ray may have restarted the actor since."""
+    worker: str | None = None
+    """Hex id of the worker process of a task; None for others."""
 
 
 class Awaited(DeferredReply):

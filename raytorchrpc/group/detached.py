@@ -138,12 +138,32 @@ class _HostActor:
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
         self._changes = ChangeLog()
+        self._is_asked = threading.Event()
+        """To form the group."""
+        self._end_unless_asked(_GRACE_S)
+
+    def _end_unless_asked(self, after_s: float) -> None:
+        """End this actor if it is not asked to form a group until then: the driver that would end it may be dead, and
+        the name has to be free again.
+        """
+
+        def end() -> None:
+            if not self._is_asked.wait(after_s):
+                ray.kill(ray.get_runtime_context().current_actor)
+
+        threads.start(end, name="raytorchrpc-host-ends")
 
     def form(
         self, name: str, config: GroupConfig, participants: dict[str, Any], timeout_s: float, generation: str
     ) -> None:
         """See supervisor.form."""
-        form(name, config, participants, timeout_s, generation, self._host)
+        self._is_asked.set()
+        try:
+            form(name, config, participants, timeout_s, generation, self._host)
+        except BaseException:
+            self._is_asked.clear()
+            self._end_unless_asked(_GIVE_UP_S)
+            raise
 
     def _host(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor

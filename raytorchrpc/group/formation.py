@@ -50,7 +50,9 @@ _MOST_KNOWN = 4096
 def current_owner() -> Owner:
     """This process, as the owner of the groups it forms."""
     context = ray.get_runtime_context()
-    return Owner(context.get_job_id(), context.get_actor_id(), os.getpid(), context.get_node_id())
+    actor_id = context.get_actor_id()
+    worker = context.get_worker_id() if actor_id is None and ray_internals.runs_tasks() else None
+    return Owner(context.get_job_id(), actor_id, os.getpid(), context.get_node_id(), worker)
 
 
 def participants_of(

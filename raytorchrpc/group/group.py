@@ -7,8 +7,8 @@ import os
 import reprlib
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -175,14 +175,14 @@ class Group:
         """Create a torch.distributed process group across members, for collectives, DDP and FSDP.
 
         It becomes the default process group of each member's process; a method gets it with
-        ``raytorchrpc.process_group()``. A previous one ends. This one ends when a member of it is lost or removed: call
-        this again then. Members that are added later are not part of it.
+        ``raytorchrpc.process_group()``. Previous ones that have any of these members end. This one ends when a member
+        of it is lost or removed: call this again then. Members that are added later are not part of it.
 
         Args:
             backend: ``"nccl"`` for CUDA tensors, which needs a GPU of its own in each member, or ``"gloo"`` for CPU
                 tensors.
             members: handles, names, ranks or Members, for instance the learners without their collectors. The other
-                members then have no process group. None: all members.
+                members get none, and keep one that has none of these members. None: all members.
             timeout: seconds until BootstrapError names the members that failed. Members that are away may return
                 within this time.
             collective_timeout: deadline of each collective, in seconds. None: ``GroupConfig.rpc_timeout_s``.
@@ -212,10 +212,10 @@ class Group:
         """Add actors while calls continue; returns their ``Member``s. They get the next ranks.
 
         Blocks until every member can call them, at most ``timeout`` seconds; if it fails, up to a second longer, and
-        nothing has changed. A member that is suspended is waited for 2 s: it learns of them when it goes on, and may
-        not find them until then. ``actors`` and errors are as for ``init_group``. An actor that Ray restarts meanwhile
-        is waited for. CUDA tensors to and from added members do not use torchrpc, whose device maps are fixed when its
-        agents start; all other lanes work.
+        nothing has changed. A member that is suspended is waited for 2 s: it learns of them when it goes on, and its
+        calls to them wait for that; on an event loop they may raise NotAMember or PeerLost first. ``actors`` and errors
+        are as for ``init_group``. An actor that Ray restarts meanwhile is waited for. CUDA tensors to and from added
+        members do not use torchrpc, whose device maps are fixed when its agents start; all other lanes work.
         """
         host = self._own("add")
         check_timeout(timeout)
@@ -336,6 +336,7 @@ class Group:
 
 
 _groups: dict[str, Group] = {}  # formed by this process and not shut down
+_forming: dict[str, object] = {}  # by name: a token of the ``init_group`` that forms the group
 
 
 def get_group(name: str = "default") -> Group:
@@ -380,7 +381,8 @@ def init_group(
         actors: handles of any actor class, decorated or not: a list, or a dict that names the members. In a list,
             names are generated from class and rank (``learner_0``). It may be empty with ``include_driver`` and
             ``GroupConfig(joinable_by="cluster")``, for processes that ``join`` later.
-        name: the group's name, for ``get_group``.
+        name: the group's name, for ``get_group``. No other group of this process has it, and no other detached group
+            of the cluster; a name is taken from the moment that ``init_group`` is called.
         config: settings. None reads ``RAYTORCHRPC_*`` from the environment (``GroupConfig.from_env``).
         include_driver: makes this process a member too (the last rank, named "driver").
         detached: runs the group's supervisor in a small detached actor instead of this process. The group then outlives
@@ -415,20 +417,20 @@ def init_group(
             "detached"
         )
     participants = participants_of(actors, include_driver, others_join=config.joinable_by == "cluster")
-    _check_name(name)
     check_timeout(timeout)
     config = with_named_maps(config, participants)
     forming: Callable[..., Host] = form_detached if detached else form
     hosts: list[Host] = []
-    try:
-        host = forming(name, config, participants, timeout, uuid.uuid4().hex[:12], hosts.append)
-        info = host.info
-        group = _groups[name] = Group(info, host)
-        formed_here[name] = detached
-    except BaseException:  # Ctrl-C may come when the group has formed
-        for host in hosts:
-            Group(host.info, host).shutdown()
-        raise
+    with _reserved(name):
+        try:
+            host = forming(name, config, participants, timeout, uuid.uuid4().hex[:12], hosts.append)
+            info = host.info
+            group = _groups[name] = Group(info, host)
+            formed_here[name] = detached
+        except BaseException:  # Ctrl-C may come when the group has formed
+            for host in hosts:
+                Group(host.info, host).shutdown()
+            raise
     for warning in info.plan.warnings:
         logger.warning("group %r: %s", name, warning)
     return group
@@ -469,14 +471,24 @@ def join(group: str | None = None, name: str | None = None, *, instance: Any = N
     return Group(info, joined=True)
 
 
-def _check_name(name: Any) -> None:
+@contextmanager
+def _reserved(name: Any) -> Iterator[None]:
+    """Only this thread forms a group of that name within the block. Raises if the name is taken, or cannot be one."""
     _forget_ended(name)
     if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:  # it is part of each handshake
         raise ConfigurationError(
             f"a group's name is a string of 1 to {_LONGEST_NAME} characters, not {reprlib.repr(name)}"
         )
-    if name in _groups:
-        raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
+    token = object()
+    try:
+        if _forming.setdefault(name, token) is not token:
+            raise BootstrapError(f"group {name!r} is being formed by another thread; choose another name=")
+        if name in _groups:
+            raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
+        yield
+    finally:
+        if _forming.get(name) is token:
+            del _forming[name]
 
 
 def _forget_ended(name: Any) -> None:

@@ -37,7 +37,7 @@ class Message(NamedTuple):
     make_current: the thread that will use the tensors calls it first; CUDA work that the lane queued then precedes that
         thread's own.
     unread_bytes: size of a message for which this process had no memory; its body is lost. 0 if the body arrived.
-    take_back: called once if ``MessageLane.call`` has returned, and the request is not sent after all.
+    take_back: called once if ``MessageLane.call`` or a Reply has returned, and the message is not sent after all.
     """
 
     header: tuple[Any, ...]
@@ -85,8 +85,8 @@ class Pending(Completion):
         return self._message
 
 
-#: ``reply(message)``: answers one request, exactly once, now or later, from any thread. Sends before it returns.
-#: Raises PeerLost if the caller is gone.
+#: ``reply(message)``: answers one request, exactly once, now or later, from any thread. Sends before it returns; on an
+#: event loop a thread may go on sending. Raises PeerLost if the caller is gone.
 Reply = Callable[[Message], None]
 #: ``serve(message, reply)``: the lane calls it for each request, on one of its threads. It never blocks. It may return
 #: work, which runs the method: the lane runs the work on a thread that it can spare, or passes it to ``spawn``. The
@@ -158,6 +158,11 @@ class MessageLane(PeerLane):
     """Carries requests and replies between this member and its peers."""
 
     capabilities: ClassVar[Capabilities]
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether requests have arrived that it has not handled yet, as far as it can tell."""
+        return False
 
     @abstractmethod
     def open(self, serve: Serve, spawn: Spawn) -> Any:

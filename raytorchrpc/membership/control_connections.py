@@ -201,6 +201,7 @@ class ControlConnections:
         token = self._tokens.get(name)
         if token is None:
             raise PeerLost(name, "it is not in the group (any more)", may_have_run=False)
+        self._lane.count_silence(name)  # it may be on the host of one whose loss is announced to it
         return self._lane.call(name, Message((kind, _NO_RANK, token), body), max(0.001, timeout_s))
 
     def close(self) -> None:

@@ -245,10 +245,12 @@ class Collectives:
         return _Made(info, group, store, end.close)
 
     def stay_out(self, info: ProcessGroupInfo) -> None:
-        """Others create one without this member: end the previous one. Does not block."""
-        cause = f"process group {info.number} has other members: {', '.join(info.ranks)}"
-        self._end(cause)
+        """Others create one without this member: end the one that they leave. Does not block."""
         with self._changed:
+            if self._wanted is not None and self._wanted.ranks.keys().isdisjoint(info.ranks):
+                return
+            cause = f"process group {info.number} has other members: {', '.join(info.ranks)}"
+            self._end(cause)
             self._cause = cause
 
     def give_up(self, number: int, cause: str) -> None:

@@ -50,6 +50,8 @@ class Record(NamedTuple):
 
 def lasts(owner: Owner) -> bool:
     """Whether the process that formed a group is alive, as far as Ray reports."""
+    if owner.worker is not None:
+        return ray_internals.worker_lives(owner.worker, owner.node_id)
     if owner.actor is None:
         return owner.job not in ray_internals.dead_jobs()
     there = ray_internals.actor_state(owner.actor)

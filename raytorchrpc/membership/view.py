@@ -13,7 +13,7 @@ from raytorchrpc.membership.messages import GroupInfo, Prepared
 from raytorchrpc.routing.pairs import Kind
 
 #: Of a member that the others are to prepare for, and that has not joined yet.
-JOINING = Absence("it has not joined yet", for_good=False)
+JOINING = Absence("it has not joined yet", for_good=False, joins=True)
 #: How many departures are kept for members that have not followed them yet. One that is further behind gets all.
 _KEPT = 1000
 

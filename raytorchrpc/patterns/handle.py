@@ -26,6 +26,9 @@ H = TypeVar("H", bound="Handle")
 
 #: The home answers after the operation's timeout at the latest; the caller waits this much longer for it (seconds).
 ANSWER_S = 0.5
+#: In a method that another member called, an operation ends before that call, by this part of the time that the call
+#: has left, at most ``ANSWER_S``. So its error reaches the caller.
+_KEPT_PART = 0.1
 #: How long an operation with timeout 0 waits for the home's answer (seconds).
 _ANSWER_NOW_S = 1.0
 
@@ -160,7 +163,7 @@ def _wait_limit(local: LocalMember, timeout: float | None) -> float:
         left = deadline - time.monotonic()
         if left <= 0:
             raise RpcTimeout("no time left: the deadline of the call that this method serves has passed")
-        seconds = min(seconds, left - min(ANSWER_S, left / 4))
+        seconds = min(seconds, left - min(ANSWER_S, left * _KEPT_PART))
     return seconds
 
 

@@ -24,6 +24,11 @@ from raytorchrpc.process import fork
 SILENCE_S = 15
 _PROBE_AFTER_S, _PROBE_EVERY_S = 5, 2
 
+#: The first part of Linux's ``struct tcp_info``, up to how long ago an acknowledgement came (milliseconds).
+_LAST_ACK = struct.Struct("=56xI")
+#: The least time for data that is sent (milliseconds).
+_SHORTEST_MS = 1000
+
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h; the socket module does not have them
@@ -51,6 +56,20 @@ def detect_silence(sock: socket.socket) -> None:
 def limit_unacknowledged(sock: socket.socket) -> None:
     """Also end this TCP connection if sent data stays unacknowledged. Takes the place of the number of idle probes."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def count_silence(sock: socket.socket) -> None:
+    """Have what is sent next end this TCP connection ``SILENCE_S`` after the other host was heard last. Otherwise data
+    that is sent to a silent host restarts that time: the kernel sends no probes while data is unacknowledged.
+    """
+    if not is_tcp(sock):
+        return
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size)
+    (silent_ms,) = _LAST_ACK.unpack(info)
+    # A host that answers is probed at least this often, and keeps all of the time.
+    is_silent = silent_ms > (_PROBE_AFTER_S + _PROBE_EVERY_S) * 1000
+    left_ms = max(_SHORTEST_MS, SILENCE_S * 1000 - silent_ms) if is_silent else SILENCE_S * 1000
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, left_ms)
 
 
 def is_tcp(sock: socket.socket) -> bool:

@@ -276,7 +276,7 @@ def test_a_peer_that_hangs_up_on_every_attempt_is_not_reported_as_lost(
     assert time.monotonic() - begun < PATIENCE_S / 2
 
 
-@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"])
 @pytest.mark.parametrize("attempt_s", [10.0, 0.1])
 def test_a_peer_that_takes_no_connection_until_the_deadline_is_not_reported_as_lost(
     kind: str, attempt_s: float, monkeypatch: pytest.MonkeyPatch

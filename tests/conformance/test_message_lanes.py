@@ -5,6 +5,7 @@ Two processes per lane, ``a`` and ``b``; a test's body (``_body`` functions) run
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -20,10 +21,10 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Pending
+from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.process import tcp
 from tests.conformance import peers
-from tests.conformance.peers import ALL_DTYPES, PATIENCE_S, Process, answer, ask, node, random, same, send
+from tests.conformance.peers import ALL_DTYPES, EMPTY, PATIENCE_S, Process, answer, ask, node, random, same, send
 from tests.polling import suspend, wait_until
 
 SOCKETS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
@@ -450,6 +451,57 @@ def _standing_peer_body() -> None:
         assert not pending.wait(0.5) or pending.take()
         raise RpcTimeout("it was taken, and not answered")
     assert time.monotonic() - start < 15
+
+
+@each(*SOCKETS, *peers.ENCRYPTED)
+def test_an_event_loop_goes_on_while_its_peer_reads_nothing(fresh: Pair) -> None:
+    """What it sends and replies meanwhile arrives later, as it was."""
+    fresh.run(_begin_held, 5)
+    with standing(fresh.b):
+        fresh.run(_send_much_on_a_loop_body)
+    with standing(fresh.a):
+        fresh.b.run(_release_much_on_a_loop)
+    fresh.run(_much_arrived_body)
+    fresh.b.run(_much_was_kept)
+
+
+def _much() -> torch.Tensor:
+    """More than any connection holds."""
+    return torch.empty(20_000_000, dtype=torch.uint8)
+
+
+def _send_much_on_a_loop_body() -> None:
+    async def send_all() -> None:
+        much = _much()
+        for number in range(5):
+            _under_way.append(send("keep", much.fill_(number)))
+        much.fill_(99)
+
+    asyncio.run(send_all())
+
+
+def _release_much_on_a_loop() -> None:
+    for _ in range(5):
+        assert node().arrived.acquire(timeout=PATIENCE_S)
+
+    async def reply_all() -> None:
+        much = _much()
+        for number in range(5):
+            node().held.pop(0)(Message(("released",), EMPTY._replace(tensors=[much.fill_(number)])))
+        much.fill_(99)
+
+    asyncio.run(reply_all())
+
+
+def _much_arrived_body() -> None:
+    for number, pending in enumerate(_under_way[:5]):
+        (much,) = answer(pending).body.tensors
+        assert bool((much == number).all())
+    assert [answer(pending).header for pending in _under_way[5:]] == [("kept",)] * 5
+
+
+def _much_was_kept() -> None:
+    assert [int(message.body.tensors[0].max()) for message in node().served] == list(range(5))
 
 
 @each("socket over unix", "socket over tcp")  # nng gives the connection up

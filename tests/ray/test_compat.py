@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -309,6 +310,28 @@ def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) ->
 
 
 @needs("objectrefs")
+def test_a_worker_that_ended_is_known_and_the_group_of_its_task_keeps_nobody(peers: list[Any]) -> None:
+    """The worker table of GlobalStateAccessor, WorkerTableData.is_alive: without them the members of a group that a
+    task has formed can never join another.
+    """
+
+    @ray.remote(num_cpus=0)
+    def form(handles: list[Any]) -> tuple[str, str, int]:
+        rtr.init_group(handles, name="of a task")
+        context = ray.get_runtime_context()
+        return context.get_worker_id(), context.get_node_id(), os.getpid()
+
+    worker, node, pid = ray.get(form.remote(peers[:2]))
+    assert ray_internals.worker_lives(worker, node)
+    with pytest.raises(rtr.BootstrapError, match="'peer_0' is already in group 'of a task'"):
+        rtr.init_group(peers[:2])  # its supervisor runs in that worker, though the task is over
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: not ray_internals.worker_lives(worker, node), 60), "its end is not reported"
+    with rtr.init_group(peers[:2]):
+        assert ray.get(peers[0].call.remote(peers[1], "double", 21)) == 42
+    assert not ray_internals.worker_lives("00" * 28, node)
+
+
 def test_a_handle_says_whether_its_actor_may_receive_tensors(spawn: Spawn) -> None:
     """ActorHandle._ray_enable_tensor_transport: without it nothing warns of an actor that waits for what it blocks."""
     kinds = [ray.remote(max_restarts=0)(Peer), ray.remote(enable_tensor_transport=True)(Peer)]

@@ -1,7 +1,8 @@
-"""The first call to a member that stands still: it keeps nothing waiting but itself, and ends as any other call."""
+"""A member that stands still: the first call to it, and replies to it, keep nothing else waiting."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from tests.ray.conftest import Spawn
 #: Elements of a tensor that goes by shm.
 LARGE = 1 << 19
 SHORT_S, LONG_S = 1.0, 60.0
+#: More than a socket's buffer holds.
+MUCH = b" " * (1 << 20)
 
 
 class Still:
@@ -37,10 +40,23 @@ class Still:
         os.kill(self._pid, signal.SIGCONT)
 
 
+class Generous(AsyncRunner):
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+
+    async def open(self) -> None:
+        self._opened.set()
+
+    @rtr.method
+    async def give_much(self) -> bytes:
+        await self._opened.wait()
+        return MUCH
+
+
 @pytest.fixture
 def actors(spawn: Spawn) -> dict[str, Any]:
     """Each has a connection to the next one at most: "still" has none from "sync" and "loop"."""
-    kinds = {"still": Peer, "sync": Peer, "loop": AsyncRunner, "other": AsyncPeer}
+    kinds = {"still": Peer, "sync": Peer, "loop": Generous, "other": AsyncPeer}
     return {name: spawn(kind) for name, kind in kinds.items()}
 
 
@@ -72,7 +88,7 @@ def call_often() -> list[rtr.Future[int]]:
     return [future.done() for future in insides.saved.futures]
 
 
-def take_results() -> list[int]:
+def take_results() -> list[Any]:
     return [future.result() for future in insides.saved.futures]
 
 
@@ -94,8 +110,7 @@ def test_an_event_loop_that_calls_it_goes_on(actors: dict[str, Any], still: Stil
 
 
 def call_often_with_much() -> None:
-    much = b" " * (1 << 20)  # more than a socket's buffer holds
-    insides.saved.futures = [rtr.rpc_async("still", timeout=LONG_S).keep(much) for _ in range(10)]
+    insides.saved.futures = [rtr.rpc_async("still", timeout=LONG_S).keep(MUCH) for _ in range(10)]
 
 
 async def await_results() -> list[int]:
@@ -110,6 +125,21 @@ def test_an_event_loop_goes_on_while_a_peer_does_not_read(actors: dict[str, Any]
     assert rtr.rpc_sync("loop", timeout=LONG_S / 4).double(1) == 2
     still.go_on()
     assert ray.get(actors["loop"].arun.remote(await_results), timeout=LONG_S) == list(range(1, 11))
+
+
+def ask_for_much() -> None:
+    rtr.rpc_sync("loop", timeout=LONG_S).double(1)  # connects
+    insides.saved.futures = [rtr.rpc_async("loop", timeout=LONG_S).give_much() for _ in range(10)]
+
+
+def test_an_event_loop_goes_on_while_a_caller_does_not_read_its_replies(actors: dict[str, Any], still: Still) -> None:
+    still.go_on()
+    in_actor(actors["still"], ask_for_much)
+    still.stop()
+    ray.get(actors["loop"].open.remote(), timeout=LONG_S)
+    assert rtr.rpc_sync("loop", timeout=LONG_S / 12).double(1) == 2
+    still.go_on()
+    assert in_actor(actors["still"], take_results) == [MUCH] * 10
 
 
 def in_time(ask: Callable[[rtr.Future[int]], Any]) -> str:

@@ -9,6 +9,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -133,6 +134,24 @@ def test_an_actor_that_is_restarting_is_waited_for(kinds: Kinds, peers: list[Any
     with rtr.init_group({"r": restarting, "peer": peers[0]}) as second:
         assert second.members[0].pid != pid
         assert ray.get(peers[0].call.remote("r", "who")) == ("r", second.members[0].pid)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_only_one_of_several_threads_forms_a_group_of_a_name(peers: list[Any], detached: bool) -> None:
+    def form(peer: Any) -> str | None:
+        try:
+            formed.append(rtr.init_group([peer], name="wanted", detached=detached))
+            return None
+        except rtr.BootstrapError as error:
+            return str(error)
+
+    formed: list[rtr.Group] = []
+    with ThreadPoolExecutor(len(peers)) as pool:
+        refusals = [text for text in pool.map(form, peers) if text is not None]
+    for group in formed:
+        group.shutdown()
+    assert len(formed) == 1 and all(text.startswith("group 'wanted' ") for text in refusals)
+    rtr.init_group(peers[:1], name="wanted", detached=detached).shutdown()
 
 
 def test_an_actor_can_form_a_group_of_others(kinds: Kinds, peers: list[Any]) -> None:

@@ -467,6 +467,8 @@ def test_some_members_make_one_without_the_others(peers: list[Any]) -> None:
         assert group.process_group("gloo").world_size == 4  # all of them again
         assert dict(group.process_group("gloo", members=[1, 2]).ranks) == {"b": 0, "c": 1}
         await_reason("process group 3 has other members: b, c", a)
+        assert dict(group.process_group("gloo", members=[a]).ranks) == {"a": 0}
+        assert at_all((a, b, c), reduced, 0) == [(1.0, 1.0, 0.0), (3.0, 3.0, 0.0), (3.0, 3.0, 0.0)], "theirs goes on"
         group.remove([a])  # not one of them: theirs goes on
         assert at_all((b, c), reduced, 1) == [(3.0, 3.0, 1.0)] * 2
     assert what_is_left() == (False, [], [])

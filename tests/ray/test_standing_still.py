@@ -198,3 +198,16 @@ def test_a_home_that_lives_says_in_time_that_nothing_came(actors: dict[str, Any]
     outcomes = in_actor(actors["reader"], wait_in_vain)
     assert [outcome for outcome, _ in outcomes] == ["Empty"] * 4 + ["Full", "Empty", "Full"]
     assert all(0.9 < elapsed < 1 + allowed(SLACK) for _, elapsed in outcomes[:5]), outcomes
+
+
+# --- a member, while others are added ------------------------------------------------------------------------
+
+
+def test_it_finds_who_was_added_meanwhile(actors: dict[str, Any], group: rtr.Group, spawn: Spawn) -> None:
+    late = spawn(Peer)
+    assert in_actor(late, insides.group_name) is None  # it has started
+    with stopped(in_actor(actors["reader"], os.getpid)):
+        group.add({"late": late})
+        answers = [actors["reader"].call.remote(target, "double", 21) for target in (late, "late")]
+    assert ray.get(answers, timeout=60) == [42, 42]
+    group.remove(["late"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
+from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
@@ -219,9 +221,9 @@ class Members:
         finally:
             set_local(before)
 
-    def mark_away(self, at: str, name: str, cause: str, *, for_good: bool = False) -> None:
+    def mark_away(self, at: str, name: str, cause: str, *, for_good: bool = False, joins: bool = False) -> None:
         """``at`` is told that the member ``name`` is away."""
-        self.members[at].peers.mark_away(self.members[name].me.rank, Absence(cause, for_good))
+        self.members[at].peers.mark_away(self.members[name].me.rank, Absence(cause, for_good, joins=joins))
 
     def served(self, kind: str, name: str, member: str = "home") -> Any:
         """The queue, topic or weights of this name that live in a member."""
@@ -261,6 +263,16 @@ class Members:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def serving(left_s: float) -> Iterator[None]:
+    """This thread serves a call that has so much time left."""
+    before = current_scope.set(Scope(("caller",), Limit(time.monotonic() + left_s)))
+    try:
+        yield
+    finally:
+        current_scope.reset(before)
 
 
 def _unasked() -> Endpoint:

@@ -134,7 +134,7 @@ class OutgoingCall:
         calls, route, method, options = self._calls, self._route, self._method, self._options
         if calls.interval is not None and not calls.interval.used:
             calls.interval.shorten()
-        calls.peers.check_present(route)
+        calls.peers.check_present(route, timeout)
         peer, tracer = route.member.name, calls.tracer
         span = None
         if tracer is not None:
@@ -508,7 +508,7 @@ class OutgoingCalls:
         """
         if options.into is not None:
             options = options._replace(into=receiver(options.into))
-        route = self.peers.route_for_call(target)
+        route = self.peers.route_for_call(target, options.timeout)
         call = OutgoingCall(self, route, method, options)
         call.send(args, kwargs, options.retries(route.retries, method), target)
         return call
@@ -528,8 +528,8 @@ class OutgoingCalls:
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:
         """Send a call whose result stays in the target; returns torch's RRef to it."""
-        route = self.peers.route_for_call(target)
-        self.peers.check_present(route)
+        route = self.peers.route_for_call(target, timeout)
+        self.peers.check_present(route, timeout)
         header, body, _ = self.request(protocol.REMOTE, route, method, args, kwargs, timeout)
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))

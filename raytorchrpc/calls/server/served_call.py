@@ -558,7 +558,7 @@ class ServedCall:
         if self.span is not None and payload.lane is not None:
             self.span.beside("ship", payload.lane)
         try:
-            self.reply(Message((OK,), payload.body, manifests=payload.manifests))
+            self.reply(Message((OK,), payload.body, manifests=payload.manifests, take_back=payload.cancel))
         except BaseException as error:
             payload.cancel()
             if not isinstance(error, PeerLost):

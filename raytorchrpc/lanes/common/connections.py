@@ -290,8 +290,19 @@ class WouldBlock(Exception):
     """Nothing was sent: this thread runs an event loop, and the peer does not read. Another thread has to wait."""
 
 
+class ReplyFrame(NamedTuple):
+    """One that is to be sent."""
+
+    buffers: list[Any]
+    take_back: Callable[[], object]
+    """See Message."""
+
+
 class Connection(ABC):
     """One connection of a lane. Sends requests and receives replies (``peer`` is set), or receives requests."""
+
+    _late: deque[ReplyFrame] | None = None
+    """Replies for which an event loop would have to wait, in order; None: no thread sends such."""
 
     def __init__(self, peer: str | None) -> None:
         self.peer = peer
@@ -308,6 +319,44 @@ class Connection(ABC):
     @abstractmethod
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
         """See MessageLane.call."""
+
+    @abstractmethod
+    def _send_reply(self, reply: ReplyFrame) -> None:
+        """Send a reply. Raises PeerLost; on an event loop WouldBlock if nothing is sent within ``PATIENCE_S``."""
+
+    def _reply_on_loop(self, reply: ReplyFrame) -> None:
+        """Send a reply from an event loop. If that would have to wait, a thread sends it, and later ones behind it."""
+        if self._late is None:
+            try:
+                self._send_reply(reply)
+                return
+            except WouldBlock:
+                pass
+        reply = reply._replace(buffers=list(map(bytes, reply.buffers)))  # the actor may change its tensors from now on
+        with self._state:
+            is_first = self._late is None
+            self._late = self._late or deque()
+            self._late.append(reply)
+        if is_first:
+            try:
+                threads.start(self._send_late, name="raytorchrpc-replies")
+            except BaseException as error:
+                self._late = None
+                self.end(f"a reply was late, and no thread can send it: {error}")
+                raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
+
+    def _send_late(self) -> None:
+        while True:
+            with self._state:
+                if not self._late:
+                    self._late = None
+                    return
+                reply = self._late.popleft()
+            try:
+                self._send_reply(reply)
+            except Exception as error:  # the caller's lane reports it
+                run_reported(reply.take_back)
+                logger.debug("a late reply could not be sent: %s", error)
 
     @property
     def ended(self) -> bool:

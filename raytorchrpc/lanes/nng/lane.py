@@ -12,19 +12,21 @@ import select
 import socket
 import threading
 import time
+from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
+from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress, WouldBlock
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng import sockets
 from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.tensors.codec import Encoded
 
 #: A reply that makes no progress for this long ends its connection (seconds).
@@ -68,30 +70,70 @@ class Connection(connections.Connection):
             raise
         return pending
 
-    def reply(self, number: int, message: Message, patience_s: float) -> None:
-        """Answer a request; each piece may take ``patience_s``. Raises LaneUnavailable, PeerLost, RpcTimeout."""
+    def reply(self, number: int, message: Message) -> None:
+        """Answer a request; each piece may take ``REPLY_PATIENCE_S``. Raises LaneUnavailable, PeerLost, RpcTimeout."""
         check_carried(message.body)
+        reply = ReplyFrame(frames.pack(frames.REPLY, number, message), message.take_back)
+        if _get_running_loop() is None:
+            self._send_reply(reply)
+        else:
+            self._reply_on_loop(reply)
 
+    def _send_reply(self, reply: ReplyFrame) -> None:
         def until() -> float:
-            return time.monotonic() + patience_s
+            return time.monotonic() + REPLY_PATIENCE_S
 
-        self._send(frames.pack(frames.REPLY, number, message), until(), until)
+        self._send(reply.buffers, until(), until, reply.take_back)
 
-    def _send(self, buffers: list[Any], deadline: float, until: Callable[[], float]) -> None:
-        if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise self._busy()
+    def _send(
+        self,
+        buffers: list[Any],
+        deadline: float,
+        until: Callable[[], float],
+        take_back: Callable[[], object] = nothing,
+    ) -> None:
+        """Send one frame. On an event loop this waits for ``PATIENCE_S`` only: if nothing was sent by then, it raises
+        WouldBlock; else a thread sends the rest, and calls ``take_back`` if it cannot.
+        """
+        pause_at = None
+        if _get_running_loop() is not None:
+            pause_at = min(deadline, time.monotonic() + connections.PATIENCE_S)
+        patience_s = (deadline if pause_at is None else pause_at) - time.monotonic()
+        if not self._sending.acquire(timeout=max(0.0, patience_s)):
+            raise self._busy() if pause_at is None or pause_at == deadline else WouldBlock()
+        rest: list[Any] = []
         try:
             if self._ended is not None:
                 raise ConnectionResetError(self._ended)
-            self.sock.send(buffers, until, self._seal)
+            rest = self.sock.send(buffers, until, self._seal, pause_at)
+            if not rest:
+                return
+            if sum(map(len, rest)) == sum(map(len, buffers)):
+                rest = []
+                raise WouldBlock()
+            copies = list(map(bytes, rest))  # the program may change its tensors from now on
+            threads.start(self._finish, copies, until, take_back, name="raytorchrpc-rest")
+            return
+        except (OSError, MemoryError, threads.ThreadShortage) as error:
+            reason, rest = str(error), []
+        finally:
+            if not rest:
+                self._sending.release()
+        # A part of the frame may have been sent, and no other frame can follow it.
+        self.end(reason)
+        raise PeerLost(self.peer or "the caller", reason, may_have_run=False)
+
+    def _finish(self, rest: list[Any], until: Callable[[], float], take_back: Callable[[], object]) -> None:
+        """Send the rest of a frame. ``_sending`` is held for it."""
+        try:
+            self.sock.send(rest, until, self._seal)
             return
         except (OSError, MemoryError) as error:
             reason = str(error)
         finally:
             self._sending.release()
-        # A part of the frame may have been sent, and no other frame can follow it.
         self.end(reason)
-        raise PeerLost(self.peer or "the caller", reason, may_have_run=False)
+        run_reported(take_back)
 
     def read(self) -> list[frames.Frame]:
         """Read without blocking: completes the calls whose replies have arrived, and returns the requests."""
@@ -276,7 +318,7 @@ class NngLane(ConnectedLane[Connection]):
         return not self._closed
 
     def _serve_request(self, connection: Connection, number: int, message: Message) -> None:
-        work = self._serve(message, lambda answer: connection.reply(number, answer, REPLY_PATIENCE_S))
+        work = self._serve(message, lambda answer: connection.reply(number, answer))
         if work is not None:
             self._spawn(work)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import itertools
 import os
 import select
 import socket
@@ -154,20 +155,35 @@ class PairSocket:
         return self._gone
 
     def send(
-        self, parts: Iterable[Any], until: Callable[[], float], seal: Callable[[list[Any]], list[Any]] | None = None
-    ) -> None:
+        self,
+        parts: Iterable[Any],
+        until: Callable[[], float],
+        seal: Callable[[list[Any]], list[Any]] | None = None,
+        pause_at: float | None = None,
+    ) -> list[Any]:
         """Send buffers, which hold at least one byte. They may be reused when this returns.
 
-        ``until()``: the deadline of the next piece. ``seal``: seals each piece, see ``Protection``. Raises OSError or
-        TimeoutError.
+        ``until()``: the deadline of the next piece. ``seal``: seals each piece, see ``Protection``. ``pause_at``: if
+        nng has no room then, this returns what is left. Raises OSError or TimeoutError.
         """
-        for pieces in _cut(parts):
+        cut = _cut(parts)
+        for pieces in cut:
+            if pause_at is not None and not self._await_room(pause_at):
+                return [*pieces, *itertools.chain.from_iterable(cut)]
             message = _message(pieces if seal is None else seal(pieces))
             try:
                 self._send_message(message, until)
             except BaseException:
                 lib.nng_msg_free(message)
                 raise
+        return []
+
+    def _await_room(self, until: float) -> bool:
+        """Whether nng takes a piece, or has lost the connection, by then."""
+        poll = select.poll()
+        poll.register(self._send_fd, select.POLLIN)
+        poll.register(self.gone_fd, select.POLLIN)
+        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
 
     def _send_message(self, message: Any, until: Callable[[], float]) -> None:
         while True:
@@ -178,10 +194,7 @@ class PairSocket:
                 return  # nng owns the message now
             if error != lib.NNG_EAGAIN:
                 raise OSError(_text(error))
-            poll = select.poll()
-            poll.register(self._send_fd, select.POLLIN)
-            poll.register(self.gone_fd, select.POLLIN)
-            if not poll.poll(max(0.0, until() - time.monotonic()) * 1000):
+            if not self._await_room(until()):
                 raise TimeoutError("it did not take the data in time")
 
     def receive(self) -> Any:

@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import ConnectedLane, Request, SocketAddress
+from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.polling import AnyReadable, PromptSocket
 from raytorchrpc.lanes.common.protection import Protection
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.selector import Selector, Spinner, Task
 from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.tensors.codec import body_bytes
 
 #: CPU tensors up to this size travel in band: two copies through the kernel cost less than a second message (bytes).
@@ -148,15 +149,16 @@ class Connection(connections.Connection):
                 self.enabled = True
                 self._selector.enable(self.fd)
 
-    def send(self, buffers: list[Any], deadline: float) -> None:
+    def send(self, buffers: list[Any], deadline: float, take_back: Callable[[], object] = nothing) -> None:
         """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline. On
-        an event loop a request waits for ``PATIENCE_S`` only: if nothing was sent by then, this raises WouldBlock.
+        an event loop this waits for ``PATIENCE_S`` only: if nothing was sent by then, it raises WouldBlock.
 
         If a part of a request was sent by then, this returns, and another thread sends the rest: a partial frame would
-        cost the other calls on this connection their replies. A reply that is not read in time ends the connection.
+        cost the other calls on this connection their replies. So it is with a reply on an event loop. A reply that is
+        not read in time ends the connection. ``take_back`` is called if that happens after this has returned.
         """
         until = deadline
-        if not self.accepted and _get_running_loop() is not None:
+        if _get_running_loop() is not None:
             until = min(deadline, time.monotonic() + connections.PATIENCE_S)
         if not self._sending.acquire(False) and not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
             raise self._unsent(until, deadline)
@@ -167,13 +169,20 @@ class Connection(connections.Connection):
             if not rest:
                 self._end_send()
         if rest:
-            self._finish_later(rest, deadline)
+            self._finish_later(rest, deadline if self.accepted else deadline + FINISH_S, take_back)
 
     def _unsent(self, until: float, deadline: float) -> Exception:
         return self._busy() if until == deadline else connections.WouldBlock()
 
     def reply(self, call: int, message: Message) -> None:
-        self.send(frames.pack(frames.REPLY, call, message), time.monotonic() + connections.CONNECT_TIMEOUT_S)
+        buffers = frames.pack(frames.REPLY, call, message)
+        if _get_running_loop() is None:
+            self.send(buffers, time.monotonic() + connections.CONNECT_TIMEOUT_S)
+        else:
+            self._reply_on_loop(ReplyFrame(buffers, message.take_back))
+
+    def _send_reply(self, reply: ReplyFrame) -> None:
+        self.send(reply.buffers, time.monotonic() + connections.CONNECT_TIMEOUT_S, reply.take_back)
 
     def _send_by(self, until: float, deadline: float, buffers: list[Any]) -> list[memoryview]:
         """Send one frame; returns what is left of it at ``until``, if the rest must follow."""
@@ -189,7 +198,7 @@ class Connection(connections.Connection):
             parts = [memoryview(part).cast("B") for part in buffers]
             size = sum(map(len, parts))
             rest = self._send_rest(parts, sent, until)
-            if rest and self.accepted:
+            if rest and self.accepted and until == deadline:
                 raise TimeoutError(_NOT_TAKEN)
             if not sealed and sum(map(len, rest)) == size:
                 raise self._unsent(until, deadline)
@@ -212,12 +221,12 @@ class Connection(connections.Connection):
         except BlockingIOError:
             return 0
 
-    def _finish_later(self, rest: list[memoryview], deadline: float) -> None:
+    def _finish_later(self, rest: list[memoryview], until: float, take_back: Callable[[], object]) -> None:
         try:
-            copies = [memoryview(bytes(part)) for part in rest]  # the caller may change its tensors from now on
-            threads.start(self._finish, copies, deadline + FINISH_S, name="raytorchrpc-rest")
+            copies = [memoryview(bytes(part)) for part in rest]  # the program may change its tensors from now on
+            threads.start(self._finish, copies, until, take_back, name="raytorchrpc-rest")
         except BaseException as error:
-            self.end(f"a request was sent in part, and the rest of it cannot be sent: {error}")
+            self.end(f"a message was sent in part, and the rest of it cannot be sent: {error}")
             self._end_send()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
@@ -235,13 +244,14 @@ class Connection(connections.Connection):
                 return parts
             sent = self._send_at_once(parts)
 
-    def _finish(self, rest: list[memoryview], until: float) -> None:
-        """Send the rest of a request. ``_sending`` is held for it."""
+    def _finish(self, rest: list[memoryview], until: float, take_back: Callable[[], object]) -> None:
+        """Send the rest of a frame. ``_sending`` is held for it."""
         try:
             if self._send_rest(rest, 0, until):
-                self.end(_NOT_TAKEN)
+                raise TimeoutError(_NOT_TAKEN)
         except OSError as error:
             self.end(str(error))
+            run_reported(take_back)
         finally:
             self._end_send()
 
@@ -326,7 +336,7 @@ class Connection(connections.Connection):
 
     def after_fork(self) -> None:
         """See fork.ForkAware. The calls in flight are the parent's; in the child they never end."""
-        self._state, self._sending = threading.Lock(), threading.Lock()
+        self._state, self._sending, self._late = threading.Lock(), threading.Lock(), None
         self._ended = "this process was forked"
 
     def _detach(self) -> None:
@@ -448,6 +458,16 @@ class SocketLane(ConnectedLane[Connection]):
         self._made.clear()
         self._waiting.clear()
         return addresses
+
+    @property
+    def has_unread(self) -> bool:
+        return self._selector.busy
+
+    def count_silence(self, peer: str) -> None:
+        """The host of this peer may be silent: what is sent next does not prolong the time until that is noticed."""
+        if (connection := self._made.get(peer)) is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                tcp.count_silence(connection.sock)
 
     # --- connections -----------------------------------------------------------------------------------------
 

@@ -184,7 +184,8 @@ class WeightStore(Handle):
             version: a number higher than the last. None: the next number. If a publisher is restarted, the versions
                 that it had not published yet never exist, and the next number is higher than theirs.
             timeout: seconds to wait for other publishers, without the time that an iterable takes; None:
-                ``rpc_timeout_s``.
+                ``rpc_timeout_s``. Less if the call that this thread serves ends before: nine tenths of what it has
+                left, or all but 0.5 s.
 
         Raises:
             ConfigurationError: this member does not publish to the store, something in the model is not a dense

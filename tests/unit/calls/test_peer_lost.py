@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -21,6 +22,56 @@ from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
 from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
 from tests.unit.members import DirectLane, Members, in_thread
+
+# --- calls to a member that is being added --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def newcomer() -> Iterator[tuple[Members, Any, Callable[[], Any]]]:
+    """The group, the peers of ``a``, and a call by it on a thread, whose result is returned later."""
+
+    def call() -> Any:
+        try:
+            return rtr.rpc_sync("home", timeout=20).f()
+        except RayTorchRpcError as error:
+            return error
+
+    with Members(GroupConfig(), {"f": exposed(lambda actor: "its result")}) as group, group.acting("a") as local:
+        yield group, local.peers, lambda: in_thread(call)
+
+
+def test_a_call_waits_for_the_announcement_of_its_target_while_messages_are_unread(newcomer: Any) -> None:
+    _, peers, begin = newcomer
+    route = peers.route("home")
+    peers.remove_peer(route.member.rank)
+    assert "'home' is not in group" in str(begin()())  # nothing has arrived that could announce it
+    looks = list[int]()
+    peers.has_unread = lambda: not looks.append(1)
+    called = begin()
+    assert wait_until(lambda: bool(looks), 20)
+    peers.add_peer(route)
+    assert called() == "its result"
+
+
+def test_a_call_waits_for_a_target_that_joins(newcomer: Any) -> None:
+    group, peers, begin = newcomer
+    joining = partial(group.mark_away, "a", "home", "it has not joined yet", joins=True)
+    joining()
+    called = begin()
+    peers.activate(group.members["home"].me.rank)  # perhaps after the call has begun to wait
+    assert called() == "its result"
+    joining()
+    called = begin()
+    group.mark_away("a", "home", "its actor died", for_good=True)
+    assert "its actor died" in str(called())
+
+    async def call_on_a_loop() -> None:
+        await rtr.rpc_async("home", timeout=20).f()
+
+    joining()
+    with pytest.raises(PeerLost, match="it has not joined yet"):  # the loop goes on
+        asyncio.run(call_on_a_loop())
+
 
 # --- calls that may be sent again -----------------------------------------------------------------------------------
 

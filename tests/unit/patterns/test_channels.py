@@ -24,7 +24,7 @@ from raytorchrpc.patterns.queues.store import Request
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
 from tests.shortage import NO_MEMORY
-from tests.unit.members import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread
+from tests.unit.members import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread, serving
 
 LONG = 20.0
 REJECT = rtr.GroupConfig(rpc_timeout_s=LONG, when_full="reject", max_calls_in_flight=1)
@@ -383,6 +383,18 @@ def test_an_item_that_its_home_has_no_memory_to_send_goes_back(members: Members,
             asyncio.run(get() if how == "waits" else cancel())
         assert failures and queue.get_many(9) == [1, 2]
         assert queue.qsize() == 0
+
+
+@pytest.mark.parametrize("left_s", [0.4, 60.0])
+def test_in_a_served_call_an_operation_waits_for_its_timeout_or_nearly_as_long_as_the_call_has_left(
+    members: Members, left_s: float
+) -> None:
+    with members.acting("a"):
+        queue = made()
+        began = time.monotonic()
+        with serving(left_s), pytest.raises(rtr.Empty):
+            queue.get(timeout=0.4)
+        assert time.monotonic() - began > 0.85 * 0.4
 
 
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])

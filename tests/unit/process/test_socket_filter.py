@@ -10,6 +10,7 @@ import pytest
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import tcp
+from tests.polling import wait_until
 
 HERE = ("127.0.0.1", "::1")
 
@@ -139,3 +140,20 @@ def test_a_socket_that_is_closed_while_the_listeners_are_listed_is_left_out(monk
     monkeypatch.setattr(tcp.fork, "own_sockets", sockets)
     with open_:
         assert list(tcp.listening().values()) == [open_.fileno()]
+
+
+def test_silence_counts_from_the_last_answer_and_not_from_what_is_sent_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_ms() -> int:
+        tcp.count_silence(here)
+        return here.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
+        assert left_ms() == tcp.SILENCE_S * 1000  # it is probed only after a while
+        monkeypatch.setattr(tcp, "_PROBE_AFTER_S", 0)
+        monkeypatch.setattr(tcp, "_PROBE_EVERY_S", 0)
+        assert wait_until(lambda: 1000 <= left_ms() < tcp.SILENCE_S * 1000 - 100, 30)
+        monkeypatch.setattr(tcp, "SILENCE_S", 0)
+        assert wait_until(lambda: left_ms() == 1000, 30)
+    here, there = socket.socketpair()
+    with here, there:
+        tcp.count_silence(here)  # of one host: no effect
