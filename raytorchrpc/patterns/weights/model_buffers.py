@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -28,6 +27,7 @@ from raytorchrpc.patterns.weights.model_tensors import (
 from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams
 from raytorchrpc.tensors.dtypes import unrecorded
@@ -235,7 +235,7 @@ class ModelBuffers:
     """Memory for one more version of a model. Holds no reference to the model."""
 
     def __init__(self) -> None:
-        self.writing = threading.Lock()  # held by the thread that pulls into the buffers, or exchanges them
+        self.writing = Turn()  # held by the thread that pulls into the buffers, or exchanges them
         self.version: int | None = None  # the version that the buffers hold, bit for bit, if that is known
         self.options: Options | None = None  # of the pull that brought it
         self.names: frozenset[str] = frozenset()  # names of the tensors that the version has
@@ -349,7 +349,7 @@ class BuffersByModel:
     """The buffers of one store's handle. They live as long as their models. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._buffers = WeakIdKeyDictionary()
 
     def of(self, model: Model) -> ModelBuffers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from raytorchrpc.patterns.weights.plan import KnownLayout, Options, Request, pla
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan, make_plan
 from raytorchrpc.patterns.weights.source_pull import Requests, Source, SourcePull
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.cuda_streams import SideStreams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
 
@@ -37,7 +37,7 @@ class PulledVersions:
     """The versions that this process has pulled, by the instance of their store. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._versions: OrderedDict[tuple[int, int, tuple[str, ...], Hashable], None] = OrderedDict()
         self.failures = 0  # how many pulls have failed and may have left a model with tensors of several versions
 
