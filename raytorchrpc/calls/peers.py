@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.errors import NotAMember, PeerLost
 from raytorchrpc.lanes.base import MessageLane
+from raytorchrpc.process import locks
 from raytorchrpc.tensors.devices import Device
 
 T = TypeVar("T")
@@ -164,7 +164,7 @@ class PeerTable:
         self._ranks: dict[Any, int] = {}  # by rank, name and actor
         self._away: dict[int, Absence] = {}
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = locks.condition()
         self.removed: frozenset[int] = frozenset()
         """Ranks that were removed from the group."""
 

@@ -13,19 +13,23 @@ import threading
 from _thread import RLock
 from collections.abc import Iterator
 from types import FrameType, MemberDescriptorType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 L = TypeVar("L", bound="Lock")
 
 _PACKAGE = "raytorchrpc."
 
 
-class Lock(RLock):
+class Lock(RLock):  # type: ignore[misc]  # only typeshed calls it final
     """For a short section. One may begin inside another on the same thread: its state must be consistent wherever a
     handler may run, which is where it calls anything. If it is not, ``once`` refuses that.
     """
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        def _is_owned(self) -> bool: ...
 
     def once(self: L, what: str = "this operation") -> L:
         """For ``with lock.once():``. Raises RayTorchRpcError if this thread has the lock already."""
@@ -34,7 +38,7 @@ class Lock(RLock):
         return self
 
 
-class Turn(Lock):
+class Turn(Lock):  # type: ignore[misc]
     """Held throughout an operation that may take long and may wait, such as a pull. Always take it by ``once``."""
 
     __slots__ = ()
@@ -86,14 +90,14 @@ def _locks_of(frame: FrameType) -> Iterator[Any]:
     for value in values:
         for held in (value, *(_field(value, name) for name in names)):
             yield held
-            yield held._lock if isinstance(held, threading.Condition) else _field(held, "_lock")
+            yield getattr(held, "_lock", None) if isinstance(held, threading.Condition) else _field(held, "_lock")
 
 
 def _field(value: object, name: str) -> Any:
     """An attribute of an object of this package; None if it has none. Runs no code of the object's."""
     if not type(value).__module__.startswith(_PACKAGE):
         return None
-    if name in (fields := getattr(value, "__dict__", ())):
+    if name in (fields := getattr(value, "__dict__", {})):
         return fields[name]
     for kind in type(value).__mro__:
         if isinstance(slot := kind.__dict__.get(name), MemberDescriptorType):

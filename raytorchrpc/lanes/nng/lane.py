@@ -27,6 +27,7 @@ from raytorchrpc.lanes.nng import sockets
 from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.tensors.codec import Encoded
 
 #: A reply that makes no progress for this long ends its connection (seconds).
@@ -55,14 +56,17 @@ class Connection(connections.Connection):
         self._decrypt = None if protection is None else protection.decrypt
         self._on_end = on_end
         self._reader = frames.FrameReader()
-        self._sending = threading.Lock()
+        self._sending = Turn()
+
+    @property
+    def is_free(self) -> bool:
+        return not (self._sending._is_owned() or self.ended)
 
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
         sockets.check_process()
         check_carried(message.body)
         pending = Pending(on_released)
-        with self._state:
-            number = self._begin(pending)
+        number = self._begin(pending)
         try:
             self._send(frames.pack(frames.REQUEST, number, message), deadline, lambda: deadline)
         except BaseException:
@@ -80,6 +84,8 @@ class Connection(connections.Connection):
         self._send(frames.pack(frames.REPLY, number, message), until(), until)
 
     def _send(self, buffers: list[Any], deadline: float, until: Callable[[], float]) -> None:
+        if self._sending._is_owned():
+            raise connections.Interrupted
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise self._busy()
         try:
@@ -154,7 +160,7 @@ class NngLane(ConnectedLane[Connection]):
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._by_fd: dict[int, Connection] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()

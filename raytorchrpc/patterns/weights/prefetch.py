@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-import threading
 import time
 import traceback
 import weakref
@@ -24,6 +23,7 @@ from raytorchrpc.patterns.weights.model_buffers import BuffersByModel, BufferSpe
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.plan import Options
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
 
@@ -70,7 +70,7 @@ class Transfer:
         local, wait_s = run(begin_operation(self.timeout, self.store.home))
         until = time.monotonic() + wait_s
         del local
-        if not self.buffers.writing.acquire(timeout=wait_s):
+        if not self.buffers.writing.once("a pull").acquire(timeout=wait_s):
             raise RpcTimeout(
                 f"a cancelled prefetch from {self.store.name!r} still writes to the buffers of this model after "
                 f"{wait_s:.3g} s"
@@ -128,7 +128,7 @@ class WeightPrefetch:
         """Made by ``begin``."""
         self._store, self._model, self._buffers, self._transfer = store, model, buffers, transfer
         self._tensors: ModelTensors | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._swapped = self._is_cancelled = False
 
     def done(self) -> bool:
@@ -207,7 +207,7 @@ class WeightPrefetch:
                     f"this prefetch from {self._store!r} was swapped already: prefetch again for the next version"
                 )
             if self._transfer.brought:
-                with self._buffers.writing:
+                with self._buffers.writing.once("swap"):
                     before = self.tensors()
                     tensors = before.now()
                     if in_place:
@@ -249,7 +249,7 @@ class WeightPrefetch:
 
 
 _workers = Workers("raytorchrpc-prefetch")
-_beginning = threading.Lock()
+_beginning = Turn()
 
 
 def begin(
@@ -268,7 +268,7 @@ def begin(
     handle = WeightPrefetch(store.name, model, buffers, transfer)
     if since is not None or not buffers.may_look_aside:  # else the pull's thread looks at the model: that takes long
         handle.tensors()
-    with _beginning:
+    with _beginning.once("a prefetch"):
         before = buffers.prefetch()
         if before is not None and before._is_open:
             raise ConfigurationError(

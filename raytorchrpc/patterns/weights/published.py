@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +37,7 @@ from raytorchrpc.patterns.weights.snapshots import (
     equal_bits,
 )
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.cuda_streams import own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES
@@ -286,7 +286,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         self._keep, self._track = settings
         self._partial = False  # whether some version has tensors of the version before
         self.relays = RelayPlan()
-        self._publishing = threading.Lock()
+        self._publishing = Turn()
         self._layout: Layout | None = None
         self._last = 0  # the highest number that was published, which is there no longer if it was retired
 
@@ -312,7 +312,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
         ``staged``: older versions stay.
         """
-        with self._publishing:
+        with self._publishing.once("publishing"):
             with self._lock:
                 self._check_open()
                 version = self._number(version)

@@ -23,6 +23,7 @@ from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Region, Row, cut
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -179,7 +180,7 @@ class Snapshot:
         self.readers = 0
         self.retired = False
         self._pool = pool
-        self._converting = threading.Lock()
+        self._converting = Turn()
         self.converted: dict[str, VersionMemory] = {}
         self.asked: dict[tuple[int, str | None], None] = {}  # what readers had converted
         self._handoffs = [handoff_streams(memory.pieces)]
@@ -205,7 +206,7 @@ class Snapshot:
     def made(self, places: Places) -> list[torch.Tensor]:
         """As ``tensors``, for conversions that no reader has asked for."""
         made: list[torch.Tensor] = []
-        with self._converting:
+        with self._converting.once("a conversion"):
             self.make_current()  # not before: it also waits for what another thread has converted
             found = [self._tensor(place, dtype, made) for place, dtype in places]
             if made:
@@ -294,7 +295,7 @@ class SnapshotPool:
         """``leave``: see ``DeferredCleanup``. ``fence``: orders this thread's CUDA work after reads by peers."""
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._leave, self._fence = leave, fence
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._released = threading.Condition(self._lock)
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
