@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol
+
+from raytorchrpc.process.locks import Lock
 
 #: Entries of ``PairStats.latency``: the last but one ends at 67 s.
 BUCKETS = 28
@@ -100,13 +101,16 @@ class CallCounters:
     """One member's counters, by peer, lane and method. Thread-safe; one short lock per event."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._counters: dict[tuple[str, str, str], PairStats] = {}
 
     def sent(self, peer: str, lane: str, method: str, size: int) -> None:
         """A call with ``size`` bytes was sent. ``method``: see ``counted_name``."""
         with self._lock:
-            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
+            try:  # without a call, so that no signal handler runs here
+                counter = self._counters[peer, lane, method]
+            except KeyError:
+                counter = self._new_counter(peer, lane, method)
             counter.calls += 1
             counter.bytes_out += size
 
@@ -122,7 +126,10 @@ class CallCounters:
         """The outcome of a call over ``lane`` was taken; ``size`` bytes came back, over ``came_by``."""
         bucket = min(int(seconds * 1e6).bit_length(), _LAST)
         with self._lock:
-            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
+            try:
+                counter = self._counters[peer, lane, method]
+            except KeyError:
+                counter = self._new_counter(peer, lane, method)
             counter.seconds += seconds
             counter.latency[bucket] += 1
             if error is not None:
@@ -133,8 +140,7 @@ class CallCounters:
             counter.bytes_in += size
 
     def _new_counter(self, peer: str, lane: str, method: str) -> PairStats:
-        counter = self._counters[peer, lane, method] = PairStats("", peer, lane, method)
-        return counter
+        return self._counters.setdefault((peer, lane, method), PairStats("", peer, lane, method))
 
     def rows(self, caller: str) -> list[PairStats]:
         """A snapshot of the counters."""
@@ -251,7 +257,7 @@ class WeightCounters:
     def __init__(self, mapped: Callable[[str], int] = lambda peer: 0) -> None:
         """``mapped(peer)``: bytes of that member's memory that are mapped here."""
         self._mapped = mapped
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._ended: dict[StoreKey, WeightStats] = {}
         """Without memory and the pulls under way."""
         self._pulls: list[PullCounter] = []

@@ -6,7 +6,7 @@ call. They must not wait for other calls: in a chain of calls that comes back, t
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 from collections import deque
 
@@ -16,6 +16,10 @@ from raytorchrpc.calls.server.gates import wait_serving
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.locks import Lock, interrupted_frames
+
+#: The modules of the calls that a signal handler may interrupt.
+_CLIENT = "raytorchrpc.calls.client."
 
 
 class Credit:
@@ -56,13 +60,14 @@ class CreditWindow:
     def __init__(self, max_calls: int, max_bytes: int) -> None:
         self.max_calls, self.max_bytes = max_calls, max_bytes
         self.calls = self.bytes = 0
-        self.lock = threading.Lock()
+        self.lock = Lock()
         self.queue: deque[tuple[Credit, Completion]] = deque()
 
     def take(self, size: int) -> Credit | None:
         """Credit for a call of this many bytes; None if the window is full."""
         with self.lock:
-            if self.queue or not self._fits(size):
+            # No function is called here, so that no signal handler runs in between; likewise in grant().
+            if self.queue or (self.calls and (self.calls >= self.max_calls or self.bytes + size > self.max_bytes)):
                 return None
             self.calls += 1
             self.bytes += size
@@ -80,20 +85,17 @@ class CreditWindow:
 
     def cancel(self, queued: tuple[Credit, Completion]) -> None:
         """Leave the queue, or give the credit back if it was granted meanwhile."""
-        with self.lock:
-            if queued in self.queue:
-                self.queue.remove(queued)
+        with self.lock, contextlib.suppress(ValueError):
+            self.queue.remove(queued)
         queued[0].give_back()
-
-    def _fits(self, size: int) -> bool:
-        if not self.calls:
-            return True
-        return self.calls < self.max_calls and self.bytes + size <= self.max_bytes
 
     def grant(self) -> list[Completion]:
         """Under the lock; returns what is to be completed after unlocking."""
         granted: list[Completion] = []
-        while self.queue and self._fits(self.queue[0][0]._bytes):
+        while self.queue:
+            size = self.queue[0][0]._bytes
+            if self.calls and (self.calls >= self.max_calls or self.bytes + size > self.max_bytes):
+                break
             credit, waiting = self.queue.popleft()
             self.calls += 1
             self.bytes += credit._bytes
@@ -131,6 +133,8 @@ class CreditWindows:
         return credit, False
 
     def _wait(self, window: CreditWindow, peer: str, method: str, size: int, deadline: float) -> Credit:
+        if any(frame.f_globals["__name__"].startswith(_CLIENT) for frame in interrupted_frames()):
+            return Credit(None, size)  # the calls that this one has interrupted go on only after it
         calls, many = window.calls, window.bytes
         in_flight = f"{calls} calls with {many / 2**20:.1f} MiB of arguments are in flight to {peer!r}"
         looping = on_loop()

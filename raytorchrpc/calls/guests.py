@@ -7,7 +7,6 @@ no member connects to it.
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from raytorchrpc.calls.peers import Member, PeerRoute
 from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.kept_errors import again, untraced
 
@@ -35,7 +35,7 @@ class OwnGroups:
     """The groups that this process has formed or fetched and that have not ended. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._guests: dict[str, Guest] = {}
         """By the generation of the group."""
 
@@ -122,7 +122,7 @@ class Guests:
     def __init__(self, lose: Callable[[int], None], deadlines: Deadlines) -> None:
         """``lose``: drops what the member holds for the guest of that rank. Quick, never raises."""
         self._lose, self._deadlines = lose, deadlines
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._routes: dict[int, PeerRoute] = {}
         self._seen: dict[int, float] = {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import groupby
@@ -18,6 +17,7 @@ from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Export, MessageLane, Part, TensorLane, WindowLane
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.codec import Encoded, as_tensor
 from raytorchrpc.tensors.devices import CPU, Device, check_mapped
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
@@ -68,7 +68,7 @@ class Payloads:
         """
         self._rank, self._lanes, self.leave = rank, lanes, leave
         self._warned: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     # --- what is sent --------------------------------------------------------------------------------------------
 

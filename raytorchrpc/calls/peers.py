@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from raytorchrpc.calls.scope import current_scope, on_loop
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.errors import NotAMember, PeerLost
 from raytorchrpc.lanes.base import MessageLane
+from raytorchrpc.process import locks
 from raytorchrpc.tensors.devices import Device
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class PeerTable:
         self._ranks: dict[Any, int] = {}  # by rank, name and actor
         self._away: dict[int, Absence] = {}
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = locks.condition()
         self.has_unread: Callable[[], bool] = lambda: False
         """Whether messages have arrived that are not handled yet: after this process was suspended, for instance."""
         self.removed: frozenset[int] = frozenset()

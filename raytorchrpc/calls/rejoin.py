@@ -21,6 +21,7 @@ from raytorchrpc.calls.server.exposed import take_turns
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotAMember, RpcTimeout
 from raytorchrpc.process import fork, threads
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import process_deadlines
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Rejoin:
         """The group needs to reach it no more."""
         self.news = threading.Event()
         """Set when ``local`` or ``finished`` changes."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._waiters: list[Awaited] = []
         self._deadlines = process_deadlines()
         self.group: tuple[str, float] | None = None
@@ -182,7 +183,7 @@ class Rejoin:
 
 # --- the rejoin of this process ---------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = Lock()
 _current: Rejoin | None = None
 _was_member = False
 """This process has joined a group since it began; a group that it has left does not take it back."""

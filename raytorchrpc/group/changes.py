@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Listeners:
 
     def __init__(self, group: str) -> None:
         self._group = group
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._entries: tuple[tuple[Callable[[Change], object]], ...] = ()
 
     def __bool__(self) -> bool:

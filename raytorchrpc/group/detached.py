@@ -24,6 +24,7 @@ from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.membership.messages import GroupInfo
 from raytorchrpc.membership.restarted import post_record
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ChangeFeed:
         """``lasts``: whether this process can still reach the group's host."""
         self._group, self._fetch, self._lasts = group, fetch, lasts
         self._listeners = Listeners(group)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._runs = False
         self._last = 0
         """The number of the last change that was delivered."""

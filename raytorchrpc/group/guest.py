@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -24,6 +23,7 @@ from raytorchrpc.lanes.base import PeerAddress, Pending
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.membership.here import endpoint
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.this_process import default_capacity
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -43,7 +43,7 @@ class Guest:
 
     def __init__(self, host: Host) -> None:
         self._host, self._session_lasts = host, ray_internals.session_check()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._local: LocalMember | None = None
         self._lane: SocketLane | None = None
         self._endpoint: Endpoint | None = None

@@ -40,6 +40,7 @@ from raytorchrpc.membership.ray_metrics import reading
 from raytorchrpc.membership.tickets import consent
 from raytorchrpc.membership.view import Answer
 from raytorchrpc.process import fork, threads
+from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.topology.endpoint import Endpoint
 
@@ -107,7 +108,7 @@ class Supervisor:
         self._todo: deque[core.Instruction] = deque()
         """Instructions to carry out. One that fails for lack of memory or threads stays."""
         self._events = EventBus(roster.name)
-        self._making, self._process_groups = threading.Lock(), 0
+        self._making, self._process_groups = Turn(), 0
         """Held while a process group is created; how many were."""
         self._connections = ControlConnections(roster.credentials)
         self._restarts = RestartedActors(roster, self.take_in)
@@ -268,7 +269,7 @@ class Supervisor:
         if away := self.wait_ready(timeout_s, names):
             reasons = ", ".join(f"{name} ({cause})" for name, cause in away.items())
             raise BootstrapError(f"group {self.roster.name!r}: members are away: {reasons}", members=tuple(away))
-        if not self._making.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._making.once("a process group").acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise BootstrapError(f"group {self.roster.name!r}: another process group is being created")
         try:
             self._check_running()

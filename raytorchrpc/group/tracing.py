@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.membership.control_connections import ControlConnections
+from raytorchrpc.process.locks import Lock
 
 #: A member stops recording by itself after this (seconds): the process that asked for it may have ended.
 LIMIT_S = 3600.0
@@ -86,7 +86,7 @@ class Tracing:
 
     def __init__(self, connections: ControlConnections) -> None:
         self._connections = connections
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._until = 0.0
         """When the current trace ends by itself; 0: there is none."""
 

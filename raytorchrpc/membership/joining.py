@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import socket
-import threading
 import time
 import uuid
 from typing import Any
@@ -28,6 +27,7 @@ from raytorchrpc.membership.control_connections import SUPERVISOR, ControlConnec
 from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.membership.restarted import Record, connections_for
 from raytorchrpc.membership.tickets import Ticket
+from raytorchrpc.process.locks import Turn
 from raytorchrpc.tensors import thread_modes
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _GRACE_S, _LEAVE_S = 1.0, 5.0
 
 
-_entering = threading.Lock()
+_entering = Turn()
 
 
 # --- it joins, and leaves --------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ _entering = threading.Lock()
 def enter(group: str | None, name: str | None, instance: Any, timeout_s: float) -> None:
     """Make this process a member. Blocks; raises NotAMember, ConfigurationError, BootstrapError."""
     deadline = time.monotonic() + timeout_s
-    if not _entering.acquire(timeout=timeout_s):
+    if not _entering.once("join").acquire(timeout=timeout_s):
         raise BootstrapError(f"another thread of this process has been joining a group for {timeout_s:g} s")
     try:
         if (local := current_local()) is not None:

@@ -34,6 +34,7 @@ from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
 from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process import fork, guard, tcp, threads
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.topology import nccl_env
@@ -113,7 +114,7 @@ class Collectives:
         """``name``: of this member."""
         self._name, self._deadlines = name, deadlines
         self._changed = threading.Condition()
-        self._making = threading.Lock()
+        self._making = Turn()
         """Held while torch creates one, which nothing can interrupt."""
         self._wanted: ProcessGroupInfo | None = None
         """The one that exists or is being created; None after its end."""
@@ -157,7 +158,7 @@ class Collectives:
             ending.join(min(timeout_s, _END_S))
             if ending.is_alive():
                 raise BootstrapError(f"the previous process group is still ending in {self._name!r}")
-        if not self._making.acquire(timeout=min(timeout_s, _END_S)):
+        if not self._making.once("a process group").acquire(timeout=min(timeout_s, _END_S)):
             raise BootstrapError(
                 f"an earlier process group is still being created in {self._name!r}; it ends by itself"
             )
@@ -427,7 +428,7 @@ def _as_sent(name: fork.Address) -> bytes:
 
 # --- the process groups of this process -------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = Lock()
 _collectives: weakref.WeakKeyDictionary[LocalMember, Collectives] = weakref.WeakKeyDictionary()
 
 

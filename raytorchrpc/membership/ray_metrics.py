@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
 from raytorchrpc.calls.counters import merged
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.metrics import METRICS, MemberStats, Reading, Samples, samples
+from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Exporter:
         self._read, self._fine, self._make = read, fine, meters
         self._meters: Mapping[str, Meter] = {}
         self._before: Samples = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._stopped = self._warned = False
 
     def start(self, local: LocalMember, period_s: float) -> None:

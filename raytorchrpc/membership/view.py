@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from raytorchrpc.calls.peers import Absence, Member
 from raytorchrpc.membership.messages import GroupInfo, Prepared
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.routing.pairs import Kind
 
 #: Of a member that the others are to prepare for, and that has not joined yet.
@@ -199,7 +199,7 @@ class Table:
         self.plan = replace(info.plan, kind_of=dict(info.plan.kind_of))  # this table changes the dictionary
         self.has_settled = True
         """Whether the member's settings fit the kinds of all members."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._info: GroupInfo | None = info
         self._last_info = info
 

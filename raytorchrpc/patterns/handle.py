@@ -20,6 +20,7 @@ from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import DELETE, FIND, OPEN, find
+from raytorchrpc.process.locks import Lock
 
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
@@ -213,7 +214,7 @@ class Handle:
     def _set_state(self, name: str, home: str, settings: Any, instance_id: int | None) -> None:
         """Set the attributes, in each process anew. ``instance_id`` None: bind when first used."""
         self._name, self._home, self._settings, self._instance_id = name, home, settings, instance_id
-        self._bind_lock = threading.Lock()
+        self._bind_lock = Lock()
 
     @classmethod
     def find(cls: type[H], name: str, *, timeout: float | None = None) -> H:

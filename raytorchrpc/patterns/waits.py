@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Deadlines
 
 K = TypeVar("K")
@@ -30,11 +30,11 @@ class ReplyLock:
     """Protects what replies wait for. They are settled once it is free: their callbacks may take it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._after: list[Callable[[], object]] = []
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        self._lock.once("an operation at its home").acquire()
 
     def __exit__(self, *raised: object) -> None:
         after, self._after = self._after, []

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from raytorchrpc.process import threads
+from raytorchrpc.process import locks, threads
+from raytorchrpc.process.locks import Lock
 
 
 class Completion:
@@ -19,7 +20,7 @@ class Completion:
 
     def __init__(self, lock: Any = None) -> None:
         """``lock``: guards this, and perhaps state of whoever completes it."""
-        self._lock = threading.Lock() if lock is None else lock
+        self._lock = Lock() if lock is None else lock
         self._callbacks: list[Callable[[], object]] = []
         self.done = False
 
@@ -37,17 +38,23 @@ class Completion:
         """Block until it is complete, at most ``timeout_s``; whether it is."""
         if self.done or timeout_s <= 0:
             return self.done
+        self.check_wait()
         arrived = threading.Lock()
         arrived.acquire()
         self.add_done_callback(arrived.release)
         return arrived.acquire(timeout=timeout_s)
 
+    def check_wait(self) -> None:
+        """Raise RayTorchRpcError if only what this thread has interrupted can complete it."""
+        locks.check_wait()
+
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which is short and does not block, on completion; at once if it is complete."""
         with self._lock:
             if not self.done:
+                is_first = not self._callbacks
                 self._callbacks.append(callback)
-                if len(self._callbacks) == 1:
+                if is_first:
                     self._on_callbacks(True)
                 return
         callback()

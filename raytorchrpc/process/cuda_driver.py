@@ -19,6 +19,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Driver:
         for operation in filter(None, (self._write, self._wait)):
             operation.argtypes = [pointer, device, ctypes.c_uint32, number]
         self._contexts: dict[int, ctypes.c_void_p] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def on(self, device: int) -> _On:
         """``with driver().on(device):`` makes that device's context current on this thread, for other calls."""
@@ -314,7 +315,7 @@ class KernelSource:
     def __init__(self, name: str, source: str) -> None:
         """``name``: of an ``extern "C" __global__`` function in it."""
         self.name, self.source = name, source
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._compiled: dict[int, Kernel | None] = {}
 
     def on(self, device: int, driver: Driver) -> Kernel | None:

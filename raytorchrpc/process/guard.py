@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from raytorchrpc.process import fork, tcp, threads
+from raytorchrpc.process.locks import Lock
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ class Guard:
         self.vouch: Vouch = _nobody
         """Says which connections members made; at first it trusts nobody."""
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._doors: dict[int, _Door] = {}
         """By descriptor."""
         self._silent: dict[int, tuple[socket.socket, _Door, float]] = {}
@@ -110,7 +111,7 @@ class Guard:
         self._thread: threading.Thread | None = None
         self._asking, self._asked_at = 0, 0.0
         """Threads that ask, and when one last began to (``time.monotonic``)."""
-        self._looking = threading.Lock()
+        self._looking = Lock()
         self._looked_at, self._own = 0.0, dict[Connection, int]()
         """This process's connections, and when the look at them began."""
         self._sockets = dict[tuple[int, int], Connection | None]()
@@ -158,7 +159,7 @@ class Guard:
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware."""
-        self._lock, self._thread = threading.Lock(), None
+        self._lock, self._thread = Lock(), None
         doors = [door.listener for door in self._doors.values()]
         self._doors, self._silent, self._talking = {}, {}, []
         found = []
@@ -320,7 +321,7 @@ class Takeover:
         self._delivered: dict[int, int] = {}
         """The inode of each connection that the library got, by descriptor."""
         self.public = socket.socket(fileno=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3))
-        self._lock = threading.Lock()
+        self._lock = Lock()
         host = self.public.getsockname()[0]
         self._host = host, 0, *self.public.getsockname()[2:]
         self._private = socket.socket(self.public.family)
@@ -499,7 +500,7 @@ def _epolls() -> Iterator[int]:
 
 
 _guard: Guard | None = None
-_guard_lock = threading.Lock()
+_guard_lock = Lock()
 
 
 def process_guard() -> Guard:

@@ -7,10 +7,10 @@ at least one. Only a thread that has the lock can set the interval, so the first
 from __future__ import annotations
 
 import sys
-import threading
 import time
 
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Deadlines
 
 #: Python's own interval (microseconds). Another one was set by the program, and is left alone.
@@ -24,7 +24,7 @@ class SwitchInterval:
 
     def __init__(self, short_s: float, deadlines: Deadlines) -> None:
         self._short_us, self._deadlines = round(short_s * 1e6), deadlines
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._is_short = self._ended = False
         self.used = False
         """Whether there was a call of late; if not, a call is to ``shorten`` the interval."""
@@ -63,7 +63,7 @@ class SwitchInterval:
 
     def after_fork(self) -> tuple[()]:
         """See fork.ForkAware. The child lacks the thread that would restore it."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.end()
         return ()
 

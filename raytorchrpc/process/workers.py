@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from raytorchrpc.process import threads
+from raytorchrpc.process import locks, threads
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import ThreadShortage
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Workers:
         self._name, self._limit, self._idle_s = name, limit, idle_s
         self._keep, self._deadlines = int(keep), deadlines
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
         self._threads = 0
         self._retrying = False
@@ -183,14 +184,10 @@ class Workers:
 
 
 class _Deadline:
-    __slots__ = ("callback", "when")
+    __slots__ = ("callback",)
 
-    def __init__(self, when: float, callback: Callable[[], None]) -> None:
-        self.when = when
+    def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
-
-    def __lt__(self, other: _Deadline) -> bool:
-        return self.when < other.when
 
 
 class Deadlines:
@@ -198,9 +195,12 @@ class Deadlines:
 
     def __init__(self, name: str) -> None:
         """Raises ThreadShortage."""
-        self._changed = threading.Condition()
-        self._heap: list[_Deadline] = []
-        self._cancelled = 0
+        self._changed = locks.condition()
+        # When and a number first, so that no code of Python runs in the middle of heapq's, nor a signal handler.
+        self._heap: list[tuple[float, int, _Deadline]] = []
+        self._wanted: dict[int, tuple[float, int, _Deadline]] = {}
+        """By number: what is in the heap and was not cancelled."""
+        self._numbers = itertools.count()
         self._stopped = False
         # Now, not with the first deadline: a member that cannot end its waits must not join.
         threads.start(threads.serve, self._call_next, f"the deadlines of {name}", name=f"{name}-deadlines")
@@ -209,34 +209,37 @@ class Deadlines:
         """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
         that cancels it. A callback that fails for lack of memory is called again.
         """
-        deadline = _Deadline(when, callback)
+        deadline, number = _Deadline(callback), next(self._numbers)
+        entry = when, number, deadline
         with self._changed:
-            heapq.heappush(self._heap, deadline)
-            if self._heap[0] is deadline:
+            self._add(entry)
+            if self._heap[0] is entry:
                 self._changed.notify()
 
         def cancel() -> None:
             with self._changed:
-                if deadline.callback is not None:
-                    deadline.callback = None  # it may hold large objects
-                    self._cancelled += 1
-                if self._cancelled > 64 and self._cancelled > len(self._heap) // 2:
-                    self._heap = [kept for kept in self._heap if kept.callback is not None]
+                deadline.callback = None  # it may hold large objects
+                self._wanted.pop(number, None)
+                if len(self._heap) > 2 * len(self._wanted) + 64:
+                    self._heap[:] = self._wanted.values()  # no signal handler runs before the next line has
                     heapq.heapify(self._heap)
-                    self._cancelled = 0
 
         return cancel
 
+    def _add(self, entry: tuple[float, int, _Deadline]) -> None:
+        self._wanted[entry[1]] = entry
+        heapq.heappush(self._heap, entry)
+
     def _call_next(self) -> bool:
         with self._changed:
-            while not self._stopped and (not self._heap or self._heap[0].when > time.monotonic()):
-                self._changed.wait(self._heap[0].when - time.monotonic() if self._heap else None)
+            while not self._stopped and (not self._heap or self._heap[0][0] > time.monotonic()):
+                self._changed.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
             if self._stopped:
                 return False
-            deadline = heapq.heappop(self._heap)
+            _, number, deadline = heapq.heappop(self._heap)
+            self._wanted.pop(number, None)
             callback, deadline.callback = deadline.callback, None
             if callback is None:
-                self._cancelled -= 1
                 return True
         try:
             callback()
@@ -244,8 +247,8 @@ class Deadlines:
             if threads.is_shortage(error):
                 with self._changed:
                     if not self._stopped:
-                        deadline.callback, deadline.when = callback, time.monotonic() + threads.PAUSE_S
-                        heapq.heappush(self._heap, deadline)
+                        deadline.callback = callback
+                        self._add((time.monotonic() + threads.PAUSE_S, number, deadline))
             raise
         return True
 
@@ -254,6 +257,7 @@ class Deadlines:
         with self._changed:
             self._stopped = True
             self._heap.clear()
+            self._wanted.clear()
             self._changed.notify()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, SerializationError, TransferFailed
 from raytorchrpc.lanes.base import windows
 from raytorchrpc.process import this_process, threads
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -96,7 +96,7 @@ class _Kept:
                     lane.fence(stream.device.index)
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _objects: dict[str, _Kept] = {}
 _server: tuple[NngServer, OfferAddress | None, bytes] | None = None
 """With its address, None if it could not start, and its secret."""
@@ -190,7 +190,7 @@ _UNREACHABLE = (PeerLost, NotAMember, LaneUnavailable)
 
 _workers = Workers("raytorchrpc-pull")
 _in_flight: weakref.WeakSet[Pull] = weakref.WeakSet()
-_pulls_lock = threading.Lock()
+_pulls_lock = Lock()
 
 
 def abort(object_id: str) -> None:

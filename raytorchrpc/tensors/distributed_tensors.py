@@ -8,7 +8,6 @@ torch.distributed.tensor takes a second to import: it is imported here only for 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import ConfigurationError, SerializationError
+from raytorchrpc.process.locks import Lock
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +66,7 @@ class _Registered(NamedTuple):
     """torch's default process group at that time: the mesh ends with it."""
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _registered: list[_Registered] = []
 """The latest first: of equal meshes it is used."""
 _places: dict[int, tuple[weakref.ref[DeviceMesh], MeshPlace | None]] = {}

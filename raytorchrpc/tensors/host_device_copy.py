@@ -20,6 +20,7 @@ import torch
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.devices import CPU, Device
 from raytorchrpc.tensors.dtypes import as_copyable, as_words
@@ -51,7 +52,7 @@ class Region:
     def __init__(self, base: int, size: int, register: Callable[[int, int], object]) -> None:
         """``register(address, size)`` locks memory, or raises LaneUnavailable. ``base`` is the start of a page."""
         self.base, self.size, self._register = base, size, register
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._tried: set[int] = set()
         self.registered: set[int] = set()
         """Addresses of the registered parts."""
@@ -99,7 +100,7 @@ class Region:
             return registered
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _regions: list[Region] = []
 """By address. Replaced as a whole, so that a look-up takes no lock."""
 

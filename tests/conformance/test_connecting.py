@@ -197,7 +197,7 @@ def test_a_request_that_fails_at_once_costs_those_behind_it_nothing(
 
     def refuse(peer: str, address: Any, *rest: Any) -> Any:
         if not behind:  # a call that another thread makes meanwhile
-            behind.append(Sent(caller))
+            in_thread(lambda: behind.append(Sent(caller)))(PATIENCE_S)
         return connect(peer, refused(), *rest)
 
     monkeypatch.setattr(lane, "_connect", refuse)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
@@ -63,6 +65,55 @@ def members(spawn_for_module: Spawn) -> Iterator[Members]:
 def call_many(target: str, method: str, count: int, *args: Any) -> list[Any]:
     futures = [getattr(rtr.rpc_async(target), method)(*args) for _ in range(count)]
     return [future.wait() for future in futures]
+
+
+def call_in_handlers(target: str, outer: str, signals: int) -> list[tuple[float, str]]:
+    """Make calls while a handler makes some too; how long each of those took, and what it raised."""
+    outcomes: list[tuple[float, str]] = []
+    queue: rtr.Queue[int] = rtr.Queue("signals", home=target)
+
+    def use_queue() -> None:
+        queue.put(1)
+        assert queue.get() == 1
+
+    makes = {
+        "rpc_sync": lambda: rtr.rpc_sync(target).double(1),
+        "wait": lambda: rtr.rpc_async(target).double(1).wait(),
+        "queue": use_queue,
+        "tensor": lambda: rtr.rpc_sync(target).double(torch.ones(1 << 18)),
+        "sleep": lambda: time.sleep(0.01),
+    }
+
+    def handler(*_: Any) -> None:
+        began, error = time.monotonic(), ""
+        try:
+            assert rtr.rpc_sync(target).double(2) == 4
+            use_queue()
+        except Exception as failure:
+            error = repr(failure)
+        outcomes.append((time.monotonic() - began, error))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for number in range(signals):
+            timer = threading.Timer(0.002 + 0.001 * number, os.kill, (os.getpid(), signal.SIGUSR1))
+            timer.start()
+            until = time.monotonic() + 20
+            while len(outcomes) <= number and time.monotonic() < until:
+                makes[outer]()
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    return outcomes
+
+
+@pytest.mark.parametrize("outer", ["rpc_sync", "wait", "queue", "tensor", "sleep"])
+def test_a_signal_handler_makes_calls(members: Members, outer: str) -> None:
+    outcomes = members.in_("caller", call_in_handlers, "other", outer, 8)
+    refusals = [error for _, error in outcomes if error]
+    assert len(outcomes) == 8 and len(refusals) < 4
+    assert all("interrupted on this thread" in refusal for refusal in refusals)
+    assert max(seconds for seconds, _ in outcomes) < 5
 
 
 # --- sync actors -----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from raytorchrpc.calls.server.gates import wait_serving
 from raytorchrpc.errors import CancelledError, ConfigurationError, RpcTimeout
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.locks import Turn, interrupted
 from raytorchrpc.tensors import thread_modes
 from raytorchrpc.tensors.kept_errors import again
 
@@ -66,7 +67,7 @@ class Future(Generic[T]):
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._taking = threading.Lock()
+        self._taking = Turn()
         """Held while the outcome is decided: taken from the call, or cancelled."""
         self._outcome: tuple[Any, BaseException | None] | None = None
 
@@ -97,7 +98,8 @@ class Future(Generic[T]):
         A task that is cancelled while it awaits this future cancels the call too; ``asyncio.shield`` prevents that.
         """
         fork.check_process()
-        if not self._taking.acquire(blocking=False):  # another thread takes the result, or cancels
+        # Another thread takes the result, or cancels; or this one does, and a signal handler has interrupted that.
+        if self._taking._is_owned() or not self._taking.acquire(blocking=False):
             return self._cancelled
         try:
             if self._cancelled or self.done():
@@ -192,6 +194,8 @@ class Future(Generic[T]):
             arrived = wait_serving(self._call, timeout_s)
             if not arrived and not self._cancelled and self._call.remaining() > 0:
                 return False
+            if self._taking._is_owned():
+                raise interrupted(f"the result of {self._call.label}")
             with self._taking:
                 if self._outcome is None:
                     self._outcome = self._call.outcome() if arrived else self._call.expire()
@@ -390,6 +394,10 @@ class _Arrivals:
     def collect(self, wanted: int, timeout_s: float) -> list[Future[Any]]:
         """Those that have arrived since the last time. Blocks until there are so many, at most ``timeout_s``."""
         self._wanted = wanted
+        if timeout_s > 0:
+            for future in self._futures:
+                if future._outcome is None:
+                    future._call.check_wait()
         wait_serving(self, timeout_s)
         arrived, self._arrived = self._arrived, []
         return arrived

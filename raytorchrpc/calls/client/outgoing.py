@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from raytorchrpc.errors import (
 from raytorchrpc.lanes.base import Message, MessageLane, Pending
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.completion import Completion, nothing
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
@@ -99,7 +99,7 @@ class OutgoingCall:
 
     def __init__(self, calls: OutgoingCalls, route: PeerRoute, method: str, options: CallOptions) -> None:
         self._calls, self._route, self._method, self._options = calls, route, method, options
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def send(self, args: tuple[Any, ...], kwargs: Any, retries: int = 0, target: Any = None) -> None:
         """Send it, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
@@ -202,6 +202,10 @@ class OutgoingCall:
                 return False
         return True
 
+    def check_wait(self) -> None:
+        """See Completion.check_wait."""
+        self._pending.check_wait()
+
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, which is short, when the outcome can be taken."""
         pending = self._pending
@@ -216,22 +220,31 @@ class OutgoingCall:
 
     def _advance(self, pending: Any) -> bool:
         """Move on after ``pending``, which is complete; whether the outcome can be taken."""
-        with self._lock:
+        header: ReplyHeader | None = None
+        error: Exception | None = None
+        if pending is self._pending and self._phase in _IN_FLIGHT:
+            try:
+                header = ReplyHeader(*pending.take().header)
+            except Exception as failure:
+                error = untraced(failure)
+        with self._lock.once(self.label) if self._lock._is_owned() else self._lock:
             if pending is self._pending and self._phase in _IN_FLIGHT:
-                try:
-                    self._header = header = ReplyHeader(*pending.take().header)
-                    self._phase = ARRIVED
+                if error is not None:
+                    self._fail(error)
+                elif header is not None:
+                    self._header, self._phase = header, ARRIVED
                     if header.kind == protocol.KEPT:
                         self._fetch(header.number)
-                except Exception as error:
-                    self._fail(untraced(error))
             return self._phase in _DECIDED
 
     def _fetch(self, number: int) -> None:
         self._route.heavy_results.add(self._method)
         self._lane, self._is_fetched, self._phase = self._route.tensors, True, FETCHING
         left = max(0.001, self.remaining())
-        self._pending = self._calls.control(self._route, self._lane, protocol.FETCH, left, number)
+        try:
+            self._pending = self._calls.control(self._route, self._lane, protocol.FETCH, left, number)
+        except Exception as error:
+            self._fail(error.with_traceback(None))
 
     def _fail(self, error: Exception) -> None:
         """Under the lock: the request has failed."""

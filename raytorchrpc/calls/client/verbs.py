@@ -6,7 +6,6 @@ A restarted actor may call before it has rejoined its group: such a call is sent
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from raytorchrpc.calls.scope import on_loop, refuse_on_loop
 from raytorchrpc.errors import RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import process_deadlines
 
 #: Tensors to receive a result into: a list or a tuple.
@@ -103,7 +103,7 @@ class _DeferredCall(OutgoingCall):
     """This process as the member that it becomes, until it is one."""
 
     def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
-        self._method, self._options, self._lock = method, options, threading.Lock()
+        self._method, self._options, self._lock = method, options, Lock()
         self._pending = Completion()
         self._keep(args, kwargs, target)
         self._awaited = awaited = rejoin.awaited(options.timeout)

@@ -23,6 +23,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.scope import Token, current_scope, new_token, token_of_threads
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Deadlines
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,6 @@ class Admission:
         if monitor is None:
             with self.gate.lock:
                 monitor = self.gate.monitor_of(self)
-        self.held = False
         monitor.leave(self, lends=True)
 
     def regain(self) -> None:
@@ -111,7 +111,7 @@ class Admission:
             if not self.monitor._take_back(self):
                 self.monitor._await(_Waiter(self.label), back=self)
         finally:
-            self.held, self.owner = True, threading.get_ident()
+            self.owner = threading.get_ident()
 
     def leave(self) -> None:
         """Give it up; the next in the queue starts on a thread of its own."""
@@ -133,7 +133,7 @@ class Gate:
     def __init__(
         self, limit: int, *, elastic: bool = False, lends: bool = False, token: Token = "", lock: Any = None
     ) -> None:
-        self.lock = threading.Lock() if lock is None else lock
+        self.lock = Lock() if lock is None else lock
         self.lends = lends
         self._limit, self._elastic, self._token = limit, elastic, token
         self._running = self._direct = self._lent = 0  # _direct: of direct calls
@@ -260,10 +260,10 @@ class Gate:
         """
         with self.lock:
             self._running -= 1
+            admission.held = False  # no call in between: a signal handler finds all of this done, or nothing
             if lends:
                 self._lent += 1
             else:
-                admission.held = False
                 self._direct -= admission.direct
                 self._admitted.pop(admission.token, None)
                 if admission.monitor not in (None, self):
@@ -309,6 +309,7 @@ class Gate:
     def _give_back(self, admission: Admission) -> None:
         self._lent -= 1
         self._running += 1
+        admission.held = True
         self._latest, admission.since = admission, time.monotonic()
 
     def _admit(self, label: str, *, direct: bool) -> Admission:
@@ -329,8 +330,10 @@ class Gate:
     def monitor_of(self, admission: Admission) -> Gate:
         """The monitor in which the admission's method runs."""
         if admission.monitor is None:
-            monitor = admission.monitor = Gate(1, lends=True, token=admission.token, lock=self.lock)
+            monitor = Gate(1, lends=True, token=admission.token, lock=self.lock)
             monitor._running, monitor._latest = 1, admission
+            if admission.monitor is None:  # else a signal handler has been here
+                admission.monitor = monitor
         return admission.monitor
 
     def _queues(self) -> list[deque[_Queued]]:
@@ -413,7 +416,7 @@ _served: Any = None
 """What a process that has joined a group by itself serves in place of an actor."""
 _gates: dict[tuple[bool, str | None], Gate] = {}
 """By whether they are those of ``_served``, and by concurrency group."""
-_gates_lock = threading.Lock()
+_gates_lock = Lock()
 
 
 def gate_of(instance: Any, group: str | None) -> Gate | None:
@@ -473,7 +476,7 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
     False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """
     admission = _own_admission()
-    if admission is None or timeout_s <= 0:
+    if admission is None or not admission.held or timeout_s <= 0:  # lent already, by what a handler has interrupted
         return pending.wait(timeout_s)
     admission.lend()
     try:

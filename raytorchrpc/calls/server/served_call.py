@@ -36,6 +36,7 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import AtOnce, Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
@@ -148,7 +149,7 @@ class CancellableCalls:
     def __init__(self) -> None:
         self._calls: dict[int, ServedCall] = {}
         self._early: OrderedDict[int, None] = OrderedDict()
-        self.lock = threading.Lock()
+        self.lock = Lock()
         """Also guards the phases of the calls."""
 
     def __len__(self) -> int:

@@ -7,7 +7,6 @@ of the actor. If it has to wait, it returns a ``DeferredReply`` and frees its th
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -15,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T", bound="Served")
@@ -101,7 +101,7 @@ class Services:
     """The objects that live in one member, by kind and name. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._served: dict[tuple[str, str], Any] = {}
         self._ended: dict[tuple[str, str], Ended] = {}
         """Objects that are there by name and instance, and take next to no memory. The oldest come first."""

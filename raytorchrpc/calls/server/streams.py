@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any
@@ -19,6 +18,7 @@ from raytorchrpc.calls.server.served_call import Callee, ServedCall
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import NOTHING
 
@@ -46,7 +46,7 @@ class ServedStream(ServedCall):
     ) -> None:
         super().__init__(callee, lane, route, exposed, header, *rest)
         self._seconds = header.seconds
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._requests: dict[int, ItemRequest] = {}
         """By the positions of the items."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import select
@@ -14,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections import deque
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
@@ -25,6 +26,7 @@ from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.completion import run_reported
+from raytorchrpc.process.locks import Lock, interrupted
 from raytorchrpc.tensors.dtypes import copied
 
 logger = logging.getLogger(__name__)
@@ -116,7 +118,7 @@ class Acceptor:
         """
         self._service, self._me, self._credentials = service, me, credentials
         self._peers, self._admit = peers, admit
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._arrivals: dict[int, _Arrival] = {}  # by descriptor, oldest first
         self._listeners: dict[int, socket.socket] = {}  # by descriptor
         self._epoll = select.epoll()
@@ -277,6 +279,15 @@ class Request(Pending):
         return self.sent or self
 
 
+class _Waiting(deque[Request]):
+    """Requests that wait for a connection."""
+
+    def __init__(self, first: Iterable[Request]) -> None:
+        super().__init__(first)
+        self.connects = threading.get_ident()
+        """The caller's thread that makes it, if that is not one of the lane's."""
+
+
 def fail_all(waiting: deque[Request], error: PeerLost) -> None:
     while waiting:
         waiting.popleft().fail(error)
@@ -284,6 +295,10 @@ def fail_all(waiting: deque[Request], error: PeerLost) -> None:
 
 class ClosedWhileIdle(Exception):
     """Nothing was sent: the connection has just been closed, and another one can be made."""
+
+
+class Interrupted(Exception):
+    """Nothing was sent: this runs in a signal handler or a finalizer, and this thread is using the connection below."""
 
 
 class WouldBlock(Exception):
@@ -306,7 +321,7 @@ class Connection(ABC):
 
     def __init__(self, peer: str | None) -> None:
         self.peer = peer
-        self._state = threading.Lock()
+        self._state = Lock()
         self._pending: dict[int, Any] = {}
         """By number: the calls in flight."""
         self._number = 0
@@ -315,6 +330,13 @@ class Connection(ABC):
         """The call whose request was sent with the handshake."""
         self._seen, self._used = -1, 0.0  # see last_used
         self._ended: str | None = None
+        self._reading = 0
+        """Ident of the thread that reads it, as long as no other may."""
+
+    @property
+    @abstractmethod
+    def is_free(self) -> bool:
+        """Whether no thread is using it."""
 
     @abstractmethod
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
@@ -364,14 +386,15 @@ class Connection(ABC):
         return self._ended is not None
 
     def _begin(self, pending: Pending) -> int:
-        """Under ``_state``: give a call its number; its reply can arrive from now on."""
+        """Give a call its number; its reply can arrive from now on."""
+        with self._state:
+            if self._ended is None:
+                self._number = number = self._number + 1
+                self._pending[number] = pending
+                return number
         if self._ended is _IDLE:
             raise ClosedWhileIdle
-        if self._ended is not None:
-            raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
-        self._number += 1
-        self._pending[self._number] = pending
-        return self._number
+        raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
 
     def last_used(self, now: float) -> float:
         """When it was last seen in use: ``now`` if it has been used since it was last asked. For one thread."""
@@ -459,8 +482,9 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._tcp_host, self._by_tcp = tcp_host, by_tcp
         self._addresses: dict[str, SocketAddress] = {}
         self._made: dict[str, C] = {}  # by peer; some may have ended
-        self._waiting: dict[str, deque[Request]] = {}  # by peer: while a connection to it is made, what waits, in order
-        self._made_lock = threading.Lock()
+        self._aside: dict[str, list[C]] = {}  # by peer: those that were in use when a signal handler made a call
+        self._waiting: dict[str, _Waiting] = {}  # by peer: while a connection to it is made, what waits, in order
+        self._made_lock = Lock()
         self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
@@ -517,9 +541,12 @@ class ConnectedLane(MessageLane, Generic[C]):
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
         with self._made_lock:
-            waiting, connection = self._waiting.pop(peer, deque()), self._made.pop(peer, None)
+            waiting: deque[Request] = self._waiting.pop(peer, None) or deque()
+            ended = self._aside.pop(peer, [])
+            if (connection := self._made.pop(peer, None)) is not None:
+                ended.append(connection)
         fail_all(waiting, self._unknown(peer))
-        if connection is not None:
+        for connection in ended:
             connection.end(GONE)
 
     def call(
@@ -530,9 +557,22 @@ class ConnectedLane(MessageLane, Generic[C]):
         if connection is not None and connection._ended is None and peer not in self._waiting:
             try:
                 return connection.call(message, deadline, caller_waits, on_released)
+            except Interrupted:
+                self._set_aside(peer, connection)
             except (ClosedWhileIdle, WouldBlock):
                 pass
         return self._connect_first(peer, Request(message, deadline, caller_waits, on_released))
+
+    def _set_aside(self, peer: str, connection: C) -> None:
+        """Have calls use another connection, until a signal handler finds that one in use."""
+        with self._made_lock:
+            if self._made.get(peer) is connection:
+                del self._made[peer]
+                aside = self._aside.setdefault(peer, [])
+                if (free := next((other for other in aside if other.is_free), None)) is not None:
+                    aside.remove(free)
+                    self._made[peer] = free
+                aside.append(connection)
 
     def _sweep_later(self) -> None:
         with self._made_lock:
@@ -547,7 +587,7 @@ class ConnectedLane(MessageLane, Generic[C]):
                 return
             self._sweeps.clear()
             self._is_sweep_due = False
-            made = list(self._made.values())
+            made = self._own()
         if self._acceptor.drop_late() or made:
             self._sweep_later()
         now = time.monotonic()
@@ -561,7 +601,10 @@ class ConnectedLane(MessageLane, Generic[C]):
 
     def _close_idle(self) -> bool:
         """Close all connections that carry no call; returns whether that freed a descriptor."""
-        return any([connection.end_idle() for connection in list(self._made.values())])
+        return any([connection.end_idle() for connection in self._own()])
+
+    def _own(self) -> list[C]:
+        return [*self._made.values(), *itertools.chain(*self._aside.values())]
 
     def _end_waits(self) -> None:
         with self._made_lock:
@@ -579,23 +622,26 @@ class ConnectedLane(MessageLane, Generic[C]):
             if peer not in self._addresses:
                 raise self._unknown(peer)
             if (waiting := self._waiting.get(peer)) is not None:
+                if waiting.connects == threading.get_ident():
+                    raise interrupted(f"a call to {peer!r}, to which this thread connects,")
                 request.leave()
                 waiting.append(request)
                 return request
-            waiting = self._waiting[peer] = deque([request])
+            waiting = self._waiting[peer] = _Waiting([request])
         steps = self._open(peer, waiting)
         try:
             for _ in steps:
                 request.leave()
                 with contextlib.suppress(threads.ThreadShortage):  # then this thread goes on
                     threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
+                    waiting.connects = 0
                     break
         except BaseException:
             steps.close()
             raise
         return request.taken()
 
-    def _open(self, peer: str, waiting: deque[Request]) -> Generator[None, None, None]:
+    def _open(self, peer: str, waiting: _Waiting) -> Generator[None, None, None]:
         """Connect, and send the requests that wait. Once none is left, others go directly.
 
         Yields where it may take long from now on.
@@ -645,7 +691,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         elif connection is not None:
             connection.end(GONE)
 
-    def _connect_in_time(self, peer: str, waiting: deque[Request], request: Request) -> Generator[None, None, C]:
+    def _connect_in_time(self, peer: str, waiting: _Waiting, request: Request) -> Generator[None, None, C]:
         """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
         pause_s, patience_s = _PAUSE_S, PATIENCE_S
         while True:
@@ -718,6 +764,8 @@ class ConnectedLane(MessageLane, Generic[C]):
         with self._made_lock:
             if connection.peer is not None and self._made.get(connection.peer) is connection:
                 del self._made[connection.peer]
+            elif connection in (aside := self._aside.get(connection.peer or "", [])):
+                aside.remove(connection)
 
     def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
         """Take over a connection whose other end has authenticated itself. Must not block; may raise to refuse it."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 
 #: A longer pause of a Janitor can be ended by ``wake`` (seconds).
 _SHORT_S = 0.05
@@ -27,7 +28,7 @@ class Janitor:
         """
         self._name, self._reclaim = name, reclaim
         self._rounds = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._thread: threading.Thread | None = None
         self._woken, self._hurry = threading.Event(), threading.Event()
         self._closed = False

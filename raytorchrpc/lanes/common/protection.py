@@ -15,13 +15,13 @@ import hmac
 import os
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.handshake import Credentials, Identity, Refused, SessionKeys, Steps
+from raytorchrpc.process.locks import Lock
 
 TAG_BYTES = 16
 #: From this size on HMAC-SHA256 is faster than BLAKE2b (bytes; Python 3.11, a processor with SHA instructions).
@@ -159,7 +159,7 @@ class TlsSession:
     def __init__(self, identity: bytes, *, accepting: bool) -> None:
         self._arrived, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls: Any = _context(identity, accepting).wrap_bio(self._arrived, self._leaving, server_side=accepting)
-        self._lock = threading.Lock()  # OpenSSL allows one thread at a time for a connection
+        self._lock = Lock()  # OpenSSL allows one thread at a time for a connection
 
     def around(self, steps: Steps[SessionKeys]) -> Steps[SessionKeys]:
         """TLS's own handshake, and then this one inside. Each part that is sent is a record."""

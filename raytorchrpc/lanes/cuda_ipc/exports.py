@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.common.shared_memory import SharedAddress, is_gone
 from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS, OUT, QUEUED, SERIALS, UNUSED, Pages
 from raytorchrpc.process.cuda_driver import Driver
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.dtypes import within
 
 #: Pause between two rounds of the janitor; the same while only shared tensors are out, which may stay long (seconds).
@@ -67,7 +67,7 @@ class Exports:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._last = 0
         self._serials = [0] * NUMBERS
         """The serial number of the last export of each number."""

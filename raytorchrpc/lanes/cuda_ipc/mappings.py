@@ -10,7 +10,6 @@ mapped. CUDA's documentation does not promise this, so copy what is needed from 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import fork
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.dtypes import Shape, strided_span, within
 
 
@@ -52,7 +52,7 @@ class Mappings:
     def __init__(self, limit: int) -> None:
         """``limit``: most that stay mapped without a tensor."""
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._kept: OrderedDict[bytes, Mapped] = OrderedDict()
         self._alive: WeakValueDictionary[bytes, Mapped] = WeakValueDictionary()
         """Those, and others that tensors use."""

@@ -8,7 +8,6 @@ events unset, and streams that wait for them wait for ever.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Sequence
 
@@ -19,6 +18,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, SharedBytes, is_gone, map_shared
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.cuda_driver import Driver, driver
+from raytorchrpc.process.locks import Lock
 
 #: Numbers for exports, and the serial numbers of the exports that have had one: as many as a word has values.
 NUMBERS, SERIALS = 1 << 14, 1 << 32
@@ -41,7 +41,7 @@ class SharedWords:
     def __init__(self, memory: numpy.ndarray, devices: Sequence[int]) -> None:
         """``devices``: those of this process's GPUs that write to it."""
         self._memory, self._devices = memory, devices
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._address = 0
 
     def on_gpus(self) -> int:
@@ -110,7 +110,7 @@ class Pages:
     """The page of one member, and those of its peers. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.peers: dict[str, SharedAddress] = {}
         """Where the pages of peers are."""
         self._pages: dict[str, Page] = {}

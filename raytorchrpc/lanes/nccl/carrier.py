@@ -12,7 +12,6 @@ import ctypes
 import functools
 import importlib.util
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process import threads
 from raytorchrpc.process.cuda_driver import identity_of
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.dtypes import Shape
 
 #: Whether a device has reached a point in its queue of work. Never waits.
@@ -67,7 +67,7 @@ class Carrier:
         """Raises LaneUnavailable if there is none."""
         self._idle: dict[int, list[torch.cuda.Stream]] = {}
         """By device. No stream is destroyed: torch's allocator keeps memory by stream."""
-        self._lock = threading.Lock()
+        self._lock = Lock()
         try:
             self._nccl = ctypes.CDLL(_path())
             self._cuda = ctypes.CDLL("libcuda.so.1")
@@ -222,7 +222,7 @@ class Channel:
 
     def __init__(self, carrier: Carrier, ticket: bytes, end: int, device: int) -> None:
         self._carrier, self._end, self._device = carrier, end, device
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._last: Mark | None = None
         self._stream = carrier.take_stream(device)
         try:

@@ -16,7 +16,6 @@ import itertools
 import logging
 import math
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +42,7 @@ from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark, carrier
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.workers import DeferredCleanup
 from raytorchrpc.tensors.codec import NOTHING
 from raytorchrpc.tensors.dtypes import Shape
@@ -97,7 +97,7 @@ class End:
     ticket: bytes
     """Identifies the channel at both ends."""
     channel: Channel
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: Turn = field(default_factory=Turn)
     """Held from the request of a transfer until it is enqueued."""
     ended: str | None = None
     """Why this end carries nothing more."""
@@ -121,7 +121,7 @@ class End:
     @contextmanager
     def taking_turn(self, deadline: float) -> Iterator[None]:
         """Hold ``turn``. Raises TimedOut."""
-        if not self.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self.turn.once("a transfer by nccl").acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimedOut
         try:
             yield
@@ -211,12 +211,12 @@ class NcclLane(TensorLane):
         """
         self._me, self._devices, self._make_control = me, tuple(devices), make_control
         self._timeout_s, self._get_carrier = timeout_s, get_carrier
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._peers: dict[str, NcclAddress] = {}
         self._watches: dict[str, Pending] = {}
         self._receiving: dict[tuple[str, int, int], End] = {}
         """By the sender, its GPU and this process's."""
-        self._joining: dict[str, threading.Lock] = {}
+        self._joining: dict[str, Turn] = {}
         """By the sender; held while a channel is made."""
         self._sending: dict[bytes, End] = {}
         """By ticket."""
@@ -251,7 +251,7 @@ class NcclLane(TensorLane):
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
         for peer in peers:
-            self._joining.setdefault(peer.peer, threading.Lock())
+            self._joining.setdefault(peer.peer, Turn())
             self._peers[peer.peer] = peer.address
         self._control.connect([PeerAddress(peer.peer, peer.address.control) for peer in peers])
 
@@ -470,7 +470,7 @@ class NcclLane(TensorLane):
         joining = self._joining.get(peer)
         if joining is None or self._closed:
             raise PeerLost(peer, "it is unknown here, or has left")
-        if not joining.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not joining.once("a transfer by nccl").acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TimedOut
         try:
             return self._receiving.get((peer, source, target)) or self._join(peer, source, target, deadline)

@@ -16,7 +16,6 @@ import importlib.util
 import itertools
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
@@ -25,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.process.locks import Lock
 
 LANE = "nixl"
 Kind = Literal["cpu", "cuda"]
@@ -212,7 +212,7 @@ class Link:
         """The last three are what the peer's lane returned from ``open``."""
         self.agent, self.name, self.cuda_obstacle = agent, name, cuda_obstacle
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._connected = False
         self._known: set[int] = set()  # the peer's memory that the agent has loaded, by the peer's number
         self._users = 0  # reads in progress

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.packing import Members
 from raytorchrpc.lanes.nixl.agent import LANE, Agent, Place, Registered
 from raytorchrpc.process.cuda_driver import driver
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.dtypes import Shape, within
 
 _SMALLEST = 1 << 16
@@ -54,7 +54,7 @@ class HostPool:
         """``capacity``: most bytes, in use or spare."""
         self.capacity = capacity
         self._agent = agent
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._free: dict[int, list[Block]] = {}
         self._returned: deque[Block] = deque()
         self._given: dict[int, Block] = {}
@@ -202,7 +202,7 @@ class Segments:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._known: dict[int, Registered] = {}  # by the allocation's identity, which is never reused
 
     def covering(self, tensor: torch.Tensor) -> Registered:

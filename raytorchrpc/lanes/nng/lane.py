@@ -27,6 +27,7 @@ from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.process.completion import nothing, run_reported
+from raytorchrpc.process.locks import Lock, interrupted_frames
 from raytorchrpc.tensors.codec import Encoded
 
 #: A reply that makes no progress for this long ends its connection (seconds).
@@ -57,12 +58,15 @@ class Connection(connections.Connection):
         self._reader = frames.FrameReader()
         self._sending = threading.Lock()
 
+    @property
+    def is_free(self) -> bool:
+        return not (self._sending.locked() or self.ended)
+
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
         sockets.check_process()
         check_carried(message.body)
         pending = Pending(on_released)
-        with self._state:
-            number = self._begin(pending)
+        number = self._begin(pending)
         try:
             self._send(frames.pack(frames.REQUEST, number, message), deadline, lambda: deadline)
         except BaseException:
@@ -99,8 +103,11 @@ class Connection(connections.Connection):
         if _get_running_loop() is not None:
             pause_at = min(deadline, time.monotonic() + connections.PATIENCE_S)
         patience_s = (deadline if pause_at is None else pause_at) - time.monotonic()
-        if not self._sending.acquire(timeout=max(0.0, patience_s)):
-            raise self._busy() if pause_at is None or pause_at == deadline else WouldBlock()
+        if not self._sending.acquire(False):
+            if any(frame.f_locals.get("self") is self for frame in interrupted_frames()):
+                raise connections.Interrupted
+            if not self._sending.acquire(timeout=max(0.0, patience_s)):
+                raise self._busy() if pause_at is None or pause_at == deadline else WouldBlock()
         rest: list[Any] = []
         try:
             if self._ended is not None:
@@ -192,7 +199,7 @@ class NngLane(ConnectedLane[Connection]):
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
         self._by_fd: dict[int, Connection] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._reader: threading.Thread | None = None
         self._closed = False
         self._epoll = select.epoll()

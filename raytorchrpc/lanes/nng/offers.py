@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from raytorchrpc.lanes.base import Message, PeerAddress, Reply
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.nng.lane import NngLane, check_carried
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import NOTHING, Encoded
 
@@ -98,7 +98,7 @@ class NngClient:
 
     def __init__(self) -> None:
         self._open: OrderedDict[tuple[OfferAddress, bytes], NngLane] = OrderedDict()  # oldest first
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def fetch(self, address: OfferAddress, secret: bytes, key: str, timeout_s: float) -> Encoded:
         """Fetch a value; its tensors are private copies. Blocks.

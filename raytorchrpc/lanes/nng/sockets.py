@@ -13,7 +13,6 @@ import itertools
 import os
 import select
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +24,7 @@ from pynng import ffi, lib
 
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 
 #: Largest message given to nng, and so the most that a stranger can make it hold at a time (bytes). Larger frames cross
 #: in pieces: while nng sends one, both ends copy the next into memory that is in their caches.
@@ -104,7 +104,7 @@ class PairSocket:
         """
         check_process()
         self._begun = self._gone = False
-        self._closing = threading.Lock()
+        self._closing = Lock()
         self.gone_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable once the connection is lost or ``hang_up`` was called. Data that had arrived can still be received.
         """

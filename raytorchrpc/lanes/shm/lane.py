@@ -42,6 +42,7 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.memory import Arena, Borrower, Lender, PeerArena, Slot
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, independent, tensor_in, within
@@ -58,7 +59,7 @@ class Copier:
     def __init__(self, threads: int) -> None:
         """``threads``: that share a large copy, including the calling one."""
         self._threads = threads
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._pool: Workers | None = None
         self._closed = False
 
@@ -156,7 +157,7 @@ class ShmLane(WindowLane):
         did not know the sending process yet (it was stalled while that one joined).
         """
         self._lender, self._borrower = Lender(), Borrower()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def open(self) -> SharedAddress:
         self._arena = Arena(self._capacity)

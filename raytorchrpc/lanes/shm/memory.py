@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import threading
 import weakref
 from bisect import insort
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import torch
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.common.shared_memory import LIBC, SharedAddress, SharedBytes, is_open, map_shared, open_shared
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.dtypes import within
 
 SLOTS = 1 << 16
@@ -58,7 +58,7 @@ class Arena:
         self.span: tuple[int, int] = (self._bytes.ctypes.data, self._bytes.nbytes)
         """(address, bytes) of its mapping in this process."""
         self.flat = torch.from_numpy(self._bytes)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._holes: list[tuple[int, int]] = [(_DATA, self.capacity)]  # (offset, size), by offset
         self._numbers: list[int] = []
         """Of slots that were returned."""
@@ -74,7 +74,7 @@ class Arena:
 
     def in_use(self) -> int:
         """Bytes in use, after collecting returned slots."""
-        with self._lock:
+        with self._lock.once("a message with tensors"):
             self._reap()
             return self.used
 
@@ -94,7 +94,7 @@ class Arena:
         Write it, then call ``filled`` or ``cancel``. Until then it is not reused, even if its owner ends.
         """
         wanted = max(_PAGE, (size + _PAGE - 1) // _PAGE * _PAGE)
-        with self._lock:
+        with self._lock.once("a message with tensors"):
             out = len(self._out)
             if out <= _REAP_EACH_TIME or out >= self._reap_slots or self.used >= self._reap_bytes:
                 self._reap()
@@ -149,7 +149,7 @@ class Arena:
 
     def filled(self, slots: Sequence[Slot]) -> bool:
         """The slots have been written. Returns False if their owner is gone; they are reclaimed then."""
-        with self._lock:
+        with self._lock.once("a message with tensors"):
             orphans = [slot.number for slot in slots if self._filling.pop(slot.number, False)]
             for index in orphans:
                 self._put_back(index)
@@ -157,7 +157,7 @@ class Arena:
 
     def cancel(self, slot: Slot) -> None:
         """Reclaim a slot that was not sent."""
-        with self._lock:
+        with self._lock.once("a message with tensors"):
             found = self._out.get(slot.number)
             if found is not None and found[0] is slot:  # not reclaimed and reused meanwhile
                 self._put_back(slot.number)
@@ -166,7 +166,7 @@ class Arena:
         """Reclaim the slots of a process that has ended. A slot that is being written for it is reclaimed afterwards:
         the write would otherwise overwrite the tensors of the slot's next owner.
         """
-        with self._lock:
+        with self._lock.once("a message with tensors"):
             for index in [index for index, (_, whose) in self._out.items() if whose == owner]:
                 if index in self._filling:
                     self._filling[index] = True
@@ -175,7 +175,7 @@ class Arena:
 
     def close(self) -> None:
         """Close the arena. Receivers keep what they use: the memory is freed with its last mapping."""
-        with self._lock:
+        with self._lock.once("a message with tensors"):
             self._shared.close()
             self._out.clear()
             self._holes.clear()
@@ -290,7 +290,7 @@ class Borrower:
     """The memory that peers lend, mapped here for as long as they lend it. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._mapped: dict[tuple[str, SharedAddress], numpy.ndarray] = {}
         """By peer and address."""
 

@@ -16,6 +16,7 @@ from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Set
 from functools import partial
+from threading import get_ident
 from typing import Any, ClassVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
@@ -29,6 +30,7 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.socket.selector import Selector, Spinner, Task
 from raytorchrpc.process import fork, tcp, threads
 from raytorchrpc.process.completion import nothing, run_reported
+from raytorchrpc.process.locks import Lock, interrupted, interrupted_frames
 from raytorchrpc.tensors.codec import body_bytes
 
 #: CPU tensors up to this size travel in band: two copies through the kernel cost less than a second message (bytes).
@@ -81,7 +83,6 @@ class Connection(connections.Connection):
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
-        self._reading = False
         self.enabled = self.accepted or (first is not None and not first.caller_waits)
         """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
         that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
@@ -100,13 +101,15 @@ class Connection(connections.Connection):
     # Calls.
 
     def call(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> Pending:
+        if self._reading and self._reading == get_ident():
+            raise connections.Interrupted
         pending = SocketPending(on_released, self._state)
         pending.connection = self
         number = 0
         try:
-            with self._state:
-                number = self._begin(pending)
-                if not caller_waits:
+            number = self._begin(pending)
+            if not caller_waits:
+                with self._state:
                     self._ensure_reader()
             self.send(frames.pack(frames.REQUEST, number, message), deadline)
         except BaseException:
@@ -138,8 +141,8 @@ class Connection(connections.Connection):
     def _enable(self) -> None:
         """Under ``_state``: have the leader poll it, unless a thread reads it."""
         if not self.enabled and not self._reading and self._ended is None:
-            self.enabled = True
             self._selector.enable(self.fd)
+            self.enabled = True  # afterwards: a signal handler may run before
 
     def enable_again(self) -> None:
         """Called after a thread failed: have the leader poll the connection, if no thread reads it."""
@@ -160,8 +163,11 @@ class Connection(connections.Connection):
         until = deadline
         if _get_running_loop() is not None:
             until = min(deadline, time.monotonic() + connections.PATIENCE_S)
-        if not self._sending.acquire(False) and not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise self._unsent(until, deadline)
+        if not self._sending.acquire(False):
+            if any(frame.f_locals.get("self") is self for frame in interrupted_frames()):
+                raise connections.Interrupted
+            if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
+                raise self._unsent(until, deadline)
         rest: list[memoryview] = []
         try:
             rest = self._send_by(until, deadline, buffers)
@@ -257,12 +263,17 @@ class Connection(connections.Connection):
 
     # Reading.
 
+    @property
+    def is_free(self) -> bool:
+        return not (self._reading or self._sending.locked() or self.ended)
+
     def acquire_read(self) -> bool:
         """Become the thread that reads. Returns False if another one reads, or if the connection has ended."""
+        me = get_ident()
         with self._state:
             if self._reading or self._ended is not None:
                 return False
-            self._reading = True
+            self._reading = me
             return True
 
     def exclude_selector(self) -> None:
@@ -277,7 +288,7 @@ class Connection(connections.Connection):
         only if it does not, or for a caller that waits.
         """
         with self._state:
-            self._reading = False
+            self._reading = 0
             if self._ended is not None:
                 self._free()
             elif self._pending:
@@ -336,7 +347,7 @@ class Connection(connections.Connection):
 
     def after_fork(self) -> None:
         """See fork.ForkAware. The calls in flight are the parent's; in the child they never end."""
-        self._state, self._sending, self._late = threading.Lock(), threading.Lock(), None
+        self._state, self._sending, self._late = Lock(), threading.Lock(), None
         self._ended = "this process was forked"
 
     def _detach(self) -> None:
@@ -403,6 +414,11 @@ class SocketPending(Pending):
             finally:
                 connection.release_read()
         return super().wait(deadline - time.monotonic())
+
+    def check_wait(self) -> None:
+        if self.connection._reading == get_ident():
+            raise interrupted("waiting for a call that was sent before")
+        super().check_wait()
 
     def _on_callbacks(self, begins: bool) -> None:
         connection = self.connection

@@ -22,6 +22,7 @@ from raytorchrpc.lanes.base import Spawn
 from raytorchrpc.lanes.common import polling
 from raytorchrpc.lanes.common.polling import AnyReadable, Timer
 from raytorchrpc.process import threads
+from raytorchrpc.process.locks import Lock
 
 #: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
 #: twice as long (seconds).
@@ -118,7 +119,7 @@ class Selector:
         threads fail without end.
         """
         self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self.closed = False
         self.connections: dict[int, Connection] = {}
         """By descriptor."""
@@ -228,7 +229,7 @@ class Selector:
     def after_fork(self) -> None:
         """Close this process's descriptors. The epoll sets and their content belong to the parent."""
         self.closed = True
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._free()
 
     def _free(self) -> None:

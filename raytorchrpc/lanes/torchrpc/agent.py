@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.errors import BootstrapError, LaneUnavailable, PeerLost
 from raytorchrpc.process import fork, guard, tcp, threads
+from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -674,7 +675,7 @@ class RpcPickler(pickle.Pickler):
 
 
 _fabric: Fabric | None = None
-_fabric_lock = threading.Lock()
+_fabric_lock = Lock()
 
 
 def process_fabric() -> Fabric:

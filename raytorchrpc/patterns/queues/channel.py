@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 import time
 import weakref
 from collections import deque
@@ -45,6 +44,7 @@ from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS
 from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request, SequenceMark
 from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
@@ -434,7 +434,7 @@ class PutSequence:
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutSequence]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def running_sequence(key: Any, create: bool) -> PutSequence | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -18,6 +17,7 @@ import torch
 
 from raytorchrpc.errors import SerializationError, no_memory
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -46,7 +46,7 @@ class SharedMemoryBudget:
         self.limit = limit
         self._used: Counter[int] = Counter()
         self._released: deque[tuple[int, int]] = deque()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def reserve(self, rank: int, size: int) -> Reservation | None:
         """Reserve ``size`` bytes of this sender's; None if that would exceed the limit."""

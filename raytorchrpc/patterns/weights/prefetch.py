@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
-import threading
 import time
 import weakref
 from collections.abc import Generator
@@ -23,6 +22,7 @@ from raytorchrpc.patterns.weights.model_tensors import Model, ModelTensors
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.twins import Twin, TwinForm, Twins, TwinSpec
 from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
 
@@ -57,7 +57,7 @@ class TwinPull:
     def _pull(self) -> int:
         _, wait_s = run(begin_operation(self.timeout, self.store.home))
         until = time.monotonic() + wait_s
-        if not self.twin.writing.acquire(timeout=wait_s):
+        if not self.twin.writing.once("a pull").acquire(timeout=wait_s):
             raise RpcTimeout(
                 f"a cancelled prefetch from {self.store.name!r} still writes to the twin of this model after "
                 f"{wait_s:.3g} s"
@@ -108,7 +108,7 @@ class WeightPrefetch:
     def __init__(self, store: str, model: Model, pull: TwinPull) -> None:
         """Made by ``begin``."""
         self._store, self._model, self._pull = store, model, pull
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._is_swapped = self._is_cancelled = False
 
     def done(self) -> bool:
@@ -182,7 +182,7 @@ class WeightPrefetch:
                     f"this prefetch from {self._store!r} was swapped already: prefetch again for the next version"
                 )
             if self._pull.has_brought:
-                with self._pull.twin.writing:
+                with self._pull.twin.writing.once("swap"):
                     self._pull.twin.copy_into(ModelTensors(self._model, self._store))
             self._is_swapped = True
         return version
@@ -202,7 +202,7 @@ class WeightPrefetch:
 
 
 _workers = Workers("raytorchrpc-prefetch")
-_beginning = threading.Lock()
+_beginning = Turn()
 
 
 def begin(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +32,7 @@ from raytorchrpc.patterns.weights.snapshots import (
     equal_bits,
 )
 from raytorchrpc.patterns.weights.versions import KIND, Versions
+from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import has_ended
 
 #: Services of a home.
@@ -154,7 +154,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         self.settings = settings
         self._keep, self._track = settings
         self.relays = RelayPlan()
-        self._publishing = threading.Lock()
+        self._publishing = Turn()
         self._layout: Layout | None = None
         self._last = 0  # the highest number that was published, which is there no longer if it was retired
 
@@ -182,7 +182,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
         ``staged``: older versions stay.
         """
-        with self._publishing:
+        with self._publishing.once("publishing"):
             with self._lock:
                 self._check_open()
                 version = self._number(version)

@@ -6,7 +6,6 @@ they have staged, and readers ask it which version is the newest that all have.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from raytorchrpc.patterns.weights.drafts import Draft, Pairs
 from raytorchrpc.patterns.weights.feeds import KIND as FEEDS
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.versions import KIND, Versions
+from raytorchrpc.process.locks import Turn
 
 #: The shards of one publisher.
 SHARDS = "weight shards"
@@ -324,7 +324,7 @@ class PublishedShards(PublishedWeights):
         self.settings: Any = settings
         coordinator = local.peers.route(settings[2])
         self._coordinator, self._process = coordinator.member.rank, coordinator.token
-        self._staging = threading.Lock()
+        self._staging = Turn()
         self.is_unsure = False
         """Whether the coordinator may not have a version that is here, because it did not answer or did not take it."""
 
@@ -332,7 +332,7 @@ class PublishedShards(PublishedWeights):
     def one_thread(self, until: float) -> Iterator[None]:
         """While a thread of this member publishes a version; others wait."""
         with allow_calls():  # the one that publishes may need this actor to go on
-            begins = self._staging.acquire(timeout=max(0.0, until - time.monotonic()))
+            begins = self._staging.once("publishing").acquire(timeout=max(0.0, until - time.monotonic()))
         if not begins:
             raise RpcTimeout("another thread of this member waits for the other publishers; this one published nothing")
         try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
 from raytorchrpc.patterns.weights.publishers import Committed
 from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options
+from raytorchrpc.process.locks import Lock
 
 #: How many plans a handle remembers, of the last pulls of different models, or with different options.
 _MOST_PLANS = 4
@@ -20,7 +20,7 @@ class PulledVersions:
     """The versions that this process has pulled, by the instance of their store. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._versions: OrderedDict[tuple[int, int, tuple[str, ...], Hashable], None] = OrderedDict()
         self.failures = 0  # how many pulls have failed and may have left a model with tensors of several versions
 

@@ -9,10 +9,11 @@ Pure bookkeeping of ranks and nodes; sends nothing.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import NamedTuple
+
+from raytorchrpc.process.locks import Lock
 
 #: How many rounds are remembered, the newest ones.
 _REMEMBERED = 256
@@ -29,7 +30,7 @@ class RelayPlan:
     """Who pulls the weights of one home from where. Thread-safe; never blocks."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._rounds: OrderedDict[Hashable, dict[str, int]] = OrderedDict()
         """For what members pull alike: the leaders by node, in the order in which they came."""
         self._readers: OrderedDict[str, dict[int, str]] = OrderedDict()

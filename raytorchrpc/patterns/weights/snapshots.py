@@ -23,6 +23,7 @@ from raytorchrpc.patterns.weights import conversions
 from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Region, Row, cut
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import handoff_streams
@@ -177,7 +178,7 @@ class Snapshot:
         self.readers = 0
         self.retired = False
         self._pool = pool
-        self._converting = threading.Lock()
+        self._converting = Turn()
         self.converted: dict[str, VersionMemory] = {}
         self._handoffs = [handoff_streams(memory.pieces)]
 
@@ -199,7 +200,7 @@ class Snapshot:
 
     def _converted_tensors(self, places: Places) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
-        with self._converting:
+        with self._converting.once("a conversion"):
             self.make_current()  # not before: it also waits for what another thread has converted
             tensors = [self._tensor(place, conversion, made) for place, conversion in places]
             if made:
@@ -277,7 +278,7 @@ class SnapshotPool:
         """``leave``: see ``DeferredCleanup``. ``fence``: orders this thread's CUDA work after reads by peers."""
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._leave, self._fence = leave, fence
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._released = threading.Condition(self._lock)
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -16,6 +15,7 @@ from raytorchrpc.patterns.weights.model_tensors import Model, ModelTensors, ties
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams
 from raytorchrpc.tensors.dtypes import unrecorded
@@ -77,7 +77,7 @@ class Twin:
     """Memory for one more version of a model. Holds no reference to the model."""
 
     def __init__(self) -> None:
-        self.writing = threading.Lock()  # held by the thread that pulls into the twin, or copies out of it
+        self.writing = Turn()  # held by the thread that pulls into the twin, or copies out of it
         self.form: TwinForm | None = None  # of the model, as it was at its last prefetch
         self.specs: dict[str, TwinSpec] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -172,7 +172,7 @@ class Twins:
     """The twins of one store's handle. They live as long as their models. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._twins = WeakIdKeyDictionary()
 
     def of(self, model: Model) -> Twin:

@@ -268,6 +268,9 @@ class Repeated:
     def remaining(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
+    def check_wait(self) -> None:
+        """Nothing is interrupted."""
+
     def wait(self, timeout_s: float) -> bool:
         return self.is_here
 
