@@ -37,7 +37,7 @@ def again(error: E) -> E:
         if type(other) is cls:
             if error.__cause__ is not None:
                 object.__setattr__(other, "__cause__", error.__cause__)
-            return other  # type: ignore[no-any-return]
+            return other
     return error
 
 
