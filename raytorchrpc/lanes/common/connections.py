@@ -541,7 +541,7 @@ class ConnectedLane(MessageLane, Generic[C]):
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
         with self._made_lock:
-            waiting = self._waiting.pop(peer, _Waiting())
+            waiting = self._waiting.pop(peer, None) or _Waiting(())
             ended = self._aside.pop(peer, [])
             if (connection := self._made.pop(peer, None)) is not None:
                 ended.append(connection)
