@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from raytorchrpc.calls.receive_into import Receiver
 from raytorchrpc.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from raytorchrpc.calls.receive_into import Receiver
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -321,8 +321,6 @@ def test_a_tensor_whose_storage_was_freed_is_not_published(members: Members, kin
             store.publish(published_as(kind, FREED[how]()))
         store.pull(read := {"x": torch.zeros(3, 4), "w": torch.zeros(2, 3)})
         assert torch.equal(read["x"], X) and bool(read["w"].all())
-        if kind != "shards":
-            assert store.publish({"x": X, "w": FREED[how]()}, only="x") == 2, "what is not published may be freed"
         assert store.publish(published_as(kind, torch.ones(2, 3))) == store.version()
 
 
@@ -337,7 +335,7 @@ def test_nothing_is_pulled_into_a_tensor_whose_storage_was_freed(members: Member
         for _ in range(2):
             with pytest.raises(rtr.ConfigurationError, match="'w' of the weights for 'w' has no memory: its st"):
                 store.pull(mine)
-        with pytest.raises(rtr.ConfigurationError, match="'w', which has no memory: its storage was freed"):
+        with pytest.raises(rtr.ConfigurationError, match="'w' of the weights for 'w' has no memory: its st"):
             store.prefetch(mine).swap()
         assert not mine["x"].any()
         assert store.pull(mine, only="x") == 1 and torch.equal(mine["x"], X)
@@ -355,7 +353,7 @@ def test_a_model_is_pulled_into_again_once_it_has_its_storage(published: Members
             freed(module.x, kept)
             with pytest.raises(rtr.ConfigurationError, match="'x' of the weights for 'w' has no memory"):
                 store.pull(module)
-            with pytest.raises(rtr.ConfigurationError, match=r"swap\(\) cannot replace 'x', which has no memory"):
+            with pytest.raises(rtr.ConfigurationError, match=r"'x' of the weights for 'w' has no memory"):
                 store.prefetch(module).swap()
         freed(module.x, 48)
         assert store.pull(module) == 1 and holds({"x": module.x, "y": module.y})

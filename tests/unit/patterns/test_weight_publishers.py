@@ -154,7 +154,8 @@ def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) ->
         found = list(pool.map(lambda value: mine.publish({"matrix": torch.full((100, 100), value)}), range(40)))
         assert sorted(found) == list(range(1, 41))
         lock = members.shards("a")[0]._staging
-        with lock, pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
+        pool.submit(lock.acquire).result()
+        with pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
             mine.publish({"matrix": torch.zeros(100, 100)}, timeout=0.01)
         assert mine.version() == 40
 
