@@ -899,7 +899,7 @@ def described(call: Callable[..., Any], target: Any, raises: Callable[[], Any]) 
     [
         (raise_needs_arguments, "NeedsArguments", "code 7", {"code": 7, "hint": "try again"}, "RemoteError"),
         (raise_of_a_local_class, "Local NeedsArguments", "code 7", {"code": 7, "hint": "try again"}, "RemoteError"),
-        (raise_unpicklable, "RemoteError", "in raise_unpicklable", {}, "RemoteError"),
+        (raise_unpicklable, "Unpicklable", "lock object", {}, "RemoteError"),
         (open_what_is_not_there, "FileNotFoundError", "No such file", {"filename": "/no/such/file"}, None),
         (decode_garbage, "UnicodeDecodeError", "can't decode byte 0xff in position 0", {}, None),
         (fail_with_phi, "ValueError", PHI, {}, "ValueError"),

@@ -88,7 +88,7 @@ def actors(spawn_for_module: Spawn) -> dict[str, Any]:
 @pytest.fixture(scope="module", autouse=True)
 def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
     # All by the socket lane: what comes by others is mapped, and takes no memory of the receiver's.
-    with rtr.init_group(actors) as group:
+    with rtr.init_group(actors, config=rtr.GroupConfig(lanes=["socket", "torchrpc"])) as group:
         yield group
 
 

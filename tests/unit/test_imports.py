@@ -112,9 +112,11 @@ def tree_of(name: str) -> ast.Module:
 
 
 def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
-    """Dotted names of what is imported; with ``at_load``, leaving out what functions import when they run."""
+    """Dotted names of what is imported; with ``at_load``, leaving out what functions import when they run, and what
+    only annotations need.
+    """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.expr):
+        if isinstance(node, ast.expr) or (at_load and isinstance(node, ast.If) and is_name(node.test, "TYPE_CHECKING")):
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -123,6 +125,10 @@ def imported(tree: ast.AST, *, at_load: bool = False) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif not (at_load and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
             yield from imported(node, at_load=at_load)
+
+
+def is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def module_of(dotted: str) -> str | None:
