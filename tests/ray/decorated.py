@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -49,6 +50,17 @@ def doubled_items_async(function: Callable[..., Any]) -> Any:
     return run
 
 
+def in_time(function: Callable[..., Any]) -> Any:
+    """On another thread, as time limits do."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function, *args, **kwargs).result(timeout=20)
+
+    return run
+
+
 def hiding(function: Callable[..., Any]) -> Any:
     """Without functools.wraps."""
 
@@ -86,6 +98,11 @@ class Decorated(Parent):
         super().__init__()
         self.lock, self.inside = threading.Lock(), 0
         self.weights = torch.ones(3, requires_grad=True)
+
+    @in_time
+    @rtr.method
+    def in_time(self) -> int:
+        return 1
 
     @doubled
     @rtr.method

@@ -35,6 +35,7 @@ EXPECTED = {
     "inference": True,
     "autocast": "torch.bfloat16",
     "alone": 1,
+    "in_time": 1,
 }
 
 

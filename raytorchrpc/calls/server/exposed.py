@@ -107,8 +107,12 @@ class _Turn:
         group, admission = note.concurrency_group, current_scope.get().admission
         if note.concurrent or (admission is not None and admission.held):
             return cls(None, "")  # a method that calls another method of its own object is admitted already
+        attribute = ray_internals.untraced(getattr(type(instance), note.function.__name__, None))
+        inner = exposed(attribute)
+        if inner is not None and inner.function is note.function and inner.wrapper is not attribute:
+            return cls(None, "")  # the decorators above run in the turn of the call, perhaps this on another thread
         if group is None:  # ray.method, applied after ours, wrote onto the wrapper
-            group = ray_internals.concurrency_group_of(getattr(type(instance), note.function.__name__, None))
+            group = ray_internals.concurrency_group_of(attribute)
         return cls(gates.gate_of(instance, group), _label(note.function))
 
     @property
