@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -269,6 +270,33 @@ def test_a_tensor_whose_storage_was_freed_ends_no_process(sender: Any) -> None:
         assert queue.qsize() == 0 and store.version() == 1 and rtr.rpc_sync("b").double(4) == 8
 
     in_actor(sender, check)
+
+
+def use_like_any(target: str) -> None:
+    """What programs do with tensors, whatever lane brings them and whatever comes with them."""
+    text, small = ["secret" * 200_000], torch.arange(10.0)
+    for others in ([], text, [torch.ones(20_000)], [torch.ones(400_000) for _ in range(3)]):
+        kept = rtr.rpc_sync(target, timeout=60).echo([small, *others, torch.ones(60_000)])
+        saved = pickle.dumps(kept[0])
+        assert len(saved) < 1000 and b"secret" not in saved
+        weight = torch.ones(1, requires_grad=True)
+        loss = (weight * kept[0]).sum()
+        kept[-1].mul_(2)  # not what the loss needs
+        loss.backward()
+        assert kept[0].resize_(20)[9] == 9 and kept[-1].resize_(100_000)[59_999] == 2
+        kept[-1].untyped_storage().resize_(0)
+    mask = torch.arange(3.0).expand(1000, 1000, 3)
+    for arrived in (rtr.rpc_sync(target).echo(mask), rtr.rpc_sync(target).echo({"mask": [mask]})["mask"][0]):
+        assert (arrived.shape, arrived.stride(), arrived.untyped_storage().nbytes()) == (mask.shape, mask.stride(), 12)
+        assert torch.equal(arrived[999, 999], mask[0, 0])
+    large = {"text": ["x" * (1 << 20)] * 3, "number": 7}
+    assert rtr.rpc_sync(target).echo(large) == large
+    with pytest.raises(rtr.ConfigurationError, match="it has 0 tensors, and into= 1"):
+        rtr.rpc_sync(target, into=[torch.zeros(1)]).echo(large)
+
+
+def test_what_arrives_is_used_like_what_ray_brings(sender: Any) -> None:
+    in_actor(sender, partial(use_like_any, "b"))
 
 
 @pytest.mark.parametrize("count", [40, LARGE])
