@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import operator
 import re
@@ -190,17 +191,51 @@ def tensor_in(memory: Any, offset: int, shape: Shape) -> torch.Tensor:
     return flat if len(extents) == 1 else flat.view(extents)
 
 
-def independent(memory: Any, address: int, offset: int, shape: Shape) -> torch.Tensor:
+def independent(memory: memoryview, offset: int, shape: Shape) -> torch.Tensor:
     """Return a contiguous tensor that arrived at byte ``offset`` of a buffer, with a storage of its own.
 
-    ``address``: of the buffer. A large tensor stays there, see ``tensor_in``; a small one is copied.
+    A large tensor stays there, see ``tensor_in``; a small one is copied.
     """
     dtype, extents = shape
     size = math.prod(extents) * dtype.itemsize
     if size >= STAYS_BYTES:
         return tensor_in(memory, offset, shape)
     within(offset, size, len(memory))
-    tensor = torch.empty(extents, dtype=dtype, device="cpu")
+    tensor = _empty_of(dtype).new_empty(extents)
     if size:
-        ctypes.memmove(tensor.data_ptr(), address + offset, size)
+        ctypes.memmove(tensor.data_ptr(), bytes(memory[offset : offset + size]), size)
     return tensor
+
+
+#: From so many tensors of one shape on, torch copies them in one call.
+_MANY = 8
+
+
+def all_independent(memory: memoryview, offsets: Sequence[int], shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    """As ``independent``, for each of these offsets and shapes."""
+    if len(shapes) >= _MANY and (alike := _copies_of_one_shape(memory, offsets, shapes)) is not None:
+        return alike
+    return [independent(memory, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
+
+
+def _copies_of_one_shape(
+    memory: memoryview, offsets: Sequence[int], shapes: Sequence[Shape]
+) -> list[torch.Tensor] | None:
+    (dtype, extents), begin, step = shapes[0], offsets[0], offsets[1] - offsets[0]
+    size, count = math.prod(extents) * dtype.itemsize, len(shapes)
+    fits = 0 < size < STAYS_BYTES and step >= size and step % dtype.itemsize == 0 and dtype not in UNCOPIED
+    if not fits or shapes.count(shapes[0]) != count or list(offsets) != list(range(begin, begin + count * step, step)):
+        return None
+    span = (count - 1) * step + size
+    within(begin, span, len(memory))
+    if memory.readonly:
+        memory = memoryview(bytearray(memory))
+    flat = torch.frombuffer(memory, dtype=dtype, count=span // dtype.itemsize, offset=begin)
+    strides = torch.empty(extents, device="meta").stride()
+    return list(torch.unbind_copy(flat.as_strided((count, *extents), (step // dtype.itemsize, *strides))))
+
+
+@functools.cache
+def _empty_of(dtype: torch.dtype) -> torch.Tensor:
+    """A CPU tensor that others are made like: that takes less than to name the device."""
+    return torch.empty(0, dtype=dtype, device="cpu")

@@ -408,8 +408,9 @@ def test_what_arrives_is_private_and_writable(pair: Pair) -> None:
 
 
 def test_each_tensor_of_a_message_is_independent_of_the_others(pair: Pair) -> None:
-    sent = pair.a.run(lambda: export([torch.ones(size, device=tensors().device) for size in _MIXED]))
-    assert pair.b.run(lambda: peers.independent(tensors().lane.fetch("a", *sent)))
+    for sizes in (_MIXED, (500,) * 40):
+        sent = pair.a.run(lambda sizes: export([torch.ones(size, device=tensors().device) for size in sizes]), sizes)
+        assert pair.b.run(lambda sent: peers.independent(tensors().lane.fetch("a", *sent)), sent)
 
 
 #: More small ones than a lane sends one by one.

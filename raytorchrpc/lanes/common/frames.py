@@ -24,7 +24,16 @@ from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
-from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, STAYS_BYTES, Shape, as_copyable, independent, within
+from raytorchrpc.tensors.dtypes import (
+    DTYPE_NAMES,
+    DTYPES,
+    STAYS_BYTES,
+    Shape,
+    all_independent,
+    as_copyable,
+    independent,
+    within,
+)
 
 REQUEST, REPLY = 0, 1
 #: Most bytes received at a time.
@@ -361,5 +370,9 @@ def parse(view: memoryview) -> Frame:
 def _tensors_in(area: memoryview, described: Sequence[tuple[str, tuple[int, ...], int]]) -> list[torch.Tensor]:
     if area.readonly and len(area) >= STAYS_BYTES:
         area = memoryview(bytearray(area))
-    address = numpy.frombuffer(area, numpy.uint8).ctypes.data
-    return [independent(area, address, offset, (DTYPES[name], shape)) for name, shape, offset in described]
+    if len(described) == 1:
+        ((name, shape, offset),) = described
+        return [independent(area, offset, (DTYPES[name], shape))]
+    return all_independent(
+        area, [offset for _, _, offset in described], [(DTYPES[name], shape) for name, shape, _ in described]
+    )

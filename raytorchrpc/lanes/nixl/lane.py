@@ -264,8 +264,7 @@ class NixlLane(TensorLane):
         arrived: dict[int, torch.Tensor] = {}
         for place, group in zip(offer.places, offer.members, strict=True):
             memory = self._pool.as_array(next(following), place[3], copy=crowded) if place[3] else nothing
-            address = memory.ctypes.data
-            arrived.update((index, independent(memory, address, offset, shapes[index])) for index, offset in group)
+            arrived.update((index, independent(memory.data, offset, shapes[index])) for index, offset in group)
         return [arrived[index] for index in range(len(shapes))]
 
     def _fetch_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:

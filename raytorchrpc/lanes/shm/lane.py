@@ -45,7 +45,7 @@ from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.dtypes import Shape, as_copyable, copied, independent, tensor_in, within
+from raytorchrpc.tensors.dtypes import Shape, all_independent, as_copyable, copied, independent, tensor_in, within
 
 #: Most arenas with slots to be returned later.
 _OWED = 64
@@ -245,9 +245,11 @@ class ShmLane(WindowLane):
     def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
         bases, places, crowded = self._opened(peer, descriptor)
         if into is None and not crowded:
-            addresses = [base.ctypes.data for base in bases]
+            if len(bases) == 1:
+                return all_independent(bases[0].data, [offset for _, offset in places], shapes)
+            buffers = [base.data for base in bases]
             return [
-                independent(bases[number], addresses[number], offset, shape)
+                independent(buffers[number], offset, shape)
                 for (number, offset), shape in zip(places, shapes, strict=True)
             ]
         return [
