@@ -207,6 +207,7 @@ def independent(memory: memoryview, offset: int, shape: Shape) -> torch.Tensor:
     return tensor
 
 
+_unbind_copy: Any = torch.unbind_copy  # torch's stubs say that it returns nothing
 #: From so many tensors of one shape on, torch copies them in one call.
 _MANY = 8
 
@@ -232,7 +233,7 @@ def _copies_of_one_shape(
         memory = memoryview(bytearray(memory))
     flat = torch.frombuffer(memory, dtype=dtype, count=span // dtype.itemsize, offset=begin)
     strides = torch.empty(extents, device="meta").stride()
-    return list(torch.unbind_copy(flat.as_strided((count, *extents), (step // dtype.itemsize, *strides))))
+    return list(_unbind_copy(flat.as_strided((count, *extents), (step // dtype.itemsize, *strides))))
 
 
 @functools.cache
