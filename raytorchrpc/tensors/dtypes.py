@@ -32,25 +32,12 @@ UNCOPIED = frozenset(
     if re.fullmatch(r"u?int[1-7]|bits\w+|float4\w+|float8_e8m0fnu|complex32", name)
 )
 
-_WORD = 8
 _COPYABLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def as_copyable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor, with its strides, as a dtype that torch can copy (see UNCOPIED)."""
     return tensor.view(_COPYABLE[tensor.dtype.itemsize])
-
-
-def as_words(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """View two tensors of one dtype and shape as their words of 8 bytes, in order; None if they are not such."""
-    if target.dtype is not source.dtype or target.shape != source.shape or target.itemsize > _WORD:
-        return None
-    for tensor in (target, source):
-        if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-            return None
-        if tensor.nbytes % _WORD or tensor.storage_offset() * tensor.itemsize % _WORD or tensor.data_ptr() % _WORD:
-            return None
-    return as_copyable(target).view(-1).view(torch.int64), as_copyable(source).view(-1).view(torch.int64)
 
 
 def unrecorded(targets: Iterable[torch.Tensor]) -> AbstractContextManager[object]:

@@ -14,7 +14,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.dtypes import as_words, span_of
+from raytorchrpc.tensors.dtypes import span_of
 from raytorchrpc.tensors.host_device_copy import PART, Region, region_of
 
 
@@ -164,28 +164,3 @@ def test_a_loan_that_cannot_be_told_dies_quietly() -> None:
         raise RuntimeError("CUDA is gone")
 
     Loan(over).__del__()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8, torch.bool, torch.float64])
-def test_words_have_every_bit(dtype: torch.dtype) -> None:
-    bits = torch.arange(8 * 16 * 8, dtype=torch.int64).remainder(2 if dtype is torch.bool else 251).to(torch.uint8)
-    source = bits.view(dtype).view(8, -1)  # among them NaNs
-    target = torch.zeros_like(source)
-    words = as_words(target, source)
-    assert words is not None and [each.dtype for each in words] == [torch.int64] * 2
-    words[0].copy_(words[1])
-    assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
-
-
-def test_what_has_no_words_is_copied_as_it_is() -> None:
-    whole = torch.zeros(8, 8)
-    for target, source in [
-        (whole, whole.bfloat16()),
-        (whole, whole[:4]),
-        (whole.t(), whole),
-        (whole[0, 1:5], whole[0, 1:5]),
-        (whole[0, :5], whole[0, :5]),
-        (torch.zeros(4, dtype=torch.complex128), torch.zeros(4, dtype=torch.complex128)),
-        (torch.zeros(4, dtype=torch.complex64), torch.zeros(4, dtype=torch.complex64).conj()),
-    ]:
-        assert as_words(target, source) is None
