@@ -115,7 +115,7 @@ def bench(
         list[str] | None, _option("NAMES", "Rows to measure: names or patterns (nccl-*), comma-separated.")
     ] = None,
     sizes: Annotated[
-        list[str] | None, _option("SIZES", "Sizes, such as 20KB,1.25MB; default: the published ones.")
+        list[str] | None, _option("SIZES", "Sizes, such as 20KB,1.25MB; default: the published ones.", "--sizes")
     ] = None,
     device: Annotated[str, _option("NAME", "Device of the tensors: cpu, cuda or all.")] = "all",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rows and sizes, under a minute of measuring.")] = False,
@@ -200,7 +200,7 @@ app.add_typer(manifest, name="manifest")
 
 @manifest.command(cls=Command)
 def raycluster(
-    image: Annotated[str, _option("IMAGE", "Container image with raytorchrpc, torch and Ray.")],
+    image: Annotated[str, _option("IMAGE", "Container image with raytorchrpc, torch and Ray.", "--image")],
     name: Annotated[str, _option("NAME", "Name of the job or cluster.")] = "raytorchrpc",
     namespace: Annotated[str, _option("NAME", "Kubernetes namespace.")] = "default",
     ray_version: Annotated[
