@@ -104,7 +104,8 @@ class Payloads:
         """
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
-            return can.rrefs or not body.rrefs, self._without_tensors(route, lane, body)
+            fits = can.rrefs or not body.rrefs
+            return fits, self._without_tensors(route, lane, body) if fits else Payload(body)
         fits = can.carries(body.tensors)
         if not fits or can.in_band_cuda:  # else there is no CUDA tensor
             self.check_reply(route, body.tensors)
@@ -124,7 +125,7 @@ class Payloads:
     def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Payload:
         """A large pickle travels like a tensor: a lane for those copies it once."""
         most = lane.capabilities.in_band_bytes
-        if most is not None and len(body.payload) > most and "cpu" in route.beside:
+        if most is not None and len(body.payload) > most and not body.rrefs and "cpu" in route.beside:
             lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
             if (payload := self._beside(route, lane, lifted, {}, False)) is not None:
                 return payload

@@ -15,7 +15,7 @@ from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scat
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 from raytorchrpc.lanes.base import Part, Parts
 from raytorchrpc.tensors.codec import Codec, Encoded, Layout, body_bytes, layouts, memory_order, overlaps
-from raytorchrpc.tensors.dtypes import FREED, Shape, dense_obstacle, is_freed, unrecorded
+from raytorchrpc.tensors.dtypes import FREED, Shape, as_copyable, dense_obstacle, is_freed, unrecorded
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -170,7 +170,9 @@ class Buffers(Receiver):
                     body = filled(body, pending, [*targets, *[None] * body.buffers])
                     for place, target in enumerate(targets):
                         if target is None:
-                            self._given[place].copy_(body.tensors[place].as_strided(*by_place[place]))
+                            as_copyable(self._given[place]).copy_(
+                                as_copyable(body.tensors[place].as_strided(*by_place[place]))
+                            )
                 finally:
                     increment_version(self._given)  # autograd does not see what lanes write
         except BaseException:

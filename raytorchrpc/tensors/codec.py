@@ -7,7 +7,6 @@ without a copy and travel out of band; a lane decides how. The remaining bytes a
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import io
 import marshal
@@ -29,7 +28,7 @@ from raytorchrpc._compat.torch_internals import RREF_TYPE
 from raytorchrpc.errors import RayTorchRpcError, SerializationError, shown
 from raytorchrpc.process.threads import is_shortage
 from raytorchrpc.tensors import distributed_tensors, plain_values
-from raytorchrpc.tensors.dtypes import FREED, is_freed, span_of
+from raytorchrpc.tensors.dtypes import FREED, bytes_at, is_freed, span_of
 from raytorchrpc.tensors.plain_values import LIFT_BUFFER_BYTES, Bulk, gathered
 
 #: How deep the search for what cannot be pickled goes, and how many parts of one object it tries.
@@ -388,9 +387,7 @@ def as_tensor(raw: memoryview) -> torch.Tensor:
 def _window(raw: memoryview) -> Any:
     """A buffer over this read-only one that says it is writable, and keeps it alive. Lanes only read what they send."""
     array = numpy.frombuffer(raw, dtype=numpy.uint8)
-    window = (ctypes.c_ubyte * raw.nbytes).from_address(array.ctypes.data)
-    window._keep_alive = array  # type: ignore[attr-defined]
-    return window
+    return bytes_at(array.ctypes.data, raw.nbytes, array)
 
 
 # --- what cannot be pickled -------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -158,6 +159,21 @@ def view_at(source: torch.Tensor, offset: int, shape: Shape, strides: Sequence[i
         return torch.empty(extents, dtype=dtype, device=source.device)
     within(offset, size, source.numel())
     return source[offset : offset + size].view(dtype).view(extents)
+
+
+class _Span:
+    """Memory that numpy views, and what keeps it."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, address: int, size: int, owner: object) -> None:
+        self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (address, False)}
+        self.owner = owner
+
+
+def bytes_at(address: int, size: int, owner: object) -> numpy.ndarray:
+    """View memory as writable bytes, which keep ``owner``."""
+    return numpy.asarray(_Span(address, size, owner))
 
 
 #: Tensors from this size on stay in the memory that they arrived in. A smaller one costs little to copy, and kept there

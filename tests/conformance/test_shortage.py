@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -145,7 +146,7 @@ def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatc
     seen: list[Message] = []
     served = pair.b.serve
     monkeypatch.setattr(pair.b.lane, "_serve", lambda message, reply: (seen.append(message), served(message, reply))[1])
-    messages = [Message(("hold",), EMPTY), Message(("echo",), EMPTY._replace(payload=bytes(5 << 20)))]
+    messages = [Message(("hold",), EMPTY), Message(("echo",), EMPTY._replace(payload=os.urandom(5 << 20)))]
     held, large = [pair.a.lane.call("b", message, PATIENCE_S) for message in messages]
     assert answer(large).header == ("echo",)
     (unread,) = [message for message in seen if message.unread_bytes]

@@ -31,6 +31,7 @@ from raytorchrpc.tensors.dtypes import (
     Shape,
     all_independent,
     as_copyable,
+    bytes_at,
     independent,
     within,
 )
@@ -93,9 +94,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """View the memory of a contiguous tensor. Not by its ``numpy()``, after which torch never resizes or frees it."""
-    window: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    window._keep_alive = tensor
-    return numpy.frombuffer(window, numpy.uint8).data
+    return bytes_at(tensor.data_ptr(), tensor.nbytes, tensor).data
 
 
 class FrameReader:
@@ -237,26 +236,28 @@ class LargeFrame:
 
     def room(self) -> list[Any]:
         """The next buffers to receive in; empty before the head has arrived."""
-        return self._rooms[:_MOST_ROOMS]
+        return self._rooms[: _MOST_ROOMS if self._buffers else 1]
 
     def add(self, data: memoryview) -> Frame | None:
         """Add the next bytes; returns the frame once it is complete. Raises ValueError if it is not authentic."""
-        if self._head is None:
+        if not self._rooms:
             self._begun += data
-            self.left -= len(data)
             if len(self._begun) < PREFIX_BYTES or len(self._begun) < _head_bytes(self._begun):
+                self.left -= len(data)
                 return None
-            self._lay_out()
+            self._lay_out(self._size - len(self._tag))
             self.left = self._size
             data = memoryview(self._begun)
-        done = 0
-        for room in self._rooms:
-            part = data[done : done + len(room)]
-            room[: len(part)] = part
-            done += len(part)
-            if done == len(data):
-                break
-        return self.advance(done)
+        frame = None
+        while len(data):
+            part = data[: len(self._rooms[0])]
+            self._rooms[0][: len(part)] = part
+            if len(part):
+                frame = self.advance(len(part))
+            else:
+                del self._rooms[0]
+            data = data[len(part) :]
+        return frame
 
     def advance(self, count: int) -> Frame | None:
         """So many more bytes are in ``room``; see ``add``."""
@@ -272,10 +273,11 @@ class LargeFrame:
         return None if self.left else self._complete()
 
     def _complete(self) -> Frame:
-        head = self._head
-        assert head is not None
         if self._hash is not None:
             check_tag(self._hash.digest(), self._tag)
+            if self._buffers:
+                return parse(self._buffers[0].data)
+        head = self._head or _read_head(self._begun)
         if not self._buffers:
             return head.frame(NOTHING, unread_bytes=self._size)
         for index, address in self._small:
@@ -284,15 +286,22 @@ class LargeFrame:
         payload = bytes(self._buffers[0].data[head.bytes : head.bytes + head.payload])
         return head.frame(Encoded(payload, self._tensors, (), head.buffers))
 
-    def _lay_out(self) -> None:
-        """Allocate memory for the frame, whose head has arrived. Raises ValueError for a malformed one."""
-        size = self._size - len(self._tag)
+    def _lay_out(self, size: int) -> None:
+        """Allocate memory for a frame of ``size`` bytes, whose head has arrived. Raises ValueError for a malformed one.
+
+        Nothing in a frame with a tag is used before that is checked, not even the head: it arrives in one buffer.
+        """
+        if self._hash is None:
+            self._head = _read_head(self._begun)
         try:
-            self._head = head = _Head.of(memoryview(self._begun))
-            self._cut(head, size)
+            if self._head is not None:
+                self._cut(self._head, size)
+            else:
+                self._buffers.append(numpy.empty(size, numpy.uint8))
+                self._rooms.append(self._buffers[0].data)
         except MemoryError:
             self._tensors, self._buffers, self._small = [], [], []
-            skipped = memoryview(bytearray(CHUNK))
+            skipped = memoryview(bytearray(CHUNK))  # for one read at a time
             self._rooms = [skipped] * (size // CHUNK) + [skipped[: size % CHUNK]]
         except _MALFORMED as error:
             raise ValueError(f"not a frame: {error}") from error
@@ -338,6 +347,13 @@ def sizes(data: Any, start: int) -> tuple[int, int]:
     if kind not in (REQUEST, REPLY) or head + area > _MAX_FRAME:
         raise ValueError("not a frame")
     return head, head + (-head % _ALIGN + area if area else 0)
+
+
+def _read_head(begun: bytearray) -> _Head:
+    try:
+        return _Head.of(memoryview(begun))
+    except _MALFORMED as error:
+        raise ValueError(f"not a frame: {error}") from error
 
 
 def _head_bytes(data: Any) -> int:

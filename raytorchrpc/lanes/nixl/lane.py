@@ -262,9 +262,13 @@ class NixlLane(TensorLane):
             raise
         following, nothing = iter(blocks), numpy.empty(0, numpy.uint8)
         arrived: dict[int, torch.Tensor] = {}
-        for place, group in zip(offer.places, offer.members, strict=True):
-            memory = self._pool.as_array(next(following), place[3], copy=crowded) if place[3] else nothing
-            arrived.update((index, independent(memory.data, offset, shapes[index])) for index, offset in group)
+        try:
+            for place, group in zip(offer.places, offer.members, strict=True):
+                memory = self._pool.as_array(next(following), place[3], copy=crowded) if place[3] else nothing
+                arrived.update((index, independent(memory.data, offset, shapes[index])) for index, offset in group)
+        finally:  # perhaps there is no memory for a copy
+            for block in following:
+                self._pool.give(block)
         return [arrived[index] for index in range(len(shapes))]
 
     def _fetch_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:

@@ -301,6 +301,7 @@ class Connection(connections.Connection):
             data: Any
             if self._reader.large is not None and (rooms := self._reader.room()):
                 data = self.sock.recvmsg_into(rooms, 0, 0 if wait else socket.MSG_DONTWAIT)[0]
+                del rooms  # they hold the tensors, whose receiver asks whether it is the only one
                 arrived = self._reader.received(data) if data else []
             elif data := self.sock.recv(frames.CHUNK) if wait else self._prompt.receive():
                 arrived = self._reader.feed(data)
