@@ -46,7 +46,11 @@ class Completion:
 
     def check_wait(self) -> None:
         """Raise RayTorchRpcError if only what this thread has interrupted can complete it."""
+        self.check_reader()
         locks.check_wait()
+
+    def check_reader(self) -> None:
+        """Raise RayTorchRpcError if this thread was about to complete it as it was interrupted."""
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback``, which is short and does not block, on completion; at once if it is complete."""

@@ -17,9 +17,11 @@ def untraced(error: E) -> E:
     tensors. Only the garbage collector could free that, and some programs turn it off.
     """
     chain: list[BaseException | None] = [error]
+    seen: set[int] = set()
     while chain:
         each = chain.pop()
-        if each is not None and each.__traceback__ is not None:
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
             BaseException.with_traceback(each, None)
             chain += each.__cause__, each.__context__
     return error

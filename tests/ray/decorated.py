@@ -99,6 +99,14 @@ class Decorated(Parent):
         self.lock, self.inside = threading.Lock(), 0
         self.weights = torch.ones(3, requires_grad=True)
 
+    @rtr.method
+    def modes_inside(self) -> Iterator[bool]:
+        """What a generator sets stays while it is suspended."""
+        with torch.no_grad():
+            for _ in range(3):
+                yield torch.is_grad_enabled()
+        yield torch.is_grad_enabled()
+
     @in_time
     @rtr.method
     def in_time(self) -> int:

@@ -67,6 +67,7 @@ def test_a_chain_comes_back_through_the_decorators(actors: dict[str, Any]) -> No
 def test_generators_and_object_refs(actors: dict[str, Any]) -> None:
     assert list(rtr.rpc_sync("b").items()) == [2, 4] == [ray.get(item) for item in actors["b"].items.remote()]
     assert list(rtr.rpc_sync("b").modes()) == [False, False]
+    assert list(rtr.rpc_sync("b").modes_inside()) == [False, False, False, True]
     assert rtr.rpc_sync("b").ref().tolist() == [2, 2, 2]
     assert ray.get(actors["a"].run.remote(torch.Tensor.tolist, actors["b"].ref.remote()), timeout=60) == [2, 2, 2]
     assert rtr.rpc_sync("b").cached() == rtr.rpc_sync("b").cached()

@@ -18,7 +18,7 @@ from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
 from raytorchrpc.calls.server.gates import wait_serving
 from raytorchrpc.errors import CancelledError, ConfigurationError, RpcTimeout
-from raytorchrpc.process import fork
+from raytorchrpc.process import fork, locks
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.locks import Turn, interrupted
 from raytorchrpc.tensors import thread_modes
@@ -373,7 +373,7 @@ class _Arrivals:
         self._watchers: list[tuple[Future[Any], Callable[[], None]]] = []
         self._arriving: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
         self._arrived: list[Future[Any]] = []
-        self._wanted = 0
+        self._wanted, self._is_checked = 0, False
 
     def __enter__(self) -> _Arrivals:
         for future in self._futures:
@@ -394,10 +394,12 @@ class _Arrivals:
     def collect(self, wanted: int, timeout_s: float) -> list[Future[Any]]:
         """Those that have arrived since the last time. Blocks until there are so many, at most ``timeout_s``."""
         self._wanted = wanted
-        if timeout_s > 0:
+        if timeout_s > 0 and not self._is_checked:
+            self._is_checked = True  # what this thread has interrupted stays so meanwhile
+            locks.check_wait()
             for future in self._futures:
                 if future._outcome is None:
-                    future._call.check_wait()
+                    future._call.check_reader()
         wait_serving(self, timeout_s)
         arrived, self._arrived = self._arrived, []
         return arrived

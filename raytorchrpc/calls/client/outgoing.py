@@ -202,9 +202,9 @@ class OutgoingCall:
                 return False
         return True
 
-    def check_wait(self) -> None:
-        """See Completion.check_wait."""
-        self._pending.check_wait()
+    def check_reader(self) -> None:
+        """See Completion.check_reader."""
+        self._pending.check_reader()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, which is short, when the outcome can be taken."""

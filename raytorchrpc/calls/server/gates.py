@@ -54,6 +54,9 @@ class _Waiter(Completion):
         self.label, self.path, self.deadline = label, path, None
         self.admission: Admission | None = None
 
+    def check_wait(self) -> None:
+        """An admission that was lent comes back, whatever was interrupted: without it nothing can go on."""
+
     def admit(self, admission: Admission) -> bool:
         self.admission = admission
         self.complete()

@@ -388,10 +388,10 @@ class ServedCall:
             before = current_scope.set(self.scope.on_a_thread(admission))
             try:
                 if self.context == torch_internals.NO_CONTEXT:
-                    _complete(self._call())
+                    complete(self._call())
                 else:
                     with torch_internals.autograd_context(self.context):
-                        _complete(self._call())
+                        complete(self._call())
             except BaseException as error:
                 self._refuse(error)
             finally:
@@ -608,7 +608,7 @@ class _InContext:
                 error = thrown
 
 
-def _complete(left: Coroutine[Any, Any, None] | None) -> None:
+def complete(left: Coroutine[Any, Any, None] | None) -> None:
     """Run to its end, on this thread, what is left of a call."""
     if left is not None:
         try:

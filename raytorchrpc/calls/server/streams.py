@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator
 from typing import Any
 
 from raytorchrpc.calls.client.stream import NEXT
@@ -14,12 +14,12 @@ from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import OK, REMOTE, STREAM, RequestHeader
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.gates import allow_calls, wait_serving
-from raytorchrpc.calls.server.served_call import Callee, ServedCall
+from raytorchrpc.calls.server.served_call import Callee, ServedCall, complete
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message, MessageLane
 from raytorchrpc.process.locks import Lock
-from raytorchrpc.tensors import host_device_copy
+from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING
 
 logger = logging.getLogger(__name__)
@@ -78,16 +78,20 @@ class ServedStream(ServedCall):
 
     # --- running the generator ---------------------------------------------------------------------------------------
 
-    def _call(self) -> Coroutine[Any, Any, None]:
+    def _call(self) -> Coroutine[Any, Any, None] | None:
         self._open()
-        return self._answer_requests()
+        if self._task is not None:
+            return self._answer_requests()
+        # Once for all items: what the generator sets for itself stays while it is suspended at a yield.
+        thread_modes.run(complete, self._answer_requests())
+        return None
 
     async def _answer_requests(self) -> None:
         try:
             while (request := await self._next_request()) is not None:
                 self._is_stepping = True
                 try:
-                    item = (await _next(self._generator, self._runs),)
+                    item = (await _next(self._generator),)
                 except BaseException as error:
                     self._send_end(request, error)
                     break
@@ -99,7 +103,7 @@ class ServedStream(ServedCall):
         finally:
             self._finish()
             try:
-                await _close(self._generator, self._runs)
+                await _close(self._generator)
             except BaseException:
                 logger.exception("%s raised when its stream was closed", self.label)
 
@@ -199,22 +203,22 @@ class ItemRequest(ServedCall):
         self.callee.replies.send(self.reply, lambda: Message((OK,), NOTHING))
 
 
-async def _next(generator: Generator[Any, None, None] | AsyncGenerator[Any, None], run: Callable[..., Any]) -> Any:
+async def _next(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> Any:
     if isinstance(generator, AsyncGenerator):
         return await generator.__anext__()
     try:
-        return run(next, generator)
+        return next(generator)
     except StopIteration:
         raise StopAsyncIteration from None  # a coroutine may not raise the other
     except StopAsyncIteration as error:  # it is no end here
         raise RuntimeError("generator raised StopAsyncIteration") from error
 
 
-async def _close(generator: Generator[Any, None, None] | AsyncGenerator[Any, None], run: Callable[..., Any]) -> None:
+async def _close(generator: Generator[Any, None, None] | AsyncGenerator[Any, None]) -> None:
     if isinstance(generator, AsyncGenerator):
         await generator.aclose()
     else:
-        run(generator.close)
+        generator.close()
 
 
 def _never(*_: Any) -> None:

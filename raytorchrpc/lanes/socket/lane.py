@@ -416,10 +416,9 @@ class SocketPending(Pending):
                 connection.release_read()
         return super().wait(deadline - time.monotonic())
 
-    def check_wait(self) -> None:
+    def check_reader(self) -> None:
         if self.connection._reading == get_ident():
             raise interrupted("waiting for a call that was sent before")
-        super().check_wait()
 
     def _on_callbacks(self, begins: bool) -> None:
         connection = self.connection
@@ -464,6 +463,7 @@ class SocketLane(ConnectedLane[Connection]):
         for connection in list(self._selector.connections.values()):
             connection.end("this member left the group")
         self._made.clear()
+        self._aside.clear()
         self._selector.retire(0)  # frees the descriptors if no thread is left to do it
 
     def after_fork(self) -> list[fork.Address]:
@@ -473,6 +473,7 @@ class SocketLane(ConnectedLane[Connection]):
         for connection in self._selector.connections.values():
             connection.after_fork()
         self._made.clear()
+        self._aside.clear()
         self._waiting.clear()
         return addresses
 

@@ -221,7 +221,7 @@ def begin(
     del tensors
     pull = TwinPull(store, version, since, timeout, options, twin, form.specs)
     handle = WeightPrefetch(store.name, model, pull)
-    with _beginning:
+    with _beginning.once("a prefetch"):
         before = twin.prefetch()
         if before is not None and before._is_open:
             raise ConfigurationError(

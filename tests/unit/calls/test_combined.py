@@ -268,7 +268,7 @@ class Repeated:
     def remaining(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
-    def check_wait(self) -> None:
+    def check_reader(self) -> None:
         """Nothing is interrupted."""
 
     def wait(self, timeout_s: float) -> bool:
