@@ -196,10 +196,10 @@ class Agent:
         Raises Lost, or TypeError for spans that are none.
         """
         nixl = self._nixl
-        mine = nixl.nixlXferDList(self._types[kind], here)
-        its = nixl.nixlXferDList(self._types[kind], [(*map(index, span),) for span in there])
+        local, remote = ([(*map(index, span),) for span in spans] for spans in (here, there))
+        target, source = (nixl.nixlXferDList(self._types[kind], spans) for spans in (local, remote))
         try:
-            handle = self._agent.createXferReq(nixl.NIXL_READ, mine, its, name, notice, self._ucx)
+            handle = self._agent.createXferReq(nixl.NIXL_READ, target, source, name, notice, self._ucx)
         except Exception as error:
             raise Lost(f"a read cannot begin ({error})") from error
         return Read(self._agent, handle, nixl.NIXL_SUCCESS)
