@@ -114,8 +114,9 @@ class Services:
                 raise NotAMember("this process has left the group")
             served: Any = self._there(kind, name)
             if served is None:
-                served = self._served[kind, name] = make()
+                served = make()
                 served.instance_id = secrets.randbits(62)
+                self._served[kind, name] = served  # last: ``find`` takes no lock
             return served  # type: ignore[no-any-return]
 
     def find(self, kind: str, name: str, instance_id: int | None, me: str) -> Any:
