@@ -108,7 +108,7 @@ class Recorder:
         )  # fmt: skip
         while True:
             with suppress(MemoryError):
-                os.write(self._file, json.dumps(record).encode() + b"\n")
+                os.write(self._file, b"\n" + json.dumps(record).encode() + b"\n")
                 return record
             time.sleep(0.02)
 
@@ -139,7 +139,11 @@ def read(path: Path, offset: int) -> tuple[list[Record], int]:
         file.seek(offset)
         lines = file.read()
     end = lines.rfind(b"\n") + 1
-    return [Record(*json.loads(line)) for line in lines[:end].splitlines()], offset + end
+    records: list[Record] = []
+    for line in filter(None, lines[:end].splitlines()):
+        with suppress(json.JSONDecodeError):  # its process was killed as it wrote
+            records.append(Record(*json.loads(line)))
+    return records, offset + end
 
 
 def verdict_of(error: BaseException | None) -> str:
