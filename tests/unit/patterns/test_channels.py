@@ -23,7 +23,6 @@ from raytorchrpc.patterns.queues.items import encode_items
 from raytorchrpc.patterns.queues.store import Request
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
-from tests.shortage import NO_MEMORY
 from tests.unit.members import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread, serving
 
 LONG = 20.0
@@ -322,67 +321,6 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         asyncio.run(act())
         lane.holds = lambda method: False
         assert failed and queue.get_many(9) == [1, 2]
-
-
-@pytest.mark.parametrize("error", [MemoryError("no memory"), rtr.RayTorchRpcError("torchrpc failed: MemoryError")])
-def test_an_item_goes_back_to_a_home_that_had_no_memory_for_it_at_first(members: Members, error: Exception) -> None:
-    lane = members.lanes["a"]
-
-    async def act() -> None:
-        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
-        put_at_home(members, 1, 2)
-        for _ in range(2):
-            await until(lambda: len(lane.held) == 2)
-            lane.lose(1, error)
-        lane.release()
-        await until(lambda: at_home(members).stats()["items"] == 2)
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(act())
-        assert queue.get_many(9) == [1, 2]
-
-
-def unpicklable() -> Exception:
-    error = rtr.SerializationError("cannot be pickled")
-    error.__cause__ = MemoryError("no memory")
-    return error
-
-
-@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError(NO_MEMORY), unpicklable()])
-@pytest.mark.parametrize("how", ["waits", "cancelled", "at once"])
-def test_an_item_that_its_home_has_no_memory_to_send_goes_back(members: Members, how: str, error: Exception) -> None:
-    lane, failures = members.lanes["a"], []
-
-    def fails_once(method: str) -> bool:
-        if method == TAKE and not failures:
-            failures.append(error)
-            raise error
-        return False
-
-    async def get() -> None:
-        waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        put_at_home(members, 1, 2)
-        with pytest.raises((MemoryError, type(error))):
-            await waiting
-
-    async def cancel() -> None:
-        await cancel_a_get(members, queue, lambda method: method == WITHDRAW)
-        put_at_home(members, 1, 2)
-        await until(lambda: at_home(members).stats()["items"] == 2)
-
-    with members.acting("a"):
-        queue = made()
-        lane.delays = fails_once
-        if how == "at once":
-            put_at_home(members, 1, 2)
-            with pytest.raises((MemoryError, type(error))):
-                queue.get()
-        else:
-            asyncio.run(get() if how == "waits" else cancel())
-        assert failures and queue.get_many(9) == [1, 2]
-        assert queue.qsize() == 0
 
 
 @pytest.mark.parametrize("left_s", [0.4, 60.0])
