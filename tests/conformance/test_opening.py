@@ -11,10 +11,10 @@ import pytest
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.group import join
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.common import connections
 from raytorchrpc.lanes.nng.lane import NngLane
-from raytorchrpc.membership import join
 from tests.conformance.peers import SECRET, Credentials, Node
 from tests.shortage import Failing, Shortage, shortage
 from tests.unit.members import Members
