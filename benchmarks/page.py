@@ -39,8 +39,8 @@ _HEAD = """\
 <!-- Written by `python -m benchmarks.page` from benchmarks/results; change those, not this file. -->
 
 Every figure is the median of its turns; x is the figure divided by the first contestant's. `raytorchrpc bench` and
-`python -m benchmarks` take figures again, and `--json` writes such results. `raytorchrpc bench --from FILE` shows one of
-`benchmarks/results` with all its sizes and contestants."""
+`python -m benchmarks` take figures again, and `--json` writes such results. `raytorchrpc bench --from FILE` shows all
+sizes and contestants of one in `benchmarks/results`."""
 
 
 def page() -> str:
