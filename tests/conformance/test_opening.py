@@ -10,9 +10,9 @@ import pytest
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.group import join
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.nng.lane import NngLane
-from raytorchrpc.membership import join
 from tests.conformance.peers import SECRET, Credentials, Node
 from tests.shortage import Failing, shortage
 from tests.unit.members import Members
