@@ -228,12 +228,6 @@ def test_a_lane_that_copies_at_once_lets_go_of_the_tensors() -> None:
 
 
 @in_a()
-def test_what_is_kept_from_one_message_does_not_change_with_the_next() -> None:
-    kept = [ask("echo", torch.full((3000,), number)).body.tensors[0] for number in range(30)]
-    assert all(torch.equal(tensor, torch.full((3000,), number)) for number, tensor in enumerate(kept))
-
-
-@in_a()
 def test_a_payload_of_70_mb() -> None:
     payload = os.urandom(1 << 20) * 70
     pending = send("work", payload=payload)
@@ -306,29 +300,6 @@ def test_concurrent_callers_each_get_their_own_answers() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-@each(*PROCESSES)
-def test_several_processes_call_one_at_a_time_of_their_own(fresh: Pair) -> None:
-    third = join(fresh, "c", 2)
-    try:
-        callers = (fresh.a, third)
-        for number, caller in enumerate(callers):
-            caller.begin(_caller_body, number)
-        for caller in callers:
-            caller.result()
-    finally:
-        third.kill()
-
-
-def _caller_body(number: int) -> None:
-    for count in range(30):
-        tensor = torch.full((1 + count * 1000,), number * 1000 + count)
-        pending = [send("work", tensor, payload=b"%d" % number) for _ in range(4)]
-        for one in pending:
-            reply = answer(one)
-            assert bytes(reply.body.payload) == b"%d" % number
-            assert same(reply.body.tensors[0], tensor)
 
 
 @in_a()
