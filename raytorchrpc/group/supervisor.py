@@ -21,24 +21,23 @@ from raytorchrpc.calls.metrics import GroupStats, Reading
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.group import core, ray_calls
+from raytorchrpc.group import core, join, ray_calls, restarted
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.core import Core
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
+from raytorchrpc.group.here import endpoint
+from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
+from raytorchrpc.group.process_group import ProcessGroupInfo
 from raytorchrpc.group.process_groups import check_backend, create_process_group
+from raytorchrpc.group.ray_metrics import reading
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, Roster
 from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
+from raytorchrpc.group.tickets import consent
 from raytorchrpc.group.tracing import GroupTrace, Tracing
+from raytorchrpc.group.view import Answer
 from raytorchrpc.lanes.common.protection import make_identity
-from raytorchrpc.membership import join, restarted
-from raytorchrpc.membership.control_connections import ControlConnections
-from raytorchrpc.membership.here import endpoint
-from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
-from raytorchrpc.membership.process_group import ProcessGroupInfo
-from raytorchrpc.membership.ray_metrics import reading
-from raytorchrpc.membership.tickets import consent
-from raytorchrpc.membership.view import Answer
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import reserve_descriptors

@@ -10,14 +10,12 @@ import pytest
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable
+from raytorchrpc.group import join
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.nng.lane import NngLane
-from raytorchrpc.membership import join
 from tests.conformance.peers import SECRET, Credentials
-from tests.shortage import Failing, shortage
+from tests.shortage import Failing
 from tests.unit.members import Members
-
-__all__ = ["shortage"]
 
 
 def test_lanes_that_opened_before_another_failed_keep_their_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

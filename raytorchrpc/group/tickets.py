@@ -22,8 +22,8 @@ import ray
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import BootstrapError, NotAMember
-from raytorchrpc.membership.here import Place, inherit, place
-from raytorchrpc.membership.restarted import Record, lasts, record_of, records
+from raytorchrpc.group.here import Place, inherit, place
+from raytorchrpc.group.restarted import Record, lasts, record_of, records
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeou
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
-from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process import fork, guard, tcp, threads
 from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.this_process import reserve_descriptors
