@@ -18,7 +18,7 @@ from raytorchrpc.lanes.common.handshake import Credentials, Identity
 from tests import handshakes
 from tests.conformance import peers
 from tests.conformance.on_path import Relay, Tamper
-from tests.conformance.peers import SECRET, Node, Process
+from tests.conformance.peers import EMPTY, SECRET, Message, Node, Process, answer
 from tests.polling import wait_until
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
@@ -212,6 +212,23 @@ def test_a_frame_that_is_injected_is_not_served(path: Path) -> None:
     path.tamper(None)
     assert wait_until(lambda: _ends(path), 20)
     assert len(path.b.served) == 1
+
+
+def test_frames_in_another_order_are_not_served(path: Path) -> None:
+    held: list[bytes] = []
+
+    def hold(data: bytes) -> bytes:
+        held.append(data)
+        return b"" if len(held) < 2 else held[1] + held[0]
+
+    path.tamper(hold)
+    first = path.a.lane.call("b", Message(("keep",), EMPTY), 20)
+    assert wait_until(lambda: len(held) == 1, 20)
+    second = path.a.lane.call("b", Message(("keep",), EMPTY), 20)
+    for pending in (first, second):
+        with pytest.raises(PeerLost):
+            answer(pending)
+    assert path.b.served == []
 
 
 @encrypted
