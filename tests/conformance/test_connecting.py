@@ -180,13 +180,6 @@ def test_requests_that_wait_as_the_peer_goes_did_not_run(
 # --- what follows a handshake that breaks off ----------------------------------------------------------------------
 
 
-def test_a_handshake_that_breaks_off_is_begun_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    caller, callee = pair
-    left = breaks_off(monkeypatch, 6)
-    assert caller.call("keep").header == ("kept",)
-    assert not left and len(callee.served) == 1
-
-
 def test_a_peer_that_hangs_up_on_every_attempt_is_not_reported_as_lost(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

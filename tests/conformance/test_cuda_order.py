@@ -324,20 +324,6 @@ def test_no_number_is_left(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> N
         sender.send()
 
 
-def test_an_export_whose_word_cannot_be_queued_keeps_nothing(
-    sender: Sender, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise LaneUnavailable("cuda_ipc", "the driver fails")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(gpu, "write", fail)
-        with pytest.raises(LaneUnavailable, match="the driver fails"):
-            sender.send()
-    assert not len(sender.exports)
-    sender.send()
-
-
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,13 +10,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from typing import Any
 
 import pytest
 
-from raytorchrpc._compat import torch_internals
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.process import fork, guard
 from raytorchrpc.process.guard import Connection, Guard, Takeover
@@ -409,36 +406,11 @@ def test_a_process_knows_its_own_connections_alone() -> None:
         other.kill()
 
 
-def test_a_reset_connection_is_nobodys_while_its_descriptor_is_open() -> None:
-    """The kernel may give its port to another process."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as sock,
-    ):
-        accepted, name = listener.accept()
-        mine = Connection(name, listener.getsockname())
-        assert guard.made_here([mine]) == [mine]
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()
-        assert is_hung_up_on(sock)
-        assert guard.made_here([mine]) == []
-
-
 _kept: list[socket.socket] = []
 
 
 def connect_and_keep(*where: tuple[str, int]) -> None:
     _kept.extend(map(socket.create_connection, where))
-
-
-def test_several_threads_may_start_torchrpcs_agent_at_once() -> None:
-    """As when two members connect for the first time: torch asks in between whether an agent runs."""
-    member = Process()
-    try:
-        member.run(peers.begin, "torchrpc", "a", 0)
-        assert member.run(start_on_threads, 8) == 8
-    finally:
-        member.kill()
 
 
 def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> None:
@@ -458,20 +430,3 @@ def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> No
 def admit_and_start(host: str) -> None:
     process_fabric().admit([host])
     process_fabric().start()
-
-
-def start_on_threads(count: int) -> int:
-    """All have begun to start it before torch is asked to; how many came back."""
-    start_agent = torch_internals.start_agent
-
-    def start_late(*args: Any, **kwargs: Any) -> Any:
-        def have_begun() -> bool:
-            return sum(thread.name == "raytorchrpc-start" for thread in threading.enumerate()) == count
-
-        assert wait_until(have_begun, 20)
-        return start_agent(*args, **kwargs)
-
-    torch_internals.start_agent = start_late
-    with ThreadPoolExecutor(count) as threads:
-        started = [threads.submit(process_fabric().start) for _ in range(count)]
-        return sum(each.result(30) is None for each in started)

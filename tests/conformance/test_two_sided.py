@@ -98,15 +98,6 @@ def is_ones(fetched: list[torch.Tensor]) -> bool:
 # --- order -----------------------------------------------------------------------------------------------------
 
 
-def test_one_joining_serves_every_transfer_of_a_direction(ab: Stations) -> None:
-    a, b = ab.values()
-    for _ in range(5):
-        assert is_ones(b.fetch(a.export(ones())))
-    assert len(a.carrier.channels) == len(b.carrier.channels) == 1
-    assert is_ones(a.fetch(b.export(ones(), to="a"), "b"))
-    assert len(a.carrier.channels) == len(b.carrier.channels) == 2
-
-
 def test_nothing_is_posted_before_the_data_is_complete(ab: Stations, pool: ThreadPoolExecutor) -> None:
     a, b = ab.values()
     assert is_ones(b.fetch(a.export(ones())))
@@ -143,21 +134,6 @@ def test_over_tcp(open_stations: Callable[..., Stations]) -> None:
 
 
 # --- what is not fetched -----------------------------------------------------------------------------------------
-
-
-def test_discarded_and_cancelled_exports_are_let_go(ab: Stations) -> None:
-    a, b = ab.values()
-    unwanted, cancelled, wanted = (a.export(ones()) for _ in range(3))
-    cancelled[0].cancel()
-    b.discard(unwanted)
-    assert is_ones(b.fetch(wanted))
-    assert a.keeps(0)
-    cancelled[0].cancel()  # twice is harmless
-    for gone in (unwanted, cancelled, wanted):
-        with pytest.raises(PeerLost, match="does not have these tensors any more"):
-            b.fetch(gone)
-    assert is_ones(b.fetch(a.export(ones())))
-    assert len(b.carrier.channels) == 1, "a refusal costs no channel"
 
 
 def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., Stations]) -> None:

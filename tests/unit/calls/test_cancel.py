@@ -177,13 +177,6 @@ def test_a_call_that_is_done_keeps_its_result(members: Members) -> None:
     assert done.result() == 1 and not done.cancel()
 
 
-def test_twice_is_as_once(members: Members, actor: Actor) -> None:
-    running = rtr.rpc_async("home").hold()
-    assert running.cancel() and running.cancel()
-    is_cancelled(running)
-    assert dict(members.members["a"].counters.rows("a")[0].errors) == {"CancelledError": 1}
-
-
 def test_the_call_or_its_cancellation_wins_and_that_stays(members: Members, actor: Actor) -> None:
     actor.go.set()
     won = {True: 0, False: 0}

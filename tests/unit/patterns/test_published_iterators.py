@@ -167,16 +167,6 @@ def test_other_members_and_other_threads_go_on_meanwhile(members: Members) -> No
             assert store.pull(mine, version) == version and values(mine) == [version] * 5
 
 
-def test_names_in_another_order_are_the_same_layout(members: Members) -> None:
-    publish(members, pairs(1))
-    with members.acting("a"):
-        layout = rtr.WeightStore.find("w").layout()
-    publish(members, pairs(2, NAMES[::-1]))
-    with members.acting("a"):
-        assert rtr.WeightStore.find("w").layout().tensors == layout.tensors
-    assert pulled(members) == [2] * 5
-
-
 def test_what_is_given_may_be_written_again_for_the_next(members: Members) -> None:
     def reused(first: float) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = torch.zeros(SHAPE)
