@@ -1,4 +1,4 @@
-"""The threads of lanes: who polls sockets, while methods run and after failures, how long one spins; torch replies."""
+"""The threads of lanes: who polls sockets, while methods run, how long one spins; torch replies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.socket.selector import BRIEF_S, SPIN_S, Selector, Spinner
-from raytorchrpc.process import threads
 from tests.polling import wait_until
 
 PATIENCE_S = 20.0
@@ -27,7 +26,6 @@ class Source:
     """A connection that brings some methods each time it is readable."""
 
     enabled = True
-    ended = ""
 
     def __init__(self, *tasks: Task) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -41,23 +39,17 @@ class Source:
     def enable_if_unread(self) -> bool:
         return False
 
-    def enable_again(self) -> None:
-        """It is always polled."""
 
-    def end(self, reason: str) -> None:
-        self.ended = reason
-
-
-def read(source: Source, tasks: deque[tuple[Task, Source | None]]) -> None:
+def read(source: Source, tasks: deque[Task]) -> None:
     os.eventfd_read(source.fd)
     source.left.append(len(tasks))
-    tasks.extend((task, source) for task in source.tasks)
+    tasks.extend(source.tasks)
 
 
 @pytest.fixture
 def selector() -> Iterator[Selector]:
-    made = Selector("test", read, lambda fd: True, lambda: None)
-    made.start(lambda work: threading.Thread(target=work, daemon=True).start())
+    made = Selector("test", read, lambda fd: True)
+    made.start()
     yield made
     sources = list(made.connections.values())
     made.close()
@@ -108,44 +100,15 @@ def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Select
     assert other.left and other.left[0] > 0
 
 
-def test_a_connection_whose_method_failed_ends(selector: Selector) -> None:
-    """Its caller may not have an answer."""
-    done = threading.Event()
-
-    def fail() -> None:
-        raise MemoryError
-
-    source = add(selector, fail)
-    source.arrive()
-    assert wait_until(lambda: source.ended, PATIENCE_S)
-    add(selector, done.set).arrive()
-    assert done.wait(PATIENCE_S)
-
-
 def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
     """They may be admitted, and would keep all others out."""
-    made = Selector("test", read, lambda fd: True, lambda: None)
-    made.start(lambda work: threading.Thread(target=work, daemon=True).start())
+    made = Selector("test", read, lambda fd: True)
+    made.start()
     done = threading.Event()
     source = add(made, lambda: time.sleep(10 * BRIEF_S), made.close, done.set)
     source.arrive()
     assert done.wait(PATIENCE_S)
     os.close(source.fd)
-
-
-def test_all_threads_end_if_none_can_poll(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting(selector)  # there are several now
-    monkeypatch.setattr(threads, "_HOPELESS_S", 0.2)
-    monkeypatch.setattr(selector, "_give_up", selector.close)
-    freed, free = threading.Event(), selector._free
-    monkeypatch.setattr(selector, "_free", lambda: (free(), freed.set()))
-
-    def fail(*, wait: bool) -> None:
-        raise OSError("the epoll set is broken")
-
-    monkeypatch.setattr(selector, "_poll", fail)
-    add(selector).arrive()
-    assert freed.wait(PATIENCE_S)
 
 
 # --- spinning -------------------------------------------------------------------------------------------------------
