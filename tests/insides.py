@@ -45,6 +45,16 @@ def watches_everybody(group: Any) -> bool:
     return all(member.is_watched for member in group._own("a test")._core._members.values())
 
 
+def fail_to_take_requests(error: BaseException) -> None:
+    """Have the threads of the lanes raise this where they take a request."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for lane in process_member().lanes:
+        vars(lane)["_serve"] = fail
+
+
 def limit_nesting(most: int) -> int:
     """Let a chain of calls come back to this actor so many times at most; returns how many it could before."""
     before, gates.MOST_NESTED = gates.MOST_NESTED, most
