@@ -67,20 +67,6 @@ def test_a_step_learns(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_the_costs_are_measured() -> None:
-    ran = subprocess.run(
-        [sys.executable, "costs.py", "--rounds", "3"],
-        cwd=tutorial.FILES,
-        env={**os.environ, "PYTHONPATH": str(tutorial.ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert ran.returncode == 0 and len(re.findall(r" {2,}\d+\.\d\d", ran.stdout)) == 11, ran.stdout + ran.stderr
-
-
-@pytest.mark.slow
 def test_the_last_step_runs_as_a_submitted_job(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="jobs need ray[default]: pip install '.[jobs]' in a checkout")
     type_step(8, tmp_path)
