@@ -24,6 +24,7 @@ from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
+from tests.ray.plain import Plain
 from tests.releases import needs, obstacle
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +33,39 @@ ROOT = Path(__file__).parents[2]
 def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
     """``function(instance)`` in the actor's process."""
     return ray.get(handle.__ray_call__.remote(function), timeout=60)
+
+
+def test_what_ray_runs_for_a_method_can_be_wrapped(spawn: Spawn) -> None:
+    """FunctionActorManager._make_actor_method_executor, _function_execution_info and execution_infos: without them the
+    undecorated methods of a sync actor run beside the others.
+    """
+
+    def wrap(instance: Any) -> None:
+        def twice(name: str, method: Any, executor: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda instance, *args: (
+                executor(instance, *args) * 2 if name == "double" else executor(instance, *args)
+            )
+
+        ray_internals._wrapped_manager = None  # an actor's process wraps them when it imports the package
+        ray_internals.wrap_actor_methods(twice)
+
+    actor = spawn(Plain)
+    assert ray.get(actor.double.remote(21), timeout=60) == 42
+    inside(actor, wrap)
+    assert ray.get(actor.double.remote(21), timeout=60) == 84
+    assert inside(actor, lambda instance: instance.double(21)) == 42
+
+
+def test_the_actor_id_of_a_handle_is_the_one_ray_knows_the_actor_by(peers: list[Any]) -> None:
+    """ActorHandle._actor_id: without it a handle is no call target, and duplicates in a list go unnoticed."""
+    known = inside(peers[0], lambda instance: ray.get_runtime_context().get_actor_id())
+    assert ray_internals.actor_id_of(peers[0]) == known
+    assert ray_internals.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
+
+
+def test_the_class_name_of_a_handle(peers: list[Any]) -> None:
+    """ActorHandle._ray_actor_creation_function_descriptor.class_name: without it members of a list have no names."""
+    assert ray_internals.actor_class_name(peers[0]) == "Peer"
 
 
 def test_a_value_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None:
