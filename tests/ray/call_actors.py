@@ -257,9 +257,6 @@ class Stage(Peer):
     def has_context(self) -> bool:
         return insides.has_autograd_context()
 
-    def weight(self) -> torch.Tensor:
-        return self.layer.weight.detach().clone()
-
 
 class AsyncStage(AsyncPeer):
     """Likewise, with coroutines that let others run in the middle."""
