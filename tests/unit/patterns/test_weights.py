@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
-from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.base import Copies, PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import Borrower, Lender
@@ -339,12 +339,12 @@ def test_the_shm_lane_gives_copies_of_what_is_lent() -> None:
         assert sender._arena.used == 0
         shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in lent]
         strided, whole = torch.zeros(16, 32)[:, ::2], torch.zeros(1 << 17, dtype=torch.int64)
-        first, second = receiver.fetch("s", export.descriptor, shapes, [strided, whole])
-        assert first is strided and second is whole and bool((strided == 7).all()) and bool((whole == 7).all())
-        fresh = receiver.fetch("s", export.descriptor, shapes)
+        left, done = receiver.read("s", export.descriptor, shapes, Copies.whole([strided, whole]))
+        assert left is not None and bool((left == 7).all()) and done is None and bool((whole == 7).all())
+        fresh = receiver.read("s", export.descriptor, shapes)
         fresh[0].zero_()
         assert bool((lent[0] == 7).all()), "nobody else writes there"
-        receiver.discard("s", export.descriptor)
+        receiver.release("s", export.descriptor)
         export.cancel()
         own = sender.export([*lent, torch.ones(3)], "r", {})
         assert sender._arena.used > 0, "not all of these are lent: they are copied"
