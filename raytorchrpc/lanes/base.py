@@ -251,7 +251,7 @@ class Target(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Target:
-        return Target(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device)
+        return Target(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
 
 
 class Copy(NamedTuple):

@@ -61,7 +61,8 @@ def unpack(
     if shared:  # they are small, and one kernel copies many
         views = [placed[index] for index in shared]
         own = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-        placed.update(zip(shared, copy_into(own, views), strict=True))
+        copy_into(own, views)
+        placed.update(zip(shared, own, strict=True))
     return [placed[index] for index in range(len(shapes))]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Selection:
     def __init__(
         self, transfers: Sequence[Transfer], targets: Sequence[torch.Tensor], copies: Copies | None = None
     ) -> None:
-        """``targets``: what each transfer fills, without autograd. ``copies``: see ``copies``, if they are known."""
+        """``targets``: what each transfer fills, without autograd. ``copies``: to these, if they are known."""
         self.transfers, self.targets, self._copies = transfers, targets, copies
 
     @property
@@ -38,7 +39,7 @@ class Selection:
     def regions(self) -> list[Region]:
         return [transfer.region for transfer in self.transfers]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum([transfer.nbytes for transfer in self.transfers])
 
@@ -46,7 +47,7 @@ class Selection:
     def copies(self) -> Copies:
         """What to copy out of a snapshot's pieces; see ``Snapshot.pieces``."""
         if self._copies is None:
-            self._copies = Copies(copies_of(self.transfers, map(Target.of, self.targets)), self.targets)
+            self._copies = Copies(_copies(self.transfers, map(Target.of, self.targets)), self.targets)
         return self._copies
 
     def only(self, changed: Iterable[int] | None) -> Selection:
@@ -109,12 +110,12 @@ def _signature(layout: int, transfers: Sequence[Transfer], device_types: Sequenc
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-def copies_of(transfers: Iterable[Transfer], targets: Iterable[Target]) -> list[Copy]:
+def _copies(transfers: Iterable[Transfer], targets: Iterable[Target]) -> list[Copy]:
     """The copies that bring transfers to their targets, out of pieces by conversion; see ``Snapshot.pieces``."""
     pieces: dict[str | None, int] = {}
     return [
-        Copy(pieces.setdefault(transfer.place[1], len(pieces)), target, transfer.offset, transfer.region[2])
-        for transfer, target in zip(transfers, targets, strict=True)
+        Copy(pieces.setdefault(conversion, len(pieces)), target, offset, strides)
+        for ((_, conversion), (_, _, strides), offset, *_), target in zip(transfers, targets, strict=True)
     ]
 
 
@@ -144,19 +145,22 @@ class SourceCopies:
     def into(self, tensors: Mapping[str, torch.Tensor]) -> Selection:
         """All of it, into tensors in this memory. Tensors are viewed when a lane asks for them: it knows addresses."""
         if self._copies is None:
-            self._copies = copies_of(self.transfers, self._targets(tensors))
+            self._copies = _copies(self.transfers, self._targets(tensors))
         targets, filled = _Views(self.transfers, tensors), [tensors[name] for name in self._names]
-        return Selection(self.transfers, targets, Copies(self._copies, targets, filled, self._known))
+        selection = Selection(self.transfers, targets, Copies(self._copies, targets, filled, self._known))
+        selection.nbytes = self.nbytes
+        return selection
 
-    def _targets(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[Target]:
-        whole = {name: Target.of(tensors[name]) for name in self._names}
-        for transfer in self.transfers:
-            target = whole[transfer.target]
-            if transfer.begin is not None:
-                skipped = sum(map(operator.mul, transfer.begin, target.strides))
-                address = target.address + target.dtype.itemsize * skipped
-                target = target._replace(address=address, shape=transfer.region[1])
-            yield target
+    def _targets(self, tensors: Mapping[str, torch.Tensor]) -> list[Target]:
+        wholes, targets = {name: Target.of(tensors[name]) for name in self._names}, list[Target]()
+        for _, (_, shape, _), _, _, name, begin in self.transfers:
+            target = wholes[name]
+            if begin is not None:
+                address, dtype, _, strides, device = target
+                skipped = sum(map(operator.mul, begin, strides))
+                target = Target(address + dtype.itemsize * skipped, dtype, shape, strides, device)
+            targets.append(target)
+        return targets
 
     def asks_like(self, other: SourceCopies) -> bool:
         """Whether a home is asked the same for both."""
