@@ -18,11 +18,10 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import exposed, gates
-from raytorchrpc.group import detached, formation, group, restarts
+from raytorchrpc.group import detached, formation, group, join, restarts, vouching
 from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
-from raytorchrpc.membership import join, vouching
 from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork
 from raytorchrpc.process.fan_out import Requests
@@ -50,6 +49,16 @@ def watches_everybody(group: Any) -> bool:
 def takes_turns() -> bool:
     """Whether the methods of the actor in this process, decorated or not, wait for each other."""
     return exposed._takes_turns
+
+
+def fail_to_take_requests(error: BaseException) -> None:
+    """Have the threads of the lanes raise this where they take a request."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for lane in process_member().lanes:
+        vars(lane)["_serve"] = fail
 
 
 def is_connecting(peer: str) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.membership import tickets
-from raytorchrpc.membership.tickets import Parent, Ticket
+from raytorchrpc.group import tickets
+from raytorchrpc.group.tickets import Parent, Ticket
 
 _CONNECT = "import socket; sock = socket.socket(socket.AF_UNIX); sock.connect({name!r}); "
 _READ = _CONNECT + "print(len(sock.recv(1 << 20)))"

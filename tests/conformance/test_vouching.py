@@ -12,9 +12,9 @@ import pytest
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.peers import Member, PeerTable
 from raytorchrpc.calls.server.services import Services
+from raytorchrpc.group import vouching
+from raytorchrpc.group.vouching import vouched
 from raytorchrpc.lanes.base import Message, Pending
-from raytorchrpc.membership import vouching
-from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.process.guard import Connection
 
 HOST = "192.0.2.1"

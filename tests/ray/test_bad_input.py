@@ -532,7 +532,7 @@ def test_a_member_that_gets_busy_while_the_group_forms(spawn: Spawn, peers: list
 
     forming = threading.Thread(target=form)
     forming.start()
-    while not ray.get(early.has_loaded.remote("raytorchrpc.membership.join")):
+    while not ray.get(early.has_loaded.remote("raytorchrpc.group.join")):
         pass  # the actor runs its tasks in order: once this is true, it has answered
     stuck = early.__ray_call__.remote(lambda self, gate: gate.pass_through(), holds_the_rest)
     holds_the_probe.open()
@@ -601,7 +601,7 @@ def test_a_group_that_is_being_formed_cannot_take_members_of_a_formed_one(
 
     forming = threading.Thread(target=form_slowly)
     forming.start()
-    while not ray.get(wanted.has_loaded.remote("raytorchrpc.membership.join")):
+    while not ray.get(wanted.has_loaded.remote("raytorchrpc.group.join")):
         pass
     with rtr.init_group({"wanted": wanted, "third": third}, name="quick"):
         gate.open()
@@ -641,7 +641,7 @@ def test_a_group_whose_forming_actor_died_does_not_keep_its_members(
 
 def before_its_methods_are_listed(todo: Callable[[], None] | None) -> None:
     """Lets a test hold ``prepare`` there."""
-    from raytorchrpc.membership import join
+    from raytorchrpc.group import join
 
     def listed(instance: Any) -> dict[str, Any]:
         if todo is not None:
@@ -677,7 +677,7 @@ def test_a_slow_threaded_member_that_was_rolled_back_keeps_nothing(
 def wait_for_the_last_step() -> None:
     """Until prepare(), which goes on after it was held, has returned."""
     while any(
-        frame.f_code.co_name == "prepare" and frame.f_globals.get("__name__") == "raytorchrpc.membership.join"
+        frame.f_code.co_name == "prepare" and frame.f_globals.get("__name__") == "raytorchrpc.group.join"
         for top in sys._current_frames().values()
         for frame in _stack(top)
     ):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import raytorchrpc as rtr
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, ProcessGroupLost
-from raytorchrpc.membership.rendezvous import MemberStore
+from raytorchrpc.group.rendezvous import MemberStore
 from raytorchrpc.process import fork, guard, tcp
 from tests import insides
 from tests.polling import wait_until

@@ -17,10 +17,9 @@ import ray
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.group import restarts
+from raytorchrpc.group import control_connections, restarts
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.restarts import RestartedActors
-from raytorchrpc.membership import control_connections
-from raytorchrpc.membership.control_connections import ControlConnections
 from tests.polling import suspend
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn

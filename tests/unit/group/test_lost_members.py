@@ -25,15 +25,15 @@ from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
 from raytorchrpc.errors import BootstrapError, PeerLost, RayTorchRpcError
 from raytorchrpc.group import restarts
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.formation import Formation
+from raytorchrpc.group.restarted import Process
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.base import Message, Reply
 from raytorchrpc.lanes.common import connections as lane_connections
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
-from raytorchrpc.membership.control_connections import ControlConnections
-from raytorchrpc.membership.restarted import Process
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from tests.polling import wait_until

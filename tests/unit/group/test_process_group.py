@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
+from raytorchrpc.group.process_group import Collectives, GuardedListeners, ProcessGroupInfo
 from raytorchrpc.group.process_groups import check_backend, check_encryption
-from raytorchrpc.membership.process_group import Collectives, GuardedListeners, ProcessGroupInfo
-from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process.workers import process_deadlines
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
@@ -300,7 +300,7 @@ def test_a_process_group_over_gloo_has_room_for_its_connections() -> None:
     """In a process of its own: gloo ends the process when it cannot accept one."""
     program = """
 import resource
-from raytorchrpc.membership.process_group import Collectives, ProcessGroupInfo
+from raytorchrpc.group.process_group import Collectives, ProcessGroupInfo
 from raytorchrpc.process.workers import process_deadlines
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1500))
 for size in (500, 2000):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from raytorchrpc.membership.view import JOINING, Absence, Delta, Table
+from raytorchrpc.group.view import JOINING, Absence, Delta, Table
 from tests.unit.clusters import slope
 from tests.unit.group.followers import Group, elsewhere
 
