@@ -328,16 +328,16 @@ class NcclLane(TensorLane):
         if kind == WATCH:
             return None
         if kind == JOIN:
-            return partial(self._join_as_sender, peer, request[0], request[1], reply)
+            return partial(_unless_gone, self._join_as_sender, peer, request[0], request[1], reply)
         if kind == FETCH:
-            return partial(self._send, peer, request[0], request[1], reply)
+            return partial(_unless_gone, self._send, peer, request[0], request[1], reply)
         if kind == DISCARD:
             self._take(peer, *request)
         else:
             for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
                 if (end.peer, end.ticket) == (peer, request[0]):
                     self._abort(end, request[1])
-        reply(_answer(None))
+        _unless_gone(reply, _answer(None))
         return None
 
     # --- sending -------------------------------------------------------------------------------------------
@@ -535,6 +535,12 @@ class NcclLane(TensorLane):
             self._abort(end, _LOST)
         self._cleanup.stop()
         self._kept.clear()
+
+
+def _unless_gone(serve: Callable[..., None], *request: Any) -> None:
+    """Serve a request, unless its peer is gone: nobody waits for the answer then."""
+    with suppress(PeerLost):
+        serve(*request)
 
 
 def _answer(refusal: str | None) -> Message:
