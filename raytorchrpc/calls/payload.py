@@ -15,7 +15,7 @@ import torch
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Export, MessageLane, Part, TensorLane, WindowLane
+from raytorchrpc.lanes.base import SMALL, Export, MessageLane, Part, TensorLane, WindowLane
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.codec import Encoded, as_tensor
@@ -85,7 +85,7 @@ class Payloads:
             return route.fabric, _in_message(body, route.devices)
         if not body.tensors:
             lane = route.tensors if method in route.heavy_results else route.calls
-            return lane, self._without_tensors(route, lane, body)
+            return lane, self._without_tensors(route, lane, body) if len(body.payload) > SMALL else Payload(body)
         lane = route.calls
         if lane.capabilities.carries(body.tensors):
             return lane, _in_message(body, route.devices)
@@ -105,12 +105,13 @@ class Payloads:
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
             fits = can.rrefs or not body.rrefs
-            return fits, self._without_tensors(route, lane, body) if fits else Payload(body)
+            is_large = fits and len(body.payload) > SMALL
+            return fits, self._without_tensors(route, lane, body) if is_large else Payload(body)
         fits = can.carries(body.tensors)
         if not fits or can.in_band_cuda:  # else there is no CUDA tensor
             self.check_reply(route, body.tensors)
         if fits and (can.rrefs or not body.rrefs):
-            body = outbound(body, devices)
+            body = outbound(body, devices) if devices else body
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
             return True, Payload(body if as_is else _unshared(body, frozen))
         if not body.rrefs:

@@ -16,7 +16,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.client.future import call_back
 from raytorchrpc.calls.client.stream import NEXT, Stream
-from raytorchrpc.calls.counters import CallCounters, counted_name
+from raytorchrpc.calls.counters import PACKAGES_OWN, CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
 from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band
@@ -101,11 +101,8 @@ class OutgoingCall:
         self._calls, self._route, self._method, self._options = calls, route, method, options
         self._lock = Lock()
 
-    def send(self, args: tuple[Any, ...], kwargs: Any, retries: int = 0, target: Any = None) -> None:
-        """Send it, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
-        if not retries:
-            self._transmit(args, kwargs, self._options.timeout)
-            return
+    def send_often(self, args: tuple[Any, ...], kwargs: Any, retries: int, target: Any) -> None:
+        """As ``send``, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
         peer, options = self._route.member.name, self._options
         self._deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
         self._retries = retries
@@ -123,13 +120,13 @@ class OutgoingCall:
 
     def _attempt(self) -> None:
         try:
-            self._transmit(*self._arguments, max(0.001, self.remaining()))
+            self.send(*self._arguments, max(0.001, self.remaining()))
         except PeerLost as lost:
             with self._lock:
                 self._lose(untraced(lost))
 
-    def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
-        """Send its request."""
+    def send(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
+        """Send its request. Raises what keeps it from being sent."""
         began = time.monotonic()
         calls, route, method, options = self._calls, self._route, self._method, self._options
         if calls.interval is not None and not calls.interval.used:
@@ -141,7 +138,7 @@ class OutgoingCall:
             span = tracer.call(f"{peer}.{counted_name(method, args)}", options.caller_waits)
         number = next(calls.numbers) if options.cancellable else 0
         header, body, in_context = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
-        size = body_bytes(body)
+        size = body_bytes(body) if body.tensors else len(body.payload)
         credit, has_waited = calls.credit.take(route.member, method, size, began + header.seconds)
         payload: Payload | None = None
         try:
@@ -170,14 +167,18 @@ class OutgoingCall:
             raise
         self._lane, self._payload, self._number = lane, payload, number
         self._started, self._deadline = started, started + header.seconds
-        self._counted, self._sent_by = counted_name(method, args), payload.lane or lane.name
+        self._counted = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
+        self._sent_by = payload.manifests[0][0] if payload.manifests else lane.name
         self.cancellable = self._is_reported = options.cancellable
-        calls.counters.sent(peer, self._sent_by, self._counted, size)
+        calls.counters.sent((peer, self._sent_by, self._counted, size))
         if span is not None:
             span.about.update(lane=lane.name, bytes_out=size)
-            if payload.lane is not None:
-                span.beside("ship", payload.lane, started)
+            if payload.manifests:
+                span.beside("ship", self._sent_by, started)
             self._span = span
+        if self._phase is UNSENT:
+            self._pending, self._phase = pending, SENT
+            return
         with self._lock:  # another thread may add a callback while the call is sent again
             self._pending, self._is_fetched, self._phase = pending, False, SENT
 
@@ -220,6 +221,8 @@ class OutgoingCall:
 
     def _advance(self, pending: Any) -> bool:
         """Move on after ``pending``, which is complete; whether the outcome can be taken."""
+        if self._phase in _DECIDED:
+            return True
         header: ReplyHeader | None = None
         error: Exception | None = None
         if pending is self._pending and self._phase in _IN_FLIGHT:
@@ -353,7 +356,8 @@ class OutgoingCall:
         """The value or the exception in the reply, its bytes, and the lane that brought them."""
         message, header, calls, route = self._pending.take(), self._header, self._calls, self._route
         self._phase = TAKEN
-        message.make_current()
+        if message.make_current is not nothing:
+            message.make_current()
         for export in self._payload.exports:
             export.finished()
         came_by = self._lane.name if message.body.tensors else self._sent_by
@@ -373,8 +377,9 @@ class OutgoingCall:
             into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
             size, value = into.receive(calls.codec, body, pending, self.label, self._options.keep)
         else:
-            body = calls.payloads.unpack(body, pending, keep=self._options.keep)
-            size = body_bytes(body)
+            if pending or self._options.keep:
+                body = calls.payloads.unpack(body, pending, keep=self._options.keep)
+            size = body_bytes(body) if body.tensors else len(body.payload)
         if span is not None:
             span.beside("fetch", came_by)
         if header.kind == protocol.RAISED:
@@ -396,7 +401,7 @@ class OutgoingCall:
             call = OutgoingCall(calls, route, NEXT, unlimited)
             call._may_have_run = item > 0  # the generator, whatever became of this request
             try:
-                call.send((number, item), {})
+                call.send((number, item), {}, unlimited.timeout)
             except PeerLost as lost:
                 raise PeerLost(lost.peer, lost.cause, item > 0 or lost.may_have_run) from None
             return call
@@ -523,7 +528,10 @@ class OutgoingCalls:
             options = options._replace(into=receiver(options.into))
         route = self.peers.route_for_call(target, options.timeout)
         call = OutgoingCall(self, route, method, options)
-        call.send(args, kwargs, options.retries(route.retries, method), target)
+        if retries := options.retries(route.retries, method):
+            call.send_often(args, kwargs, retries, target)
+        else:
+            call.send(args, kwargs, options.timeout)
         return call
 
     def close(self) -> None:
@@ -540,7 +548,7 @@ class OutgoingCalls:
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
-        self.counters.sent(route.member.name, lane.name, method, body_bytes(body))
+        self.counters.sent((route.member.name, lane.name, method, body_bytes(body)))
         return rref
 
     def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:

@@ -105,9 +105,8 @@ class Connection(connections.Connection):
             raise connections.Interrupted
         pending = SocketPending(on_released, self._state)
         pending.connection = self
-        number = 0
+        number = self._begin(pending)
         try:
-            number = self._begin(pending)
             if not caller_waits:
                 with self._state:
                     self._ensure_reader()
@@ -165,7 +164,9 @@ class Connection(connections.Connection):
             rest = self._send_by(until, deadline, buffers)
         finally:
             if not rest:
-                self._end_send()
+                self._sending.release()
+                if self._ended is not None:
+                    self._free_if_unused()
         if rest:
             self._finish_later(rest, deadline if self.accepted else deadline + FINISH_S, take_back)
 
@@ -224,8 +225,8 @@ class Connection(connections.Connection):
             copies = [memoryview(bytes(part)) for part in rest]  # the program may change its tensors from now on
             threads.start(self._finish, copies, until, take_back, name="raytorchrpc-rest")
         except BaseException as error:
+            self._sending.release()
             self.end(f"a message was sent in part, and the rest of it cannot be sent: {error}")
-            self._end_send()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
     def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
@@ -251,7 +252,9 @@ class Connection(connections.Connection):
             self.end(str(error))
             run_reported(take_back)
         finally:
-            self._end_send()
+            self._sending.release()
+            if self._ended is not None:
+                self._free_if_unused()
 
     # Reading.
 
@@ -279,6 +282,11 @@ class Connection(connections.Connection):
         """Let other threads read. The calling thread is likely to read again soon, so the leader polls this connection
         only if it does not, or for a caller that waits.
         """
+        if self.accepted:
+            self._reading = 0
+            if self._ended is not None:
+                self._free_if_unused()
+            return
         with self._state:
             self._reading = 0
             if self._ended is not None:
@@ -352,8 +360,7 @@ class Connection(connections.Connection):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
         finally:
-            with self._state:
-                self._free()
+            self._free_if_unused()
 
     def _free(self) -> None:
         """Under ``_state``, after the end: close the descriptor, unless a thread may be about to use it.
@@ -365,11 +372,9 @@ class Connection(connections.Connection):
             self.sock.close()
             self._sending.release()
 
-    def _end_send(self) -> None:
-        self._sending.release()
-        if self._ended is not None:
-            with self._state:
-                self._free()
+    def _free_if_unused(self) -> None:
+        with self._state:
+            self._free()
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -392,19 +397,18 @@ class SocketPending(Pending):
     connection: Connection
 
     def wait(self, timeout_s: float) -> bool:
-        if self.done:
-            return True
         connection, deadline = self.connection, time.monotonic() + timeout_s
-        if connection.acquire_read():
+        if not self.done and connection.acquire_read():
             try:
                 if timeout_s > 0:
-                    connection.exclude_selector()
+                    if connection.enabled:
+                        connection.exclude_selector()
                     connection.read_until(self, deadline)
                 else:
                     connection.read()
             finally:
                 connection.release_read()
-        return super().wait(deadline - time.monotonic())
+        return self.done or super().wait(deadline - time.monotonic())
 
     def check_reader(self) -> None:
         if self.connection._reading == get_ident():
@@ -499,7 +503,9 @@ class SocketLane(ConnectedLane[Connection]):
 
     def _read(self, connection: Connection, tasks: deque[Task]) -> None:
         """Read what has arrived, and add the work that it brought. Requests enter their queues in the order sent."""
-        if not connection.acquire_read():
+        if connection.accepted:  # Nobody else reads it, so no lock is needed. Its end looks at this after it is noted.
+            connection._reading = get_ident()
+        elif not connection.acquire_read():
             return  # a caller reads it
         try:
             for frame in connection.read():
