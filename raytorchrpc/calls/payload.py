@@ -88,7 +88,7 @@ class Payloads:
             return lane, self._without_tensors(route, lane, body) if len(body.payload) > SMALL else Payload(body)
         lane = route.calls
         if lane.capabilities.carries(body.tensors):
-            return lane, _in_message(body, route.devices)
+            return lane, Payload(outbound(body, route.devices) if route.devices else body)
         self._check_mapped(route, body.tensors, route.devices)
         payload = self._beside(route, lane, body, route.devices, share)
         return (route.tensors, _in_message(body, route.devices)) if payload is None else (lane, payload)

@@ -52,7 +52,8 @@ from raytorchrpc.tensors.kept_errors import untraced
 _NOTICE_S = 10.0
 #: Packing that takes no longer than this is not counted, since every call would pay for it (seconds).
 _SOON_S = 0.005
-_NO_PAYLOAD = Payload(NOTHING)
+_NO_PAYLOAD, _OK = Payload(NOTHING), ReplyHeader(protocol.OK)
+NO_REPLY = Message(tuple(_OK), NOTHING)
 
 
 class Phase(Enum):
@@ -76,30 +77,27 @@ _DECIDED = (ARRIVED, FAILED, TAKEN)
 class OutgoingCall:
     """One call, from its first request to its outcome: what a ``Future`` waits for. Thread-safe."""
 
-    cancellable = False
-    """Whether ``cancel`` reaches the callee."""
-    _span: Span | None = None
-    """If it is traced."""
-    _counted = ""
-    """The name under which it is counted."""
-    _sent_by = ""
-    """The lane of its payload."""
-    _phase, _payload = UNSENT, _NO_PAYLOAD
-    _pending: Any
-    """Complete when the call can move on."""
-    _header = ReplyHeader(protocol.OK)
-    """Of the reply, once it has arrived."""
-    _error: BaseException | None = None
-    """Why it was lost or has failed."""
-    _started, _number = 0.0, 0
-    _is_reported = False
-    """A failure is logged if this is dropped."""
-    _is_fetched = _may_have_run = _is_cancelled = False
-    _retries = 0
+    _lane: MessageLane
+    """Of its request, once that is sent."""
+    _deadline: float
 
     def __init__(self, calls: OutgoingCalls, route: PeerRoute, method: str, options: CallOptions) -> None:
         self._calls, self._route, self._method, self._options = calls, route, method, options
         self._lock = Lock()
+        self._phase, self._payload = UNSENT, _NO_PAYLOAD
+        self._message, self._header = NO_REPLY, _OK
+        self._pending: Any = None
+        """Complete when the call can move on."""
+        self._error: BaseException | None = None
+        """Why it was lost or has failed."""
+        self._span: Span | None = None
+        """If it is traced."""
+        self.cancellable = self._is_reported = False
+        """Whether ``cancel`` reaches the callee; whether a failure is logged if this is dropped."""
+        self._is_fetched = self._may_have_run = self._is_cancelled = False
+        self._counted = self._sent_by = ""
+        """The name under which it is counted; the lane of its payload."""
+        self._started, self._number, self._retries = 0.0, 0, 0
 
     def send_often(self, args: tuple[Any, ...], kwargs: Any, retries: int, target: Any) -> None:
         """As ``send``, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
@@ -225,9 +223,11 @@ class OutgoingCall:
             return True
         header: ReplyHeader | None = None
         error: Exception | None = None
+        message = NO_REPLY
         if pending is self._pending and self._phase in _IN_FLIGHT:
             try:
-                header = ReplyHeader(*pending.take().header)
+                message = pending.take()
+                header = ReplyHeader(*message.header)
             except Exception as failure:
                 error = untraced(failure)
         with self._lock.once(self.label) if self._lock._is_owned() else self._lock:
@@ -235,7 +235,7 @@ class OutgoingCall:
                 if error is not None:
                     self._fail(error)
                 elif header is not None:
-                    self._header, self._phase = header, ARRIVED
+                    self._message, self._header, self._phase = message, header, ARRIVED
                     if header.kind == protocol.KEPT:
                         self._fetch(header.number)
             return self._phase in _DECIDED
@@ -354,8 +354,8 @@ class OutgoingCall:
 
     def _take(self) -> tuple[Any, BaseException | None, int, str]:
         """The value or the exception in the reply, its bytes, and the lane that brought them."""
-        message, header, calls, route = self._pending.take(), self._header, self._calls, self._route
-        self._phase = TAKEN
+        message, header, calls, route = self._message, self._header, self._calls, self._route
+        self._phase, self._message = TAKEN, NO_REPLY
         if message.make_current is not nothing:
             message.make_current()
         for export in self._payload.exports:
@@ -460,7 +460,7 @@ class OutgoingCall:
     def __del__(self) -> None:
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         # An interrupt may have ended __init__. In a fork the call is the parent's.
-        if self._phase is TAKEN or fork.forked():
+        if getattr(self, "_phase", TAKEN) is TAKEN or fork.forked():
             return
         with contextlib.suppress(Exception):
             if self._phase in _UNDER_WAY:
@@ -528,7 +528,7 @@ class OutgoingCalls:
             options = options._replace(into=receiver(options.into))
         route = self.peers.route_for_call(target, options.timeout)
         call = OutgoingCall(self, route, method, options)
-        if retries := options.retries(route.retries, method):
+        if retries := route.retries.get(method, 0) if options.retry is None else options.retry:
             call.send_often(args, kwargs, retries, target)
         else:
             call.send(args, kwargs, options.timeout)

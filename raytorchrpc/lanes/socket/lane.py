@@ -15,6 +15,7 @@ import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Set
+from enum import Enum
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar
@@ -60,8 +61,25 @@ def _timeval(seconds: int) -> bytes:
     return seconds.to_bytes(8, "little") + bytes(8)
 
 
+class Polled(Enum):
+    """Whether the leader polls a connection, if no caller reads it."""
+
+    NOT = "not polled"
+    """No reply is to come, or a caller that waits is about to read it."""
+    SOON = "polled soon, if no caller reads it"
+    NOW = "polled"
+
+
+NOT, SOON, NOW = Polled  # to look them up there takes longer
+
+
 class Connection(connections.Connection):
-    """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which."""
+    """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which.
+
+    The leader always polls an accepted connection. It polls one of our own only while replies are to come that no
+    caller reads: a caller that waits in a process that serves no requests reads its own reply, and those of others
+    meanwhile. One that a caller has just left is polled soon, unless a caller has read it again by then.
+    """
 
     def __init__(
         self,
@@ -83,20 +101,25 @@ class Connection(connections.Connection):
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
-        self.enabled = self.accepted or (first is not None and not first.caller_waits)
-        """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
-        that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
-        its own reply, and those of others meanwhile.
-        """
-        self._enables_later = False
+        self.polled = NOW if self.accepted or (first is not None and not first.caller_waits) else NOT
         self._read_lately = False
-        """A caller has read it and is likely to again: the leader need not poll it."""
-        self._callbacks = 0  # calls in flight that have a callback
+        """A caller has read it since it was to be polled soon."""
+        self._callbacks = 0
+        """Calls in flight that have a callback, which no caller reads for."""
         self._spinner = Spinner()
         if first is not None:
             self.first = pending = SocketPending(first.on_released, self._state)
             pending.connection = self
             self._begin(pending)
+
+    def __repr__(self) -> str:
+        if self._ended is not None:
+            state = f"ended: {self._ended}"
+        else:
+            state = (
+                f"{'read by a thread' if self._reading else self.polled.value}, {len(self._pending)} calls in flight"
+            )
+        return f"<connection {'from a caller' if self.peer is None else f'to {self.peer!r}'}, {state}>"
 
     # Calls.
 
@@ -122,26 +145,28 @@ class Connection(connections.Connection):
         """
         if self._callbacks:
             self._enable()
-        elif not (self.enabled or self._reading or self._enables_later):
+        elif self.polled is NOT and not self._reading:
             self._selector.enable_later(self)
-            self._enables_later = True
+            self.polled = SOON
 
     def enable_if_unread(self) -> bool:
         """Called soon after ``Selector.enable_later``. Returns whether to call it again."""
         with self._state:
-            wanted = self.accepted or bool(self._pending)
-            again = wanted and self._read_lately and not self.enabled
-            self._read_lately = False
-            self._enables_later = again
-            if wanted and not again:
+            was_read, self._read_lately = self._read_lately, False
+            if self.polled is not SOON:
+                return False
+            if self._pending and was_read:
+                return True
+            self.polled = NOT
+            if self._pending:
                 self._enable()
-            return again
+            return False
 
     def _enable(self) -> None:
         """Under ``_state``: have the leader poll it, unless a thread reads it."""
-        if not self.enabled and not self._reading and self._ended is None:
+        if self.polled is not NOW and not self._reading and self._ended is None:
             self._selector.enable(self.fd)
-            self.enabled = True  # afterwards: a signal handler may run before
+            self.polled = NOW  # afterwards: a signal handler may run before
 
     def send(self, buffers: list[Any], deadline: float, take_back: Callable[[], object] = nothing) -> None:
         """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline. On
@@ -274,8 +299,8 @@ class Connection(connections.Connection):
     def exclude_selector(self) -> None:
         """Called by the reading thread, which is about to wait: the leader need not wake."""
         with self._state:
-            if self.enabled and self._ended is None:  # after the end its descriptor may have been reused
-                self.enabled = False
+            if self.polled is NOW and self._ended is None:  # after the end its descriptor may have been reused
+                self.polled = NOT
                 self._selector.enable(self.fd, 0)
 
     def release_read(self) -> None:
@@ -401,7 +426,7 @@ class SocketPending(Pending):
         if not self.done and connection.acquire_read():
             try:
                 if timeout_s > 0:
-                    if connection.enabled:
+                    if connection.polled is NOW:
                         connection.exclude_selector()
                     connection.read_until(self, deadline)
                 else:
@@ -495,7 +520,7 @@ class SocketLane(ConnectedLane[Connection]):
     ) -> Connection:
         tune(sock)
         connection = Connection(self._selector, sock, peer, protection, self._discard, first)
-        if not self._selector.add(connection):
+        if not self._selector.add(connection, polled=connection.polled is NOW):
             raise self._left(peer)
         return connection
 

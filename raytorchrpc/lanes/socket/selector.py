@@ -149,11 +149,11 @@ class Selector:
         self._listening.add(fd)
         self._epoll.register(fd, _READ_ONCE)
 
-    def add(self, connection: Connection) -> bool:
-        """Add a connection; it is polled from now on if it is enabled. Returns False after ``close``."""
+    def add(self, connection: Connection, *, polled: bool = True) -> bool:
+        """Add a connection, which is polled from now on, or once it is enabled. Returns False after ``close``."""
         with self._lock:
             if not self.closed:
-                self._epoll.register(connection.fd, _READ if connection.enabled else 0)
+                self._epoll.register(connection.fd, _READ if polled else 0)
                 self.connections[connection.fd] = connection
             return not self.closed
 
