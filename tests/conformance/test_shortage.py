@@ -103,6 +103,21 @@ def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(unix: Pair
     assert unix.ask().header == ("echo",)
 
 
+@pytest.mark.parametrize("error", [KeyError("a fault"), OSError(9, "closed")], ids=repr)
+def test_a_request_that_fails_at_its_listener_costs_its_connection(
+    pair: Pair, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer cannot end the process."""
+    pair.ask()
+    failing = Failing([error] * 8, pair.b.lane._serve)  # more often than there are listeners
+    monkeypatch.setattr(pair.b.lane, "_serve", failing)
+    for _ in range(8):
+        with pytest.raises(PeerLost):
+            pair.ask()
+    assert failing.errors == []
+    assert pair.ask().header == ("echo",)
+
+
 def test_a_request_that_could_not_begin_is_in_flight_no_more(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     unix.ask()
     connection = unix.a.lane._made["b"]  # type: ignore[attr-defined]

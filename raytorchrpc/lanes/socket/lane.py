@@ -536,6 +536,11 @@ class SocketLane(ConnectedLane[Connection]):
             for frame in connection.read():
                 if (work := self._serve(frame.message, partial(connection.reply, frame.call))) is not None:
                     tasks.append(work)
+        except Exception as error:  # those that have been accepted are served; a peer must not end this process
+            if threads.is_shortage(error):
+                raise
+            threads.report(error, f"{self._me} closes a connection")
+            connection.end(f"a request could not be accepted: {error}")
         finally:
             connection.release_read()
 
