@@ -45,7 +45,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
     parser.add_argument("--tiny", action="store_true", help="the least that shows that a benchmark works")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a result for each benchmark into it")
-    parser.add_argument("--against", help="observability: folder of another checkout to compare with")
     parser.add_argument("--calls", type=int, help="soak: number of calls")
     parser.add_argument("--members", help="crowds: members; scale: members of each group, comma-separated")
     parser.add_argument("--deadline", type=float, help="scale: seconds for the whole run")
