@@ -160,32 +160,23 @@ def test_whatever_happens_items_come_once_and_in_order(members: Members, seed: i
 # --- order ---------------------------------------------------------------------------------------------------
 
 
-async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
-    """Together, in order; returns what came of each."""
-    return await asyncio.gather(*(queue.aput(number, **how) for number in range(count)), return_exceptions=True)
+def test_puts_of_coroutines_take_turns_and_one_that_gives_up_costs_the_others_nothing(members: Members) -> None:
+    timed = (1, LONG), (2, 0.01), (3, LONG), (4, LONG)
 
-
-def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def put() -> None:
-        lane.holds = lambda method: method == PUT
-        putting = asyncio.create_task(put_all(queue, 4))
-        await until(lambda: len(lane.held) == 4)
-        for number in (3, 1):
-            lane.release(number)
-        await until(lambda: at_home(members).stats()["waiting_to_put"] == 2)
-        members.part("a")
-        assert all(isinstance(outcome, PeerLost) for outcome in await putting)
-        members.reunite("a")
-        lane.holds = lambda method: False
-        assert await put_all(queue, 2) == [None, None]
+    async def act() -> None:
+        await queue.aput(0)
+        first, late, cancelled, last = puts = [asyncio.create_task(queue.aput(*each)) for each in timed]
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == 1)
+        cancelled.cancel()
+        with pytest.raises(rtr.Full):
+            await late
+        assert [await queue.aget() for _ in range(3)] == [0, 1, 4]
+        await asyncio.wait(puts)
+        assert first.exception() is None and cancelled.cancelled() and last.exception() is None
 
     with members.acting("a"):
-        queue = made()
-        asyncio.run(put())
-    with members.acting("b"):
-        assert queue.get_many(9) == [1, 3, 0, 1]
+        queue = made(maxsize=1)
+        asyncio.run(act())
 
 
 # --- what is given back --------------------------------------------------------------------------------------
@@ -482,7 +473,7 @@ def test_what_waits_keeps_no_threads(members: Members) -> None:
         assert await asyncio.gather(*gets) == list(range(count))
         await queue.aput(0)
         puts = [asyncio.create_task(queue.aput(number, longer)) for number in range(1, count)]
-        await until(lambda: at_home(members).stats()["waiting_to_put"] == count - 1)
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == 1)
         await few_threads()
         assert await queue.aget_many(1) == [0]
         taken = [await queue.aget() for _ in puts]
