@@ -159,17 +159,7 @@ class Channel(Handle):
             if time.monotonic() >= until:  # those are waiting items, too
                 return EMPTY
             yield self._wait_until_returned(local, returning[0], until)
-        return (yield from self._decode(local, key, batch)) if batch else batch
-
-    def _return_at_once(self, local: LocalMember, key: str, batch: Batch) -> None:
-        """Return items to the home without waiting, as far as it can be reached."""
-        if not batch:
-            return
-        if self._is_home(local):
-            with suppress(RayTorchRpcError):
-                self._return(local, key, batch)
-        else:
-            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)), self._begin_return(local))
+        return self._decode(local, key, batch) if batch else batch
 
     def _take_here(self, local: LocalMember, key: str, request: Request, until: float) -> Steps[Any]:
         store: HomeStore = self._object(local)
@@ -207,7 +197,7 @@ class Channel(Handle):
             return error
         return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
 
-    def _decode(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
+    def _decode(self, local: LocalMember, key: str, batch: Batch) -> list[Any]:
         """Return the values before the first item that cannot be decoded, and return the items after it to the home.
 
         If the very first item cannot be decoded, it is lost and raises SerializationError. For want of memory, all go
@@ -218,10 +208,10 @@ class Channel(Handle):
         except UndecodableItem as undecodable:
             taken, position, cause = undecodable.values, undecodable.position, undecodable.cause
         except BaseException:  # interrupted, or there is no memory
-            self._return_at_once(local, key, batch)
+            self._return(local, key, batch)
             raise
         if rest := batch.part(max(1, position)):
-            yield from self._wait_for_return(local, key, rest, batch.part(0, position))
+            self._return(local, key, rest)
         if taken:
             return taken
         label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
@@ -232,21 +222,13 @@ class Channel(Handle):
 
     # --- returning items to the home -----------------------------------------------------------------------------
 
-    def _wait_for_return(self, local: LocalMember, key: str, rest: Batch, decoded: Batch) -> Steps[None]:
-        """Return items and wait for the answer, so that the next ``get`` finds them; all of them, if cancelled."""
-        answer = self._return(local, key, rest)
-        try:
-            if answer is not None:
-                yield answer
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                if answer is not None:
-                    settle = self._begin_return(local)
-                    answer.add_done_callback(lambda _: settle())
-                self._return_at_once(local, key, decoded)
-            raise
-        finally:
-            del answer
+    def _return(self, local: LocalMember, key: str, batch: Batch) -> None:
+        """Return items to the home without waiting, as far as it can be reached."""
+        if self._is_home(local):
+            with suppress(RayTorchRpcError):
+                self._object(local).put_back(key, batch)
+        else:
+            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)), self._begin_return(local))
 
     def _begin_return(self, local: LocalMember) -> Callable[[], object]:
         """Have the next ``get`` wait until what this returns is called: items are on their way back."""
@@ -285,13 +267,6 @@ class Channel(Handle):
         settle = partial(waiting.settle, None)
         returned.add_done_callback(lambda _: settle())
         return give_up_at(local.deadlines, until, waiting, settle)
-
-    def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
-        """Return items to the home. The result is None if they are there. Raises if they cannot be sent."""
-        if self._is_home(local):
-            self._object(local).put_back(key, batch)
-            return None
-        return self._send_urgently(local, PUT_BACK, (*self._address, key, batch.batch_id, pack(batch)), RETURNS)
 
     def _notify_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
         """Send a request without waiting: on an event loop by a worker thread, as a connection may be busy for long."""
