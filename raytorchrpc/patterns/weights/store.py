@@ -23,7 +23,7 @@ from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
 from raytorchrpc.patterns.weights.model_pull import ModelPull
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
-from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
+from raytorchrpc.patterns.weights.prefetch import Twins, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import forget_everywhere, names_of, publishers_of, stage
@@ -31,7 +31,6 @@ from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
-from raytorchrpc.patterns.weights.twins import Twins
 from raytorchrpc.patterns.weights.versions import KIND
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
