@@ -32,7 +32,6 @@ from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock, Turn
-from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.cuda_streams import follow_streams
@@ -398,9 +397,5 @@ def begin(
                 f"cancel() on its handle first"
             )
         twin.prefetch = weakref.ref(handle)
-    try:
-        _workers.submit(pull.run)
-    except ThreadShortage as shortage:
-        pull.outcome.settle(None, shortage)
-        raise
+    _workers.submit(pull.run)
     return handle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import pickle
 import random
 import sys
@@ -308,28 +307,6 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monke
         assert queue.get(LONG) == 1
 
 
-@pytest.mark.parametrize("consumer", ["home", "a"])
-def test_a_loop_that_ends_with_gets_waiting_loses_nothing(members: Members, consumer: str) -> None:
-    with members.acting(consumer):
-        queue = made()
-        loop = asyncio.new_event_loop()
-        waiting = {loop.create_task(queue.aget()) for _ in range(2)}
-        while at_home(members).stats()["waiting_to_get"] < 2:
-            loop.run_until_complete(asyncio.sleep(0))
-        put_at_home(members, 1)  # for the first of them, which will not run any more
-        loop.close()
-        while waiting:
-            waiting.pop()._log_destroy_pending = False  # type: ignore[attr-defined]
-
-        def given_up() -> bool:
-            gc.collect()
-            numbers = at_home(members).stats()
-            return numbers["items"] == 1
-
-        assert wait_until(given_up, LONG)
-        assert queue.get() == 1
-
-
 # --- what cannot be unpickled --------------------------------------------------------------------------------
 
 MIXED = [0, [Unloadable()], 2, Unloadable(SystemExit), Unloadable(), 5, (6, object), 7]
@@ -363,12 +340,6 @@ def test_an_item_that_cannot_be_unpickled_is_lost_alone(members: Members, consum
             topic.publish_many(MIXED)
             topic.close()
         assert outcomes(lambda: source.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
-
-
-def outcome(take: Callable[[], Any]) -> str:
-    with pytest.raises(rtr.SerializationError):
-        take()
-    return "bad"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -486,7 +457,7 @@ def test_what_waits_keeps_no_threads(members: Members) -> None:
         asyncio.run(act())
 
 
-@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=2.0)], indirect=True)
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=1.0)], indirect=True)
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer(
     members: Members, consumer: str
@@ -496,9 +467,9 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         began = time.monotonic()
         with pytest.raises(rtr.Empty):
             queue.get()
-        assert 1.9 < time.monotonic() - began < LONG / 2
+        assert 0.9 < time.monotonic() - began < LONG / 2
         taking = in_thread(lambda: list(queue))
-        ended = time.monotonic() + 2.5
+        ended = time.monotonic() + 1.5
         while time.monotonic() < ended:  # more than one call of the iteration
             assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
             time.sleep(0.02)
