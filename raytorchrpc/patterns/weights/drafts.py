@@ -38,6 +38,7 @@ class Draft:
         self.tensors: dict[str, torch.Tensor] = {}  # without autograd; their memory holds their elements
         self.places: dict[str, PlaceInWhole] = {}  # of shards
         self.layout: Layout | None = None
+        self._pairs: Pairs | None = None
         self.memory: VersionMemory | None = None  # for tensors of ``layout``, of which some are copied already
 
     @property
@@ -45,20 +46,25 @@ class Draft:
         """Of all tensors."""
         return sum([tensor.nbytes for tensor in self.tensors.values()])
 
-    def take(self, model: Any) -> None:
-        """Take the tensors of a model, not copies of them. Raises ConfigurationError."""
+    def take(self, model: Model | Pairs) -> None:
+        """Take the tensors of a model, not copies of them; or pairs, for ``copy``. Raises ConfigurationError."""
+        if are_pairs(model):
+            self._pairs = model
+            return
         shards = shards_of(model, self.store)
         self.tensors = {name: resolved(name, shard.tensor, self.store) for name, shard in shards.items()}
         for name, shard in shards.items():
             if not shard.is_whole:
                 self._note_place(name, shard)
 
-    def copy(self, pairs: Pairs, pool: SnapshotPool, layout: Layout | None) -> None:
-        """Copy tensors one at a time, and keep none of those that are given.
+    def copy(self, pool: SnapshotPool, layout: Layout | None) -> None:
+        """Copy the tensors of pairs one at a time, and keep none of those that are given. No effect on a model.
 
         ``layout``: of the version before. Tensors like those that it has go to memory of ``pool`` for all of it. Others
         get memory of their own. Raises ConfigurationError, and whatever the iterator raises; then nothing is left.
         """
+        if (pairs := self._pairs) is None:
+            return
         names = set[str]()
         known = {} if layout is None else {name: place for place, name in enumerate(layout.names)}
         copy = _Copy(pool.copy_bytes)
