@@ -19,6 +19,10 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
 )
 from raytorchrpc.tensors.cuda_streams import follow_streams
+from raytorchrpc.tensors.dtypes import view_at
+
+#: CPU memory that copies share. Smaller pieces do not always return to the system once they are unused (bytes).
+_BUCKET, _ALIGN = 64 << 20, 64
 
 #: Names and tensors, DTensors or Shards, one after the other.
 Pairs = Iterable[tuple[str, Any]]
@@ -143,6 +147,7 @@ class _Copy:
         devices = range(torch.cuda.device_count()) if is_used else ()
         self._streams = {index: torch.cuda.current_stream(index) for index in devices}
         self._copy_bytes = copy_bytes
+        self._bucket, self._begin = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
 
     def __call__(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
         stream = self._streams.get(source.get_device())
@@ -159,6 +164,14 @@ class _Copy:
     def _copied(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
         if target is None:
             with torch.inference_mode(False):
-                target = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+                target = self._memory(source)
         copy_tensors([target], [source], self._copy_bytes)
         return target
+
+    def _memory(self, like: torch.Tensor) -> torch.Tensor:
+        if not like.is_cpu:
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if self._begin + like.nbytes > self._bucket.nbytes:
+            self._bucket, self._begin = torch.empty(max(_BUCKET, like.nbytes), dtype=torch.uint8, device="cpu"), 0
+        begin, self._begin = self._begin, (self._begin + like.nbytes + _ALIGN - 1) & -_ALIGN
+        return view_at(self._bucket, begin, (like.dtype, tuple(like.shape)))
