@@ -14,7 +14,6 @@ import torch.distributed as dist
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.weight_helpers import no_group_is_left  # noqa: F401
 
 TRAINERS, GENERATORS = ("t0", "t1"), ("g0", "g1")
 
@@ -136,16 +135,6 @@ def test_fsdp_to_tensor_parallel(ends: dict[str, Any], store: rtr.WeightStore) -
     assert all(torch.equal(whole[name], right[name]) for name in right)
 
 
-def test_whole_tensors_one_at_a_time(ends: dict[str, Any]) -> None:
-    """From FSDP's shards by way of one trainer, which never has the model whole, to tensor parallel shards."""
-    store = rtr.WeightStore("gathered", home="t0")
-    for version in (1, 2):
-        there = published(ends, rtr.WeightStore("shards", publishers=TRAINERS), version)
-        assert ray.get([ends[name].gather.remote(store) for name in TRAINERS], timeout=60) == [version, len(there)]
-        assert ray.get([ends[name].pull.remote(store) for name in GENERATORS], timeout=60) == [version] * 2
-        check(ends, there)
-
-
 def test_prefetch_and_swap_of_dtensors(ends: dict[str, Any], store: rtr.WeightStore) -> None:
     for version in (1, 2):
         right = published(ends, store, version)
@@ -166,14 +155,3 @@ def test_a_partial_sum_is_refused(ends: dict[str, Any], store: rtr.WeightStore) 
 
     for text in ray.get([ends[name].run.remote(publish, store) for name in TRAINERS], timeout=60):
         assert "'sum'" in text and "redistribute() it to Shard or Replicate first" in text
-
-
-def test_a_swap_reaches_the_shards_of_fsdp(ends: dict[str, Any], store: rtr.WeightStore) -> None:
-    """It has views of them, which stay where they are."""
-    right = published(ends, store, 1)
-    assert [swapped[0] for swapped in ray.get([ends[name].swap.remote(store) for name in TRAINERS], timeout=60)] == [
-        1,
-        1,
-    ]
-    whole = ray.get([ends[name].whole.remote() for name in TRAINERS], timeout=60)[0]
-    assert all(torch.equal(whole[name], right[name]) for name in right)
