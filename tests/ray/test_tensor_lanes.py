@@ -183,7 +183,7 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
 
 @needs_mallinfo
 def test_messages_over_torchrpc_leave_no_memory_behind(two: list[Any], form: Callable[..., rtr.Group]) -> None:
-    form(two, shm_bytes=4 * MIB)
+    form(two, lanes=("socket", "torchrpc"))
 
     def exchange() -> bool:
         large = torch.zeros(4 * MIB)

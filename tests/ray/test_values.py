@@ -413,7 +413,7 @@ def test_a_member_that_keeps_everything_does_not_push_the_others_off_shm(
     assert [float(tensor[-1]) for tensor in kept] == list(range(60))
 
 
-def test_what_is_larger_than_the_arena_goes_by_torchrpc_with_one_warning(
+def test_what_is_larger_than_the_arena_stays_in_the_message_with_one_warning(
     actors: list[Any], form: Callable[..., rtr.Group]
 ) -> None:
     group = form(shm_bytes=8 * MIB)
@@ -434,8 +434,8 @@ def test_what_is_larger_than_the_arena_goes_by_torchrpc_with_one_warning(
         return said
 
     (said,) = in_actor(actors[0], exchange)
-    assert "go by torchrpc instead of shm" in said and "8 MiB" in said and "shm_bytes" in said
-    assert bytes_by_lane(group, "a", "b")["torchrpc"][0] >= 12 * 8 * MIB
+    assert "go by socket instead of shm" in said and "8 MiB" in said and "shm_bytes" in said
+    assert bytes_by_lane(group, "a", "b")["socket"][0] >= 12 * 8 * MIB
 
 
 def test_what_a_killed_member_held_comes_back(spawn: Spawn, actors: list[Any], form: Callable[..., rtr.Group]) -> None:

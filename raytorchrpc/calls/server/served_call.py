@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.payload import Payloads, PendingTensors
+from raytorchrpc.calls.payload import Payloads, PendingTensors, tensor_lane
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import ASK, CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
+from raytorchrpc.calls.protocol import ASK, CALL, OK, RAISED, REMOTE, RequestHeader
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
@@ -28,7 +28,6 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
-    LaneUnavailable,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
@@ -40,7 +39,6 @@ from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import AtOnce, Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
-from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception
 from raytorchrpc.tensors.kept_errors import untraced
 
@@ -52,20 +50,12 @@ _MOST_EARLY = 1024
 _REPORT_SHORTAGE_S = 10.0
 
 
-class _Kept(NamedTuple):
-    message: Message
-    fetched: Callable[[], None]
-    """Cancels the drop at the deadline."""
-
-
 class Replies:
     """Answers requests, with results or exceptions. Thread-safe."""
 
-    def __init__(self, name: str, codec: Codec, deadlines: Deadlines | None) -> None:
-        """``name``: of this member. ``deadlines``: None where no result is ever kept."""
-        self._name, self._codec, self._deadlines = name, codec, deadlines
-        self._kept: dict[int, _Kept] = {}
-        self._numbers = itertools.count()
+    def __init__(self, name: str, codec: Codec) -> None:
+        """``name``: of this member."""
+        self._name, self._codec = name, codec
         # Encoded now: it is for when there is no memory to encode anything.
         starved = MemoryError(f"{name} has no memory for its answer; the call may have run there")
         self._starved = Message((RAISED,), encode_exception(codec, starved))
@@ -94,10 +84,7 @@ class Replies:
     def send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
         """Reply with what ``make`` returns. Blocks while it is sent; does not raise."""
         try:
-            try:
-                reply(make())
-            except LaneUnavailable as error:  # a kept result that no lane takes
-                reply(self.refusal(CALL, error))
+            reply(make())
         except PeerLost as lost:
             logger.debug("%s could not answer a call: %s", self._name, lost)  # the caller's lane reports it
         except Exception as error:
@@ -112,35 +99,6 @@ class Replies:
             threads.persist(lambda: reply(starved), _REPORT_SHORTAGE_S)
         except Exception as error:
             logger.debug("%s could not answer a call: %s", self._name, error)
-
-    # --- results that another lane has to carry --------------------------------------------------------------
-
-    def keep(self, body: Encoded, seconds: float) -> Message:
-        """Keep a result until the caller fetches it, or for ``seconds``; returns the reply that announces it."""
-        number = next(self._numbers)
-        assert self._deadlines is not None
-        fetched = self._deadlines.at(time.monotonic() + seconds, partial(self._drop, number))
-        self._kept[number] = _Kept(Message((OK,), body, handoff_streams(body.tensors)), fetched)
-        return Message((KEPT, number), NOTHING)
-
-    def _drop(self, number: int) -> None:
-        self._kept.pop(number, None)
-
-    def take(self, number: int) -> Message:
-        """Take a kept result. Raises RpcTimeout if it was dropped."""
-        kept = self._kept.pop(number, None)
-        if kept is None:
-            raise RpcTimeout(f"the result was kept for {self._name!r}'s caller until its deadline, and dropped")
-        kept.fetched()
-        return kept.message
-
-    def kept(self) -> int:
-        """How many results are kept."""
-        return len(self._kept)
-
-    def close(self) -> None:
-        """Drop all kept results."""
-        self._kept.clear()
 
 
 class CancellableCalls:
@@ -227,7 +185,7 @@ class Callee:
         self.name, self.instance, self.local = name, instance, local
         self.codec, self.payloads, self.workers, self.deadlines = codec, payloads, workers, deadlines
         self.replies, self.cancellable, self.streams = (
-            Replies(name, codec, deadlines),
+            Replies(name, codec),
             CancellableCalls(),
             StreamTable(),
         )
@@ -499,10 +457,14 @@ class ServedCall:
         message.make_current()
         try:
             body = callee.payloads.unpack(
-                message.body, self.pending, arrives_on=self.route.cpu_arrives_on, keep=self.exposed.keep
+                message.body,
+                self.pending,
+                message.manifests,
+                arrives_on=self.route.cpu_arrives_on,
+                keep=self.exposed.keep,
             )
-            if self.pending and self.span is not None:
-                self.span.beside("fetch", message.manifests[0][0])
+            if self.span is not None and (lane := tensor_lane(message.manifests)) is not None:
+                self.span.beside("fetch", lane)
             decoded = callee.codec.decode(*body)
             del body  # only the method is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
@@ -549,13 +511,7 @@ class ServedCall:
             return
         if self.span is not None:
             self.span.lap()
-        fits, payload = self.callee.payloads.pack_reply(
-            self.route, self.lane, body, self.exposed.share, self.exposed.frozen
-        )
-        if not fits:
-            left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
-            self.reply(self.callee.replies.keep(payload.body, left))
-            return
+        payload = self.callee.payloads.pack_reply(self.route, self.lane, body, self.exposed.share, self.exposed.frozen)
         if self.span is not None and payload.lane is not None:
             self.span.beside("ship", payload.lane)
         try:
