@@ -19,8 +19,8 @@ import raytorchrpc as rtr
 from benchmarks._harness import End
 from benchmarks._resources import footprint
 from raytorchrpc._compat import ray_internals
+from raytorchrpc.group import join
 from raytorchrpc.group.supervisor import Change
-from raytorchrpc.membership import join
 
 #: Timeout of each step (seconds).
 TIMEOUT_S = 120.0

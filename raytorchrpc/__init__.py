@@ -38,7 +38,7 @@ from raytorchrpc.errors import (
     SerializationError,
     TransferFailed,
 )
-from raytorchrpc.membership import restarted
+from raytorchrpc.group import restarted
 from raytorchrpc.patterns.queues.handles import Queue, Subscription, Topic
 from raytorchrpc.patterns.weights.conversions import BlockFp8
 from raytorchrpc.patterns.weights.shards import Shard
@@ -106,15 +106,13 @@ __all__ = [
 _LOADED_WHEN_USED = {
     "Change": "raytorchrpc.group.changes",
     **dict.fromkeys(("Group", "get_group", "init_group", "join"), "raytorchrpc.group.group"),
-    **dict.fromkeys(
-        ("ProcessGroupInfo", "process_group", "process_group_info"), "raytorchrpc.membership.process_group"
-    ),
+    **dict.fromkeys(("ProcessGroupInfo", "process_group", "process_group_info"), "raytorchrpc.group.process_group"),
 }
 
 if TYPE_CHECKING:
     from raytorchrpc.group.changes import Change
     from raytorchrpc.group.group import Group, get_group, init_group, join
-    from raytorchrpc.membership.process_group import ProcessGroupInfo, process_group, process_group_info
+    from raytorchrpc.group.process_group import ProcessGroupInfo, process_group, process_group_info
 else:
 
     def __getattr__(name: str) -> Any:
@@ -131,7 +129,7 @@ def __dir__() -> list[str]:
 if ray_internals.runs_tasks():
     import gc
 
-    from raytorchrpc.membership.join import preload  # a group waits for its slowest member
+    from raytorchrpc.group.join import preload  # a group waits for its slowest member
 
     preload()
     # The modules leave Python's collector about to look at all of their objects, for 0.1 s, and it would do so while a

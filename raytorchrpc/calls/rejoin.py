@@ -1,6 +1,6 @@
 """A restarted actor before it has rejoined its group: how long its direct calls wait.
 
-``membership.restarted`` is how the group reaches it meanwhile.
+``group.restarted`` is how the group reaches it meanwhile.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from raytorchrpc.calls.peers import Absence
 from raytorchrpc.group.changes import Change
-from raytorchrpc.membership.messages import Prepared
-from raytorchrpc.membership.view import JOINING, Answer, Delta, Peer, View
+from raytorchrpc.group.messages import Prepared
+from raytorchrpc.group.view import JOINING, Answer, Delta, Peer, View
 
 #: How often Ray is asked about a lost actor (seconds): at first, and after a minute.
 _POLL_S, _SLOW_POLL_S, _SLOW_AFTER_S = 0.02, 0.5, 60.0

@@ -19,10 +19,10 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Change, ChangeLog, Listeners
+from raytorchrpc.group.messages import GroupInfo
+from raytorchrpc.group.restarted import post_record
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
-from raytorchrpc.membership.messages import GroupInfo
-from raytorchrpc.membership.restarted import post_record
 from raytorchrpc.process import threads
 from raytorchrpc.process.locks import Lock
 

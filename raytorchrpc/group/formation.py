@@ -21,13 +21,12 @@ from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
-from raytorchrpc.group import ray_calls, worker_ids
+from raytorchrpc.group import join, ray_calls, worker_ids
+from raytorchrpc.group.control_connections import Arguments
+from raytorchrpc.group.messages import GroupInfo, Listening, Prepared, Probe, packed
+from raytorchrpc.group.restarted import lasts
 from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes import registry
-from raytorchrpc.membership import join
-from raytorchrpc.membership.control_connections import Arguments
-from raytorchrpc.membership.messages import GroupInfo, Listening, Prepared, Probe, packed
-from raytorchrpc.membership.restarted import lasts
 from raytorchrpc.process.fan_out import Answers
 from raytorchrpc.topology import device_map
 

@@ -24,16 +24,16 @@ from raytorchrpc.calls.peers import Member, described, find, keys_of
 from raytorchrpc.calls.rejoin import check_process, formed_here
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
+from raytorchrpc.group import join as _join
+from raytorchrpc.group import joining, tickets
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, detached_names, find_detached, form_detached
 from raytorchrpc.group.formation import participants_of, with_named_maps
 from raytorchrpc.group.guest import Guest
+from raytorchrpc.group.messages import GroupInfo
+from raytorchrpc.group.process_group import ProcessGroupInfo
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import Trace, check_events
-from raytorchrpc.membership import join as _join
-from raytorchrpc.membership import joining, tickets
-from raytorchrpc.membership.messages import GroupInfo
-from raytorchrpc.membership.process_group import ProcessGroupInfo
 from raytorchrpc.process import fork
 from raytorchrpc.routing import routes as _routes
 from raytorchrpc.tensors import devices

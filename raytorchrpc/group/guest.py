@@ -18,10 +18,10 @@ from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.peers import Member, PeerRoute, process_token
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
+from raytorchrpc.group.here import endpoint
 from raytorchrpc.group.roster import Directory
 from raytorchrpc.lanes.base import PeerAddress, Pending
 from raytorchrpc.lanes.socket.lane import SocketLane
-from raytorchrpc.membership.here import endpoint
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.this_process import default_capacity

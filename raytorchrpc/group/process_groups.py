@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.control_connections import ControlConnections
-from raytorchrpc.membership.process_group import (
+from raytorchrpc.group.control_connections import ControlConnections
+from raytorchrpc.group.process_group import (
     BACKENDS,
     Collectives,
     Meeting,
@@ -17,6 +16,7 @@ from raytorchrpc.membership.process_group import (
     call_collectives,
     make_process_group,
 )
+from raytorchrpc.group.roster import Roster
 from raytorchrpc.process.fan_out import Answers
 from raytorchrpc.topology.endpoint import Endpoint
 

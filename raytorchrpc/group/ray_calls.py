@@ -17,8 +17,8 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.membership import join
-from raytorchrpc.membership.control_connections import Arguments
+from raytorchrpc.group import join
+from raytorchrpc.group.control_connections import Arguments
 from raytorchrpc.process import threads
 from raytorchrpc.process.fan_out import Answers, Outcome, ask_all
 

@@ -1,4 +1,4 @@
-"""How the supervisor reaches actors that Ray has restarted; see ``membership.restarted`` for their side."""
+"""How the supervisor reaches actors that Ray has restarted; see ``group.restarted`` for their side."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from ray.exceptions import RayError, RayTaskError
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import BootstrapError, RayTorchRpcError
+from raytorchrpc.group import restarted
+from raytorchrpc.group.control_connections import Arguments, ControlConnections
 from raytorchrpc.group.core import Fate
+from raytorchrpc.group.here import listening_address
+from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
+from raytorchrpc.group.restarted import Process, Record, post_record
 from raytorchrpc.group.roster import MemberRecord, Roster, is_actor
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
-from raytorchrpc.membership import restarted
-from raytorchrpc.membership.control_connections import Arguments, ControlConnections
-from raytorchrpc.membership.here import listening_address
-from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
-from raytorchrpc.membership.restarted import Process, Record, post_record
-from raytorchrpc.process import threads
 from raytorchrpc.process.fan_out import Answers
 
 logger = logging.getLogger(__name__)
@@ -153,11 +152,7 @@ class RestartedActors:
                 its.is_dialled = False
 
         its.is_dialled = True
-        try:
-            connections.dial({actor_id: dial})
-        except threads.ThreadShortage:  # the next poll tries again
-            its.is_dialled = False
-            raise
+        connections.dial({actor_id: dial})
 
     def _ask(self, handle: Any, its: _Restarted) -> None:
         its.ask_at = math.inf

@@ -15,10 +15,10 @@ from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
+from raytorchrpc.group.messages import GroupInfo, JoinedProcess, JoinSpec, Prepared, Probe
+from raytorchrpc.group.view import Peer
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.membership.messages import GroupInfo, JoinedProcess, JoinSpec, Prepared, Probe
-from raytorchrpc.membership.view import Peer
 from raytorchrpc.routing import planner
 from raytorchrpc.routing.routes import RoutePlan
 from raytorchrpc.topology import device_map

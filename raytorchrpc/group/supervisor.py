@@ -21,24 +21,23 @@ from raytorchrpc.calls.metrics import GroupStats, Reading
 from raytorchrpc.calls.peers import process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.group import core, ray_calls
+from raytorchrpc.group import core, join, ray_calls, restarted
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.core import Core
 from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
+from raytorchrpc.group.here import endpoint
+from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
+from raytorchrpc.group.process_group import ProcessGroupInfo
 from raytorchrpc.group.process_groups import check_backend, create_process_group
+from raytorchrpc.group.ray_metrics import reading
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Directory, Roster
 from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
+from raytorchrpc.group.tickets import consent
 from raytorchrpc.group.tracing import GroupTrace, Tracing
+from raytorchrpc.group.view import Answer
 from raytorchrpc.lanes.common.protection import make_identity
-from raytorchrpc.membership import join, restarted
-from raytorchrpc.membership.control_connections import ControlConnections
-from raytorchrpc.membership.here import endpoint
-from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
-from raytorchrpc.membership.process_group import ProcessGroupInfo
-from raytorchrpc.membership.ray_metrics import reading
-from raytorchrpc.membership.tickets import consent
-from raytorchrpc.membership.view import Answer
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import reserve_descriptors
@@ -60,8 +59,6 @@ _FIRST_S, GAP_S = 2.0, 0.3
 _ADMIT_EACH_S, _UNDO_S = 0.01, 0.5
 #: For a process that joined by itself to show that it runs, when another one wants its name (seconds).
 _PING_S = 0.5
-#: For a dialling thread to report its result, when the process is short of memory (seconds).
-_REPORT_S = 10.0
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
 _STOP_S = 2.0
 
@@ -423,8 +420,6 @@ class Supervisor:
                 self.stop()
                 return False
             if threads.is_shortage(error):
-                if task not in (self._tick, self._carry_out):
-                    self._tasks.put(task)  # it may report a loss that nothing else reports
                 raise
             logger.exception("group %r: a change failed", self.roster.name)
         return True
@@ -481,7 +476,6 @@ class Supervisor:
                 steps[type(instruction)](instruction)
             except Exception as error:
                 if threads.is_shortage(error):
-                    self._todo.appendleft(instruction)
                     raise
                 logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
 
@@ -530,11 +524,7 @@ class Supervisor:
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
             work[name] = partial(self._connect, record.handle, name, record.process, its.patience_s)
-        try:
-            self._connections.dial(work)
-        except threads.ThreadShortage as error:
-            for name in its.names:
-                self._report(self._core.dialled, name, roster.records[name].process, str(error))
+        self._connections.dial(work)
 
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
         why, refused, ended, watch = None, False, False, None
@@ -549,7 +539,7 @@ class Supervisor:
             alone = isinstance(handle, JoinedProcess)
             ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
         dialled = partial(self._core.dialled, name, process, why, refused=refused, ended=ended)
-        threads.persist(lambda: self._report(dialled), _REPORT_S)
+        self._report(dialled)
         if watch is not None:  # from now on, so that the end of the process is reported after this
             watch(lambda cause: self._report(self._core.broke, name, process, cause))
 
@@ -586,7 +576,7 @@ class Supervisor:
             logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
             later = [name for name in handles if name in getattr(error, "members", handles)] or failed
         ranks = {name: its.ranks[name] for name in failed}
-        threads.persist(lambda: self._report(self._core.failed, ranks, later), _REPORT_S)
+        self._report(self._core.failed, ranks, later)
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         """Have the participants join. Blocks: not on the supervisor's thread."""

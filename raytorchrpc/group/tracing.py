@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.spans import Event, MemberTrace, Tracer
 from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.control_connections import ControlConnections
 from raytorchrpc.process.locks import Lock
 
 #: A member stops recording by itself after this (seconds): the process that asked for it may have ended.

@@ -20,8 +20,8 @@ import ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import BootstrapError, shown
+from raytorchrpc.group.messages import JoinedProcess, Probe
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS
-from raytorchrpc.membership.messages import JoinedProcess, Probe
 
 logger = logging.getLogger(__name__)
 

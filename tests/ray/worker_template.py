@@ -101,7 +101,7 @@ def _serve(listener: socket.socket) -> None:
     if find_spec("pyarrow") is not None:
         import_module(_ARROW)
     sys.path[0] = str(Path(__file__).parents[2])
-    import_module("raytorchrpc.membership.join").preload()
+    import_module("raytorchrpc.group.join").preload()
     _Hidden("raytorchrpc")
     gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -39,16 +39,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
     "integrations": {"__init__", "process.threads"},
-    "membership": {
-        *("calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
+    "group": {
+        *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
         *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
     },
-    "group": {
-        *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.socket"),
-        *("lanes.torchrpc.agent", "membership", "process", "routing", "tensors", "topology"),
-    },
     "__init__": {
-        *("_loading", "calls", "config", "decorator", "group", "membership", "patterns", "rdt", "runtime_env"),
+        *("_loading", "calls", "config", "decorator", "group", "patterns", "rdt", "runtime_env"),
         *("tensors.distributed_tensors", "topology"),
     },
 }
@@ -78,7 +74,7 @@ PURE = {
     "_compat.requirements",
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
     *("calls.spans", "integrations.versions", "integrations.recording"),
-    *("group.core", "group.roster", "group.tracing", "membership.messages", "membership.view"),
+    *("group.core", "group.messages", "group.roster", "group.tracing", "group.view"),
     *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
     *("patterns.queues.items", "patterns.queues.store"),
     *("patterns.weights.conversions", "patterns.weights.deltas", "patterns.weights.model_tensors"),

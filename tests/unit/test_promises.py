@@ -77,7 +77,6 @@ def test_every_test_of_a_limit_is_in_the_table() -> None:
         ("failure-model.md", f"it waits {supervisor.GAP_S} s for the hanging one"),
         ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
         ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
-        ("internals.md", f"a request every {guests.LEASE_S / 3:g} s"),
         ("failure-model.md", f"After about {tcp.SILENCE_S} s of silence the TCP connections are given up"),
     ],
 )

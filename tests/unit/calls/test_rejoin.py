@@ -12,7 +12,7 @@ import pytest
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.rejoin import Rejoin
-from raytorchrpc.membership import restarted
+from raytorchrpc.group import restarted
 from tests.releases import needs
 
 LONG_S = 30.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 
+from raytorchrpc.group.messages import Prepared
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.messages import Prepared
-from raytorchrpc.membership.view import JOINING, Absence, Answer, Delta, Peer, Table, View
+from raytorchrpc.group.view import JOINING, Absence, Answer, Delta, Peer, Table, View
 from tests.unit import clusters
 from tests.unit.group.test_roster import formed, prepared_of, probes_of
 
@@ -36,7 +36,7 @@ class Follower:
         self.reconnected: list[str] = []
 
     def follow(self, delta: Delta) -> Answer:
-        """As ``membership.join.follow``."""
+        """As ``group.join.follow``."""
         delta = pickle.loads(pickle.dumps(delta))
         if (difference := self.table.difference(delta, self.rank)) is not None:
             for member, _ in difference.gone:

@@ -13,8 +13,8 @@ import pytest
 
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
-from raytorchrpc.membership.messages import Prepared
-from raytorchrpc.membership.view import Answer, Peer
+from raytorchrpc.group.messages import Prepared
+from raytorchrpc.group.view import Answer, Peer
 from tests.unit.group.followers import Follower, Group, elsewhere
 
 A, B, C = "worker_0", "worker_1", "worker_2"

@@ -15,9 +15,8 @@ from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.group import formation, ray_calls
+from raytorchrpc.group import formation, join, ray_calls
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership import join
 from tests.unit import clusters
 from tests.unit.group.test_roster import prepared_of, probes_of
 

@@ -10,8 +10,8 @@ import pytest
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
+from raytorchrpc.group.messages import AgentIdentity, Listening, Owner, Prepared, Probe, packed
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.membership.messages import AgentIdentity, Listening, Owner, Prepared, Probe, packed
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster

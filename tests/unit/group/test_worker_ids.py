@@ -13,9 +13,9 @@ from raytorchrpc import Member
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group import worker_ids
+from raytorchrpc.group.messages import Probe
 from raytorchrpc.group.worker_ids import assign, highest_known
 from raytorchrpc.lanes.torchrpc.agent import OWN_NUMBERS, AgentIdentity
-from raytorchrpc.membership.messages import Probe
 
 
 def probe(worker_id: int | None = None, highest: int = -1, autograd_id: int | None = None) -> Probe:

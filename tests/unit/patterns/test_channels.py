@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import pickle
 import random
 import sys
@@ -20,10 +19,8 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.patterns.queues.items import encode_items
-from raytorchrpc.patterns.queues.store import Request
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
-from tests.shortage import NO_MEMORY
 from tests.unit.members import PUT, PUT_BACK, SUBSCRIBE, TAKE, WITHDRAW, Members, in_thread, serving
 
 LONG = 20.0
@@ -159,83 +156,6 @@ def test_whatever_happens_items_come_once_and_in_order(members: Members, seed: i
         asyncio.run(act())
 
 
-# --- order ---------------------------------------------------------------------------------------------------
-
-
-async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
-    """Together, in order; returns what came of each."""
-    return await asyncio.gather(*(queue.aput(number, **how) for number in range(count)), return_exceptions=True)
-
-
-def test_one_that_is_late_costs_those_behind_it_their_time_and_not_the_order(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raytorchrpc.patterns.queues.store._HOLD_S", 0.05)
-    lane = members.lanes["a"]
-
-    async def put() -> None:
-        lane.holds = lambda method: method == PUT
-        tasks = [asyncio.create_task(queue.aput(number, 0.05 if number == 1 else LONG)) for number in range(3)]
-        await until(lambda: len(lane.held) == 3)
-        lane.release(2)
-        lane.release(1)
-        with pytest.raises(rtr.Full):
-            await tasks[1]
-        assert not tasks[2].done(), "it waits for the first"
-        lane.release()
-        await asyncio.gather(tasks[0], tasks[2])
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(put())
-        assert queue.get_many(9) == [0, 2]
-
-
-def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def put() -> None:
-        lane.holds = lambda method: method == PUT
-        putting = asyncio.create_task(put_all(queue, 4))
-        await until(lambda: len(lane.held) == 4)
-        for number in (3, 1):
-            lane.release(number)
-        await until(lambda: at_home(members).stats()["waiting_to_put"] == 2)
-        members.part("a")
-        assert all(isinstance(outcome, PeerLost) for outcome in await putting)
-        members.reunite("a")
-        lane.holds = lambda method: False
-        assert await put_all(queue, 2) == [None, None]
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(put())
-    with members.acting("b"):
-        assert queue.get_many(9) == [1, 3, 0, 1]
-
-
-@pytest.mark.parametrize("members", [REJECT], indirect=True)
-def test_puts_that_flow_control_refuses_break_no_order(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def put(first: int) -> list[bool]:
-        """Ten puts, of which the first is on its way while the others come. Returns whether each is refused."""
-        lane.holds = lambda method: method == PUT
-        puts = [asyncio.create_task(queue.aput(number)) for number in range(first, first + 10)]
-        await until(lambda: sum(each.done() for each in puts) == 9)
-        lane.release()
-        outcomes = await asyncio.gather(*puts, return_exceptions=True)
-        return [isinstance(outcome, rtr.PeerBusy) for outcome in outcomes]
-
-    async def put_often() -> list[bool]:
-        return [is_refused for first in range(0, 50, 10) for is_refused in await put(first)]
-
-    with members.acting("a"):
-        queue = made()
-        assert asyncio.run(put_often()) == [number % 10 > 0 for number in range(50)]
-        assert queue.get_many(50) == [0, 10, 20, 30, 40]
-
-
 # --- what is given back --------------------------------------------------------------------------------------
 
 
@@ -324,67 +244,6 @@ def test_an_item_goes_back_as_soon_as_its_home_can_be_reached(
         assert failed and queue.get_many(9) == [1, 2]
 
 
-@pytest.mark.parametrize("error", [MemoryError("no memory"), rtr.RayTorchRpcError("torchrpc failed: MemoryError")])
-def test_an_item_goes_back_to_a_home_that_had_no_memory_for_it_at_first(members: Members, error: Exception) -> None:
-    lane = members.lanes["a"]
-
-    async def act() -> None:
-        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
-        put_at_home(members, 1, 2)
-        for _ in range(2):
-            await until(lambda: len(lane.held) == 2)
-            lane.lose(1, error)
-        lane.release()
-        await until(lambda: at_home(members).stats()["items"] == 2)
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(act())
-        assert queue.get_many(9) == [1, 2]
-
-
-def unpicklable() -> Exception:
-    error = rtr.SerializationError("cannot be pickled")
-    error.__cause__ = MemoryError("no memory")
-    return error
-
-
-@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError(NO_MEMORY), unpicklable()])
-@pytest.mark.parametrize("how", ["waits", "cancelled", "at once"])
-def test_an_item_that_its_home_has_no_memory_to_send_goes_back(members: Members, how: str, error: Exception) -> None:
-    lane, failures = members.lanes["a"], []
-
-    def fails_once(method: str) -> bool:
-        if method == TAKE and not failures:
-            failures.append(error)
-            raise error
-        return False
-
-    async def get() -> None:
-        waiting = asyncio.create_task(queue.aget())
-        await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-        put_at_home(members, 1, 2)
-        with pytest.raises((MemoryError, type(error))):
-            await waiting
-
-    async def cancel() -> None:
-        await cancel_a_get(members, queue, lambda method: method == WITHDRAW)
-        put_at_home(members, 1, 2)
-        await until(lambda: at_home(members).stats()["items"] == 2)
-
-    with members.acting("a"):
-        queue = made()
-        lane.delays = fails_once
-        if how == "at once":
-            put_at_home(members, 1, 2)
-            with pytest.raises((MemoryError, type(error))):
-                queue.get()
-        else:
-            asyncio.run(get() if how == "waits" else cancel())
-        assert failures and queue.get_many(9) == [1, 2]
-        assert queue.qsize() == 0
-
-
 @pytest.mark.parametrize("left_s", [0.4, 60.0])
 def test_in_a_served_call_an_operation_waits_for_its_timeout_or_nearly_as_long_as_the_call_has_left(
     members: Members, left_s: float
@@ -426,50 +285,6 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monke
         assert queue.get(LONG) == 1
 
 
-def test_an_item_goes_back_to_its_own_queue_alone(members: Members) -> None:
-    """Not into a new one of the same name."""
-    lane = members.lanes["a"]
-
-    async def act() -> None:
-        await cancel_a_get(members, queue, lambda method: method in (WITHDRAW, PUT_BACK))
-        put_at_home(members, "old")
-        await until(lambda: len(lane.held) == 2)
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(act())
-        services = members.members["home"].services
-        del services._served["queue", "q"]  # as if its process were another one
-        new = rtr.Queue("q", home="home")
-        new.put("new")
-        lane.release()
-        with pytest.raises(rtr.NotFound):
-            queue.get(0)
-        assert new.get_many(9) == ["new"]
-
-
-@pytest.mark.parametrize("consumer", ["home", "a"])
-def test_a_loop_that_ends_with_gets_waiting_loses_nothing(members: Members, consumer: str) -> None:
-    with members.acting(consumer):
-        queue = made()
-        loop = asyncio.new_event_loop()
-        waiting = {loop.create_task(queue.aget()) for _ in range(2)}
-        while at_home(members).stats()["waiting_to_get"] < 2:
-            loop.run_until_complete(asyncio.sleep(0))
-        put_at_home(members, 1)  # for the first of them, which will not run any more
-        loop.close()
-        while waiting:
-            waiting.pop()._log_destroy_pending = False  # type: ignore[attr-defined]
-
-        def given_up() -> bool:
-            gc.collect()
-            numbers = at_home(members).stats()
-            return numbers["items"] == 1
-
-        assert wait_until(given_up, LONG)
-        assert queue.get() == 1
-
-
 # --- what cannot be unpickled --------------------------------------------------------------------------------
 
 MIXED = [0, [Unloadable()], 2, Unloadable(SystemExit), Unloadable(), 5, (6, object), 7]
@@ -503,32 +318,6 @@ def test_an_item_that_cannot_be_unpickled_is_lost_alone(members: Members, consum
             topic.publish_many(MIXED)
             topic.close()
         assert outcomes(lambda: source.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
-
-
-@pytest.mark.parametrize("consumer", ["home", "a"])
-def test_an_iteration_goes_on_behind_what_cannot_be_unpickled(members: Members, consumer: str) -> None:
-    with members.acting(consumer):
-        queue = made()
-        for take in (asynchronously(queue.items(batch=8)), queue.items(batch=8).__next__):
-            queue.put_many(MIXED)
-            assert [take() if number not in (1, 3, 4) else outcome(take) for number in range(8)] == [
-                *(0, "bad", 2, "bad", "bad", 5, (6, object), 7)
-            ]
-        queue.close()
-        assert outcomes(take) == []
-
-
-def outcome(take: Callable[[], Any]) -> str:
-    with pytest.raises(rtr.SerializationError):
-        take()
-    return "bad"
-
-
-def asynchronously(items: Any) -> Callable[[], Any]:
-    async def take() -> Any:
-        return await items.__anext__()
-
-    return lambda: asyncio.run(take())
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -646,7 +435,7 @@ def test_what_waits_keeps_no_threads(members: Members) -> None:
         asyncio.run(act())
 
 
-@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=2.0)], indirect=True)
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=1.0)], indirect=True)
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer(
     members: Members, consumer: str
@@ -656,9 +445,9 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         began = time.monotonic()
         with pytest.raises(rtr.Empty):
             queue.get()
-        assert 1.9 < time.monotonic() - began < LONG / 2
+        assert 0.9 < time.monotonic() - began < LONG / 2
         taking = in_thread(lambda: list(queue))
-        ended = time.monotonic() + 2.5
+        ended = time.monotonic() + 1.5
         while time.monotonic() < ended:  # more than one call of the iteration
             assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
             time.sleep(0.02)
@@ -928,28 +717,6 @@ def test_items_that_are_put_together_share_no_memory(members: Members, producer:
         assert queue.get().tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("consumer", ["home", "a"])
-def test_a_cancelled_get_many_leaves_the_items_and_its_place(members: Members, consumer: str) -> None:
-    with members.acting(consumer):
-        queue = made()
-        queue.put_many(["first", "second"])
-
-        async def cancel() -> list[Any]:
-            getting = asyncio.create_task(queue.aget_many(5, min=4))
-            await until(lambda: at_home(members).stats()["waiting_to_get"] == 1)
-            behind = asyncio.create_task(queue.aget())
-            await until(lambda: at_home(members).stats()["waiting_to_get"] == 2)
-            with pytest.raises(rtr.Empty):
-                await queue.aget(0)  # what waits is for the first one
-            assert at_home(members).stats()["items"] == 2
-            getting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await getting
-            return [await behind, *await queue.aget_many(5)]
-
-        assert asyncio.run(cancel()) == ["first", "second"]
-
-
 @pytest.mark.parametrize("maxsize", [3, 100])
 @pytest.mark.parametrize("how", ["batches", "get_many"])
 @pytest.mark.parametrize("consumer", ["home", "a"])
@@ -987,36 +754,6 @@ def test_an_iteration_keeps_its_place_from_request_to_request(
             time.sleep(0.2)  # the requests of both end meanwhile
             put_at_home(members, number)
         assert taking() == [0, 1, 2, 3] and small() == 4
-
-
-def test_a_request_that_comes_after_its_withdrawal_keeps_nobody_waiting(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def act() -> Any:
-        lane.holds = lambda method: method in (TAKE, WITHDRAW)
-        getting = asyncio.create_task(queue.aget_many(9, 10 * LONG, min=9))
-        await until(lambda: len(lane.held) == 1)
-        getting.cancel()
-        await until(lambda: len(lane.held) == 2)
-        lane.release(1)
-        lane.release()
-        return await queue.aget()
-
-    with members.acting("a"):
-        queue = made()
-        queue.put(1)
-        assert asyncio.run(act()) == 1
-
-
-def test_an_iteration_that_has_gone_frees_its_place(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytorchrpc.patterns.queues.store._ASKS_AGAIN_S", 0.1)
-    with members.acting("a"):
-        queue = made()
-        queue.put(1)
-        local = members.members["a"]
-        store = at_home(members)
-        waits = store.take("", Request(4, 4, 7), time.monotonic() + 0.05, local.me.rank, 1)
-        assert queue.get() == 1 and waits.result(LONG) is None
 
 
 # --- what is over --------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import gc
 import pickle
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,8 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.store import Buffer, Request, Store
+from raytorchrpc.patterns.queues.store import Buffer
 from raytorchrpc.tensors.codec import Codec
-from tests.unit.callees import Deadlines, DeferredReply
 
 LONG = 20.0
 
@@ -38,39 +35,8 @@ def items(*values: int, size: int = 1) -> list[Item]:
     return [Item(bytes([value]), (), 0, size) for value in values]
 
 
-def soon() -> float:
-    return time.monotonic() + LONG
-
-
 def values(taken: Any) -> Any:
     return [item.payload[0] for item in taken] if isinstance(taken, list) else taken
-
-
-def test_many_threads_lose_nothing_and_double_nothing(deadlines: Deadlines) -> None:
-    store, taken, count = Store(deadlines, closes=4), list[bytes](), 500
-    store.add_buffer("", Buffer(5, 1000, "block"))
-
-    def produce(number: int) -> None:
-        for value in range(count):
-            outcome = store.put([Item(f"{number} {value}".encode(), (), 0, 1)], soon())
-            assert (outcome.result(LONG) if isinstance(outcome, DeferredReply) else outcome) is True
-        store.end()
-
-    def consume() -> None:
-        while True:
-            got = store.take("", Request(3), soon())
-            got = got.result(LONG) if isinstance(got, DeferredReply) else got
-            if got is False:
-                return
-            taken.extend(item.payload for item in got)
-
-    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
-    threads += [threading.Thread(target=consume) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert sorted(taken) == sorted(f"{number} {value}".encode() for number in range(4) for value in range(count))
 
 
 # --- items ---------------------------------------------------------------------------------------------------

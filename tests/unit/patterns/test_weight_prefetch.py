@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import NotAMember, PeerLost
+from raytorchrpc.errors import PeerLost
 from tests.polling import wait_until
 from tests.unit.members import LEASE, TENSORS, Members
 from tests.unit.patterns.weight_values import values
@@ -81,36 +81,6 @@ def store_of(members: Members) -> rtr.WeightStore:
     if store is None:
         store = members.store = rtr.WeightStore.find("w")  # type: ignore[attr-defined]
     return store
-
-
-def test_names_of_one_memory_keep_it_together(members: Members) -> None:
-    """Though they are parameters of their own."""
-    publish(members, 1.0)
-    model = Net()
-    model.tied.weight = torch.nn.Parameter(model.first.weight.data)
-    with members.acting("a"):
-        store_of(members).prefetch(model).swap()
-    assert holds(model, 1.0)
-    assert model.tied.weight is not model.first.weight
-    assert model.tied.weight.data_ptr() == model.first.weight.data_ptr()
-
-
-def test_training_goes_on_after_a_swap(members: Members) -> None:
-    publish(members, 0.5)
-    model, twin = Net(2.0), Net(0.5)
-    optimizers = [torch.optim.Adam(net.parameters()) for net in (model, twin)]
-
-    def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        net(torch.ones(2, 3)).square().sum().backward()
-        optimizer.step()
-
-    with members.acting("a"):
-        store_of(members).prefetch(model).swap()
-    for net, optimizer in zip((model, twin), optimizers, strict=True):
-        step(net, optimizer)
-    assert all(torch.equal(mine, its) for mine, its in zip(model.parameters(), twin.parameters(), strict=True))
-    assert not holds(model, 0.5)
 
 
 def test_a_backward_pass_through_weights_that_were_swapped_is_refused(members: Members) -> None:
@@ -220,18 +190,6 @@ def test_what_cannot_be_written_is_named_before_anything_is(
         assert model.first.weight[0, 0].item() == -1.0
 
 
-def test_what_is_no_model_is_refused_at_once(members: Members) -> None:
-    publish(members, 1.0)
-    model = Net(-1.0)
-    with members.acting("a"):
-        store_of(members).prefetch(model).swap()
-        model.first.bias = torch.nn.Parameter(torch.zeros(3, device="meta"))
-        with pytest.raises(rtr.ConfigurationError, match=r"'first\.bias' .* is not a dense tensor with memory"):
-            store_of(members).prefetch(model)
-        model.first.bias = torch.nn.Parameter(torch.zeros(3))
-        assert store_of(members).prefetch(model).swap() == 1 and holds(model, 1.0)
-
-
 def test_code_of_a_model_runs_on_the_programs_thread(members: Members) -> None:
     """FSDP's hooks exchange data with other ranks."""
     publish(members, 1.0)
@@ -327,13 +285,6 @@ def test_a_pull_that_fails_raises_its_error_and_leaves_the_model(members: Member
             store_of(members).prefetch([])  # type: ignore[arg-type]
         assert holds(model, -1.0)
         assert store_of(members).prefetch(model).swap() == 1 and holds(model, 1.0)
-
-
-def test_nothing_published_in_time(members: Members) -> None:
-    with members.acting("home"):
-        rtr.WeightStore("w")
-    with members.acting("a"), pytest.raises(rtr.Empty):
-        store_of(members).prefetch(Net(), timeout=0.05).wait()
 
 
 def test_a_coroutine_awaits_it(members: Members) -> None:
@@ -500,23 +451,6 @@ def test_models_of_every_kind(members: Members) -> None:
                 model.state_dict() if model is frozen else model.fill(-1.0)
             assert [tensor.stride() for tensor in model.state_dict().values()] == strides
     assert half.first.weight.dtype is torch.bfloat16
-
-
-def test_a_forked_child_is_refused(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread of its parent's would ever pull for it."""
-    publish(members, 1.0)
-
-    async def wait_for(handle: Any) -> int:
-        return int(await handle)
-
-    with members.acting("a"):
-        handle = store_of(members).prefetch(Net())
-        handle.wait()
-        monkeypatch.setattr("raytorchrpc.process.fork._origin", "member 'a'")
-        with pytest.raises(NotAMember):
-            store_of(members).prefetch(Net())
-        with pytest.raises(NotAMember):
-            asyncio.run(wait_for(handle))
 
 
 def test_a_twin_ends_with_its_model(members: Members) -> None:

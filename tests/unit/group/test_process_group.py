@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
+from raytorchrpc.group.process_group import Collectives, GuardedListeners, ProcessGroupInfo
 from raytorchrpc.group.process_groups import check_backend, check_encryption
-from raytorchrpc.membership.process_group import Collectives, GuardedListeners, ProcessGroupInfo
-from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process.workers import process_deadlines
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
@@ -165,29 +165,6 @@ def test_while_it_forms_members_are_waited_for_longer_than_in_a_collective() -> 
     assert asked == [60.0, 1.0]
 
 
-def test_a_store_whose_python_part_is_gone_raises() -> None:
-    wrapped = PrefixStore("prefix", store_of(key_table()))
-    operations: list[Callable[[], Any]] = [lambda: wrapped.check(["key"]), lambda: wrapped.set("key", "value")]
-    for operation in operations:
-        with pytest.raises(RuntimeError):
-            operation()
-
-
-def test_counters_of_many_threads_lose_nothing() -> None:
-    table = key_table()
-
-    def count(store: MemberStore) -> None:
-        for _ in range(200):
-            store.add("count", 1)
-
-    threads = [threading.Thread(target=count, args=(store_of(table),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert table.operate(30.0, "add", "count", 0) == 1600
-
-
 def reduced(ranks: int, look_at: Callable[[bytes], bool], requests: list[str]) -> dict[int, float]:
     """What each rank has of the sum of all ranks, on threads of one process: torch's C++ calls the stores without the
     interpreter lock. No rank goes on before all have published their addresses.
@@ -300,7 +277,7 @@ def test_a_process_group_over_gloo_has_room_for_its_connections() -> None:
     """In a process of its own: gloo ends the process when it cannot accept one."""
     program = """
 import resource
-from raytorchrpc.membership.process_group import Collectives, ProcessGroupInfo
+from raytorchrpc.group.process_group import Collectives, ProcessGroupInfo
 from raytorchrpc.process.workers import process_deadlines
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1500))
 for size in (500, 2000):

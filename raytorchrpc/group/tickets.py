@@ -22,8 +22,8 @@ import ray
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.errors import BootstrapError, NotAMember
-from raytorchrpc.membership.here import Place, inherit, place
-from raytorchrpc.membership.restarted import Record, lasts, record_of, records
+from raytorchrpc.group.here import Place, inherit, place
+from raytorchrpc.group.restarted import Record, lasts, record_of, records
 from raytorchrpc.process import fork, threads
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Parent:
                 self._listener.bind(_name(os.getpid()))
                 self._listener.listen(64)
                 self._thread = threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
-            except (OSError, threads.ThreadShortage) as error:
+            except OSError as error:
                 logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
                 return
             undo.pop_all()

@@ -22,11 +22,11 @@ from raytorchrpc.calls.member import current_local
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.membership import join, tickets
-from raytorchrpc.membership.control_connections import SUPERVISOR, ControlConnections
-from raytorchrpc.membership.messages import JoinedProcess, JoinRequest, LeaveRequest
-from raytorchrpc.membership.restarted import Record, connections_for
-from raytorchrpc.membership.tickets import Ticket
+from raytorchrpc.group import join, tickets
+from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
+from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
+from raytorchrpc.group.restarted import Record, connections_for
+from raytorchrpc.group.tickets import Ticket
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.tensors import thread_modes
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from raytorchrpc.calls.peers import Absence, Member
-from raytorchrpc.membership.messages import GroupInfo, Prepared
+from raytorchrpc.group.messages import GroupInfo, Prepared
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.routing.pairs import Kind
 

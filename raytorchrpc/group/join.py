@@ -27,18 +27,18 @@ from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
 from raytorchrpc.calls.server.exposed import methods_of, note_modes, take_turns
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
+from raytorchrpc.group import process_group
+from raytorchrpc.group.here import asked_for_gpu, endpoint, place
+from raytorchrpc.group.messages import GroupInfo, JoinSpec, Listening, Prepared, Probe, unpacked
+from raytorchrpc.group.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.group.tickets import Parent, consent
+from raytorchrpc.group.view import JOINING, Answer, Delta, Difference, Table
+from raytorchrpc.group.vouching import vouched
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_fabric, unreachable
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
-from raytorchrpc.membership import process_group
-from raytorchrpc.membership.here import asked_for_gpu, endpoint, place
-from raytorchrpc.membership.messages import GroupInfo, JoinSpec, Listening, Prepared, Probe, unpacked
-from raytorchrpc.membership.ray_metrics import TOTALS_S, Exporter, reading
-from raytorchrpc.membership.tickets import Parent, consent
-from raytorchrpc.membership.view import JOINING, Answer, Delta, Difference, Table
-from raytorchrpc.membership.vouching import vouched
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
 from raytorchrpc.process.switch_interval import SwitchInterval

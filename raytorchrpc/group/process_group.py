@@ -32,7 +32,7 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeou
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import service
 from raytorchrpc.errors import BootstrapError, ConfigurationError, ProcessGroupLost
-from raytorchrpc.membership.rendezvous import KeyTable, MemberStore
+from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process import fork, guard, tcp, threads
 from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.process.this_process import reserve_descriptors
@@ -297,14 +297,8 @@ class Collectives:
                 self._former = made.store
                 # NCCL may wait for the device. The keys go last: NCCL's own threads use them.
                 name = f"raytorchrpc-{self._name}-process-group"
-                try:
-                    self._ending = threads.start(_abort, made, keys, cause, name=name)
-                    return
-                except threads.ThreadShortage as error:
-                    threads.report(error, f"{self._name} blocks until its process group has ended")
-        if made is not None:
-            _abort(made, keys, cause)
-        elif keys is not None:
+                self._ending = threads.start(_abort, made, keys, cause, name=name)
+        if made is None and keys is not None:
             keys.close(cause)  # fails the waits for a key
 
 

@@ -21,10 +21,10 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.rejoin import Owner, Rejoin
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
+from raytorchrpc.group.here import endpoint, listening_address
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
-from raytorchrpc.membership.control_connections import SUPERVISOR, ControlConnections
-from raytorchrpc.membership.here import endpoint, listening_address
 from raytorchrpc.topology.endpoint import Endpoint
 
 _GROUPS, _ADDRESSES = "groups/", "restarted/"
