@@ -19,7 +19,7 @@ from raytorchrpc.calls.client.stream import NEXT, Stream
 from raytorchrpc.calls.counters import CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
-from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band, tensor_lane
+from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band, tensor_lane, with_rrefs
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
 from raytorchrpc.calls.receive_into import receiver
@@ -352,6 +352,7 @@ class OutgoingCall:
         if pending and is_out_of_band(body):
             body, pending = calls.payloads.unpack(body, pending, keep=False), []  # with RRefs
         if header.kind == protocol.OK and self._options.into is not None:
+            body, pending = with_rrefs(body, pending)
             into = receiver(self._options.into)
             into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
             into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it

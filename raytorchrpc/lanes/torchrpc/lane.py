@@ -24,9 +24,10 @@ from torch.distributed.rpc.internal import RemoteException
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
 from raytorchrpc.lanes.base import (
+    Arrived,
     Capabilities,
+    Copies,
     Export,
-    Into,
     Message,
     MessageLane,
     PeerAddress,
@@ -36,6 +37,7 @@ from raytorchrpc.lanes.base import (
     Spawn,
     TensorCapabilities,
     TensorLane,
+    arrived,
     never_fetched,
 )
 from raytorchrpc.lanes.setup import LaneSetup
@@ -226,7 +228,7 @@ class TorchRpcTensors(TensorLane):
         return self._keep(peer, Encoded(b"", tensors, (), 0), handoff_streams(tensors))
 
     def export_rrefs(self, rrefs: Sequence[Any], peer: str) -> Export:
-        """As ``export``; ``fetch`` without shapes returns the RRefs."""
+        """As ``export``; ``read`` without shapes returns the RRefs."""
         return self._keep(peer, Encoded(b"", (), rrefs, 0), nothing)
 
     def _keep(self, peer: str, body: Encoded, make_current: Callable[[], None]) -> Export:
@@ -240,7 +242,7 @@ class TorchRpcTensors(TensorLane):
         _kept.pop(number, None)
         self._numbers.pop(number, None)
 
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[Any]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
             pending = self._lane.request(peer, _hand_over, (descriptor,), self._fetch_timeout_s)
             if not pending.wait(self._fetch_timeout_s):
@@ -248,9 +250,9 @@ class TorchRpcTensors(TensorLane):
             header, body = pending.take()[:2]
         if header:
             raise never_fetched(peer)
-        return list(body.tensors if shapes else body.rrefs)
+        return arrived(body.tensors, copies) if shapes else list(body.rrefs)
 
-    def discard(self, peer: str, descriptor: Any) -> None:
+    def release(self, peer: str, descriptor: Any) -> None:
         with suppress(RayTorchRpcError):
             self._lane.request(peer, _drop, (descriptor,), self._fetch_timeout_s)
 
