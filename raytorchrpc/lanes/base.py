@@ -416,8 +416,8 @@ class TensorLane(PeerLane):
         """Make all tensors of one message available to ``peer``.
 
         Afterwards the caller may drop the tensors. It may change CPU tensors at once (but see ``reads_later``), and
-        CUDA tensors after ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before it
-        is read.
+        CUDA tensors after ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before
+        it is read.
 
         ``devices``: where tensors arrive, this process's GPU -> the peer's. Either may be "cpu"; such entries concern
         only lanes whose capabilities have ``takes_cuda``.
