@@ -98,9 +98,11 @@ class Payloads:
             return route.fabric, _in_message(body, route.devices)
         lane = route.calls
         if not body.tensors:
+            if (most := lane.capabilities.in_band_bytes) is None or len(body.payload) <= most:
+                return lane, Payload(body)
             return lane, self._without_tensors(route, lane, body)
         if lane.capabilities.carries(body.tensors):
-            return lane, _in_message(body, route.devices)
+            return lane, Payload(outbound(body, route.devices) if route.devices else body)
         self._check_mapped(route, body.tensors, route.devices)
         return lane, self._beside(route, lane, body, route.devices, share)
 
@@ -117,11 +119,13 @@ class Payloads:
             )
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
+            if (most := can.in_band_bytes) is None or len(body.payload) <= most:
+                return Payload(body)
             return self._without_tensors(route, lane, body)
         if can.carries(body.tensors):
             if can.in_band_cuda:  # else there is no CUDA tensor
                 self._check_mapped(route, body.tensors, devices)
-            body = outbound(body, devices)
+            body = outbound(body, devices) if devices else body
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
             # A lane that reads CUDA tensors later cannot be told when they may change again.
             return Payload(body if as_is or (frozen and not _has_cuda(body)) else snapshot(body))
@@ -150,9 +154,8 @@ class Payloads:
         return payload._replace(manifests=(*payload.manifests, manifest), exports=(*payload.exports, export))
 
     def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Payload:
-        """A large pickle travels like a tensor: a lane for those copies it once."""
-        most = lane.capabilities.in_band_bytes
-        if most is None or len(body.payload) <= most or body.rrefs or CPU not in route.beside:
+        """A pickle that is large for a message travels like a tensor: a lane for those copies it once."""
+        if body.rrefs or CPU not in route.beside:
             return Payload(body)
         lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
         payload = self._beside(route, lane, lifted, {}, False)
