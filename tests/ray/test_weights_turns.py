@@ -11,7 +11,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import chained_pull, pull_plan, source_pull
-from raytorchrpc.patterns.weights.versions import KIND
+from raytorchrpc.patterns.weights.published import KIND
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import wait_until
