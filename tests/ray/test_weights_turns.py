@@ -17,7 +17,7 @@ from tests.insides import in_actor
 from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.weight_helpers import came_from, no_group_is_left  # noqa: F401
+from tests.ray.weight_helpers import came_from
 
 READERS = ("a", "b", "c")
 SIZE = 1 << 20
