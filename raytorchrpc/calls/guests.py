@@ -141,7 +141,7 @@ class Guests:
                 return route
             member = Member(rank, "a process that is no member", None, "", 0, "", -1)
             no_lane: Any = None
-            route = self._routes[rank] = PeerRoute(member, no_lane, no_lane, no_lane)
+            route = self._routes[rank] = PeerRoute(member, no_lane, no_lane)
         self._deadlines.at(now + LEASE_S, lambda: self._check(rank))
         return route
 

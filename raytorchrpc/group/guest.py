@@ -99,7 +99,7 @@ class Guest:
                 lane.disconnect(name)
                 lane.connect([PeerAddress(name, address)])
                 near = member.node_id == local.me.node_id
-                local.peers.add_peer(PeerRoute(member, lane, lane, lane, token=token, same_clock=near))
+                local.peers.add_peer(PeerRoute(member, lane, lane, token=token, same_clock=near))
         self._stale = False
 
     def _open(self, directory: Directory) -> tuple[LocalMember, SocketLane]:
