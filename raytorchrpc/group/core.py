@@ -187,6 +187,8 @@ class Core:
         """Members that have not answered yet, and when they were asked; the oldest first."""
         self._behind: dict[str, float] = {}
         """Members that have not acknowledged the view, and when they may be asked."""
+        self.clients: dict[str, Peer] = {}
+        """Processes that follow the view and are not in it."""
         self._coming: dict[int, Peer] = {}
         """By rank; ``_connecting``: the ranks of those of them that connect."""
         self._connecting, self._parting = set[int](), set[str]()
@@ -238,8 +240,8 @@ class Core:
 
     def awaited(self, version: int) -> set[str]:
         """The members that answer in time and have not followed that version of the view. Any thread may ask."""
-        found = ((name, self._members.get(name)) for name in self._behind.copy())
-        return {name for name, its in found if its and its.version < version and not its.is_slow}
+        behind = ((name, self._members.get(name)) for name in self._behind.copy() if name not in self.clients)
+        return {name for name, member in behind if member and member.version < version and not member.is_slow}
 
     def listening(self) -> dict[str, Prepared]:
         """Where each member listens. Any thread may ask."""
@@ -247,7 +249,7 @@ class Core:
 
     def causes(self) -> dict[str, str]:
         """Why each lost member is lost, by name. Any thread may ask."""
-        return {name: loss.cause for name, loss in self.lost.copy().items()}
+        return {name: loss.cause for name, loss in self.lost.copy().items() if name not in self.clients}
 
     def away(self) -> dict[str, str]:
         """The same of those whose loss was announced. Any thread may ask."""
@@ -255,7 +257,8 @@ class Core:
 
     def unready(self) -> dict[str, str]:
         """The members that cannot be called by all, and why. Any thread may ask."""
-        return {**dict.fromkeys(self._behind.copy(), BEHIND), **self.causes()}
+        behind = (name for name in self._behind.copy() if name not in self.clients)
+        return {**dict.fromkeys(behind, BEHIND), **self.causes()}
 
     # --- announcements ------------------------------------------------------------------------------------------------
 
@@ -390,9 +393,13 @@ class Core:
 
     def _bury(self, dead: Mapping[str, _Loss]) -> None:
         """These will not come back."""
-        self.view.remove({self._members[name].rank: Absence(loss.cause, True, True) for name, loss in dead.items()})
+        known = {name: loss for name, loss in dead.items() if name not in self.clients}
+        if known:
+            self.view.remove(
+                {self._members[name].rank: Absence(loss.cause, True, True) for name, loss in known.items()}
+            )
         self._strike(dead)
-        for name, loss in dead.items():
+        for name, loss in known.items():
             self._report_later(Change("dead", (name,), loss.cause))
 
     def _dial(self, name: str, loss: _Loss) -> None:
@@ -421,7 +428,7 @@ class Core:
                 loss.next_dial = self._now + _RECONNECT_S
                 self._asked[name] = self._now
                 self._out.append(Announce(self.view.since(member.version, reconnects=True), {name: process}))
-        elif ended:
+        elif ended or (refused and name in self.clients):
             self._bury({name: _Loss("its process ended", self._now)})
         elif loss is None:
             self.broke(name, process, error)  # it has just joined
@@ -446,6 +453,7 @@ class Core:
             self._drop(name)
             self.lost.pop(name, None)
             self._parting.discard(name)
+            self.clients.pop(name, None)
             del self._members[name]
         self._out += [Forget(gone), Strike()]
 
@@ -473,6 +481,19 @@ class Core:
             for name in names:
                 self.lost[name].phase = Phase.RETURNING
             self._out.append(Admit({name: self._members[name].rank for name in names}, patience_s))
+
+    def promise(self) -> None:
+        """Event: a process joins as a client, with the view as it is."""
+        self.promised = self.view.promise()
+
+    def client_arrived(self, client: Peer, version: int) -> None:
+        """Event: it has joined. The members are not told. ``version``: ``promised`` after ``promise``."""
+        name = client.member.name
+        self.clients[name] = client
+        self._add(client, version)
+        if version < self.view.version:
+            self._behind[name] = self._now
+        self._out.append(Dial([name], _CONNECT_S))
 
     def coming(self, peers: Sequence[Peer]) -> None:
         """Event: these have prepared to join, with the view as it is; the other members are to prepare for them."""

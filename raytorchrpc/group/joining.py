@@ -12,6 +12,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -24,8 +25,9 @@ from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
+from raytorchrpc.group.here import place
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
-from raytorchrpc.group.restarted import Record, connections_for
+from raytorchrpc.group.restarted import Record, connections_for, record_of
 from raytorchrpc.group.tickets import Ticket
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.tensors import thread_modes
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
+#: For a process to become a client (seconds).
+_CLIENT_S = 10.0
 
 
 _entering = Turn()
@@ -93,6 +97,16 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
         join.give_up(None, attempt)  # the supervisor's next step, if it comes, is refused
         _forget()
         raise
+
+
+def become_client(admit: Callable[[JoinRequest], object], generation: str) -> None:
+    """Make this process a client of that group. ``admit``: the supervisor's. Blocks; raises BootstrapError."""
+    if (record := record_of(generation)) is None:
+        raise BootstrapError("it has ended, or Ray's control store has lost its record")
+    attempt, here = uuid.uuid4().hex[:12], place()
+    process = JoinedProcess(f"{os.getpid()}@{here.node_id}/{attempt}", ray.get_runtime_context().get_actor_id())
+    with contextlib.closing(connections_for(record, "a process that becomes a client", lambda: None)) as connections:
+        admit(JoinRequest(f"client-{attempt}", connections.address, process, b"", attempt, _CLIENT_S))
 
 
 def leave() -> None:

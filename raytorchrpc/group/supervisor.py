@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import logging
 import queue
 import threading
@@ -18,21 +19,28 @@ from typing import Any, Literal, ParamSpec
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats, Reading
-from raytorchrpc.calls.peers import process_token
+from raytorchrpc.calls.peers import FIRST_CLIENT, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import core, join, ray_calls, restarted
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.core import Core
-from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
+from raytorchrpc.group.formation import (
+    ClientFormation,
+    Formation,
+    check_name,
+    current_owner,
+    form_group,
+    participants_of,
+)
 from raytorchrpc.group.here import endpoint
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
 from raytorchrpc.group.process_group import ProcessGroupInfo
 from raytorchrpc.group.process_groups import check_backend, create_process_group
 from raytorchrpc.group.ray_metrics import reading
 from raytorchrpc.group.restarts import RestartedActors
-from raytorchrpc.group.roster import Directory, Roster
+from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
 from raytorchrpc.group.tickets import consent
 from raytorchrpc.group.tracing import GroupTrace, Tracing
@@ -41,7 +49,6 @@ from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import reserve_descriptors
-from raytorchrpc.topology.endpoint import Endpoint
 
 P = ParamSpec("P")
 
@@ -109,6 +116,7 @@ class Supervisor:
         self._events = EventBus(roster.name)
         self._making, self._process_groups = Turn(), 0
         """Held while a process group is created; how many were."""
+        self._client_ranks = itertools.count(FIRST_CLIENT)
         self._connections = ControlConnections(roster.credentials)
         self._restarts = RestartedActors(roster, self.take_in)
         self._tracing = Tracing(self._connections)
@@ -222,13 +230,34 @@ class Supervisor:
             return
         check_name("join(name=...)", request.name)
         newcomer, patience_s = {request.name: request.process}, min(request.timeout_s, _CHANGE_S)
-        try:
-            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
+        with self._reaching(request, patience_s):
             self._strike_ended(request.name)
-            call_all, attempt = self._restarts.call_all, request.attempt
             with self._joining_as(lambda: newcomer, time.monotonic() + patience_s):
+                call_all, attempt = self._restarts.call_all, request.attempt
                 formation = Formation(self.roster, newcomer, patience_s, call_all, attempt=attempt)
                 self._admit("added", formation)
+
+    def admit_client(self, request: JoinRequest) -> None:
+        """Have the process that requests it join as a client: it follows the group, whose members do not know it."""
+        self._check_running()
+        with self._reaching(request, request.timeout_s):
+            formation = ClientFormation(self.roster, request, next(self._client_ranks), self._restarts.call_all)
+            formation.probe()
+            try:
+                away, silent, version = self._request(lambda: self._assign_client(formation))
+                prepared = {**formation.others, **formation.prepare()}
+                formation.commit(prepared, away, silent, version)
+                self._request(lambda: self._take_client(formation, prepared, version))
+            except BaseException:
+                formation.roll_back()
+                raise
+
+    @contextlib.contextmanager
+    def _reaching(self, request: JoinRequest, patience_s: float) -> Iterator[None]:
+        """Within the block a process joins by itself; afterwards it is reached as members are."""
+        try:
+            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
+            yield
             # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
             with contextlib.suppress(RayTorchRpcError):  # it is found lost like others
                 self._connections.ping(request.name, patience_s)
@@ -304,10 +333,6 @@ class Supervisor:
     def end_trace(self) -> GroupTrace:
         return self._tracing.end(self.roster)
 
-    def directory(self, endpoint: Endpoint) -> Directory:
-        """See guest.Host."""
-        return self.roster.directory(self._core.listening(), endpoint)
-
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
         self._check_running()
@@ -317,7 +342,7 @@ class Supervisor:
         """End the group. Idempotent, never raises."""
         self._ends = True
         until = time.monotonic() + timeout_s
-        self._send_off(self.roster.handles, for_good=True)
+        self._send_off([*self.roster.handles, *self.roster.clients], for_good=True)
         self.stop()
         dismissed = self._dismiss(until, but=())
         for thread in (*self._threads, *self._readmissions):
@@ -342,7 +367,8 @@ class Supervisor:
 
     def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
         """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
-        sent = self.roster.by_themselves.intersection(names) - self._core.away().keys()
+        by_themselves = self.roster.by_themselves | self.roster.clients.keys()
+        sent = by_themselves.intersection(names) - self._core.away().keys()
         asked = dict.fromkeys(sent, (self.roster.generation, for_good))
         # One that leaves closes the connection instead of an answer.
         self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
@@ -515,15 +541,16 @@ class Supervisor:
 
     def _ask_ray(self, its: core.AskRay) -> None:
         began = time.monotonic()
-        fates = {name: self._restarts.fate(self.roster.records[name], name in its.ended) for name in its.names}
+        fates = {name: self._restarts.fate(self.roster.record(name), name in its.ended) for name in its.names}
         self._handle(self._core.ray_said, fates, time.monotonic() - began)
 
     def _dial(self, its: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self._core.listening()
+        prepared.update({name: client.prepared for name, client in self._core.clients.items()})
         work = dict[str, Callable[[], None]]()
         for name in its.names:
-            record = roster.records[name]
+            record = roster.record(name)
             member = record.member
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
@@ -533,7 +560,7 @@ class Supervisor:
             self._connections.dial(work)
         except threads.ThreadShortage as error:
             for name in its.names:
-                self._report(self._core.dialled, name, roster.records[name].process, str(error))
+                self._report(self._core.dialled, name, roster.record(name).process, str(error))
 
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
         why, refused, ended, watch = None, False, False, None
@@ -562,9 +589,12 @@ class Supervisor:
 
     def _strike(self, its: core.Strike) -> None:
         prepared = self._core.listening()
-        roster = self.roster.without(self.roster.records.keys() - prepared.keys())
-        self.roster, self.info = roster, roster.info(prepared)
-        self._restarts.post(roster)
+        before = self.roster
+        gone_clients = before.clients.keys() - self._core.clients.keys()
+        self.roster = roster = before.without(before.records.keys() - prepared.keys() | gone_clients)
+        if roster.records.keys() != before.records.keys():
+            self.info = roster.info(prepared)
+            self._restarts.post(roster)
 
     def _begin_to_readmit(self, its: core.Admit) -> None:
         thread = threads.start(self._readmit, its, name=f"raytorchrpc-admit-{self.roster.name}")
@@ -618,6 +648,19 @@ class Supervisor:
         prepared, away, silent = self._request(lambda: self._others_of(formation, coming))
         formation.commit(prepared, away, silent, version)
         self._request(lambda: self._take(kind, formation, version))
+
+    def _assign_client(self, formation: ClientFormation) -> tuple[dict[str, str], set[str], int]:
+        """The members that are away, those that do not answer, and the version of the view that it begins with."""
+        formation.assign(self.roster)
+        formation.others = self._core.listening()
+        self._handle(self._core.promise)
+        away = self._core.away()
+        return away, self._core.unready().keys() - away.keys(), self._core.promised
+
+    def _take_client(self, formation: ClientFormation, prepared: Mapping[str, Prepared], version: int) -> None:
+        self.roster, formation.is_done = self.roster.with_client(formation.name, formation.roster), True
+        (client,) = formation.roster.peers(prepared, [formation.name])
+        self._handle(self._core.client_arrived, client, version)
 
     def _check_present(self, formation: Formation) -> None:
         """Raise BootstrapError if participants that were members have left: another may have the name by now."""

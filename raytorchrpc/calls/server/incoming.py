@@ -10,7 +10,7 @@ from typing import Any
 
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.payload import PendingTensors
-from raytorchrpc.calls.peers import PeerTable
+from raytorchrpc.calls.peers import PeerTable, is_client
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed, is_hidden
@@ -77,7 +77,7 @@ class IncomingCalls:
                 if header.number and not self.callee.cancellable.add(call):
                     return call.answer_cancelled
                 return self._dispatch(call)
-            return self._control(ControlHeader(*message.header), message, reply)
+            return self._control(lane, ControlHeader(*message.header), message, reply)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
             return self._answer(reply, replies.refusal(kind, error))
@@ -85,7 +85,7 @@ class IncomingCalls:
     def _answer(self, reply: Reply, message: Message) -> Work:
         return AtOnce(self.callee.replies.send, reply, lambda: message).run
 
-    def _control(self, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
+    def _control(self, lane: MessageLane, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
         if header.kind == protocol.FETCH:
             kept = self.callee.replies.take(header.number)
             kept.make_current()
@@ -97,7 +97,13 @@ class IncomingCalls:
         if header.kind == protocol.ASK:
             replies = self.callee.replies
             return partial(replies.send, reply, partial(replies.run, self._run, message))
-        return None if header.kind == protocol.WATCH else self._answer(reply, _ALIVE)
+        if header.kind != protocol.WATCH:
+            return self._answer(reply, _ALIVE)
+        if is_client(header.caller):
+            self._peers.add_connection(header.caller)
+            ended = partial(self._peers.end_connection, header.caller)
+            lane.watch(reply).add_done_callback(partial(self.callee.workers.submit, ended))
+        return None
 
     def _answer_cancelled(self, call: ServedCall | None, reply: Reply) -> None:
         """Reply to a cancelled call, and to the cancellation."""

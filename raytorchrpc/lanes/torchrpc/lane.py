@@ -160,9 +160,9 @@ class AbsentLane(MessageLane):
         in_band_bytes=0, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, remedy: str = "allow it in GroupConfig.lanes") -> None:
         """``reason``: why torchrpc is not used."""
-        self._reason = reason
+        self._reason, self._remedy = reason, remedy
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
         """Do nothing."""
@@ -170,8 +170,8 @@ class AbsentLane(MessageLane):
     def call(self, *request: Any, **options: Any) -> NoReturn:
         raise LaneUnavailable(
             self.name,
-            f"{self._reason}; RRefs, distributed autograd, and tensors that no other lane carries need it: allow it in "
-            "GroupConfig.lanes",
+            f"{self._reason}; RRefs, distributed autograd, and tensors that no other lane carries need it: "
+            f"{self._remedy}",
         )
 
     remote = call

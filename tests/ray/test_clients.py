@@ -13,9 +13,6 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import guests
-from raytorchrpc.calls.member import process_member
-from raytorchrpc.group import guest
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -31,16 +28,11 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
     maps = {actors["home"]: {actors["a"]: {}}, 1: rtr.DeviceMap.from_dict({0: {}})}
     with rtr.init_group(actors, name="fed", config=rtr.GroupConfig(device_maps=maps)) as group:
         yield group
-    assert wait_until(lambda: not [thread.name for thread in threading.enumerate() if "guest" in thread.name], 30)
+    assert wait_until(lambda: not [thread.name for thread in threading.enumerate() if "client" in thread.name], 30)
 
 
 def take(queue: rtr.Queue, count: int) -> list[Any]:
     return [queue.get(10) for _ in range(count)]
-
-
-def seen_at_home() -> dict[int, float]:
-    route_back: Any = process_member().peers._guest_route
-    return dict(route_back.__self__._seen)
 
 
 def test_items_of_any_size_go_both_ways_while_the_home_is_busy(
@@ -112,20 +104,6 @@ def test_topics_and_find(actors: dict[str, Any]) -> None:
     assert rtr.Topic.find("news").stats()["subscribers"] == 0
     with pytest.raises(rtr.NotFound, match="group 'fed' has a queue 'none'"):
         rtr.Queue.find("none")
-
-
-def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    (local,) = guests.own_groups.everywhere()
-    (one,) = guests.own_groups._guests.values()
-    rtr.Queue("work", home="home", maxsize=50).qsize()
-    before = ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank]
-    monkeypatch.setattr(guest, "LEASE_S", 0.6)
-    home = local.peers.route("home").member
-    held = [local.credit.take(home, "get", 0, time.monotonic() + 1)[0] for _ in range(local.config.max_calls_in_flight)]
-    one._renew(local)
-    assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 30)
-    for credit in held:
-        credit.give_back()
 
 
 def test_what_cannot_work_is_refused() -> None:
