@@ -57,7 +57,11 @@ class Record(NamedTuple):
 
 
 class Recorder:
-    """Writes the records of one process. Each goes out in one write, so it outlives the process. Thread-safe."""
+    """Writes the records of one process. Each goes out in one write, so it outlives the process. Thread-safe.
+
+    A process that is killed as it writes may leave part of one: Linux ends a write that fills two pages between them.
+    Each record begins a line of its own, so that such a part spoils no other record.
+    """
 
     def __init__(self, member: str, directory: Path) -> None:
         self.member = member
@@ -134,14 +138,14 @@ class Recorder:
 
 
 def read(path: Path, offset: int) -> tuple[list[Record], int]:
-    """Those after so many bytes, and where they end. A process that goes on may have written half a line."""
+    """Those after so many bytes, and where they end. A process may still be writing the last one."""
     with path.open("rb") as file:
         file.seek(offset)
         lines = file.read()
     end = lines.rfind(b"\n") + 1
     records: list[Record] = []
     for line in filter(None, lines[:end].splitlines()):
-        with suppress(json.JSONDecodeError):  # its process was killed as it wrote
+        with suppress(json.JSONDecodeError):  # see Recorder
             records.append(Record(*json.loads(line)))
     return records, offset + end
 

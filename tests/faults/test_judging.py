@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults.judging import Life, judge, judge_memory, judge_rest
-from tests.faults.records import Record, stamp
+from tests.faults.records import Record, Recorder, read, stamp
 from tests.faults.scenarios import Object
 
 QUEUE, TOPIC = Object("queue", "q", "home"), Object("topic", "t", "home")
@@ -260,3 +261,16 @@ def test_memory_of_processes_that_go_on() -> None:
     most: dict[tuple[str, int], int] = {}
     for memory, leaks in ((100 << 20, 0), (150 << 20, 0), (170 << 20, 1)):
         assert len(list(judge_memory([record("publish_shards", memory=memory)], most))) == leaks
+
+
+def test_what_a_killed_process_has_written_in_part_spoils_no_other_record(tmp_path: Path) -> None:
+    killed, living = Recorder("a", tmp_path), Recorder("b", tmp_path)
+    whole = killed.write("put", began=1.0, ended=2.0)
+    torn = (tmp_path / "records").read_bytes()[:-9]
+    with (tmp_path / "records").open("ab") as file:
+        file.write(torn)
+    found, end = read(tmp_path / "records", 0)
+    assert found == [whole]
+    assert read(tmp_path / "records", end) == ([], end)
+    after = living.write("get", began=3.0, ended=4.0)
+    assert read(tmp_path / "records", end)[0] == [after]

@@ -1,8 +1,10 @@
-"""Publishers and readers of shards that are killed and suspended, by themselves and at random moments."""
+"""Publishers and readers of shards that are killed and suspended, by themselves and at random moments.
+
+``python -m tests.faults --shards --faults 500`` is the long form.
+"""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 
@@ -16,8 +18,6 @@ from tests.insides import kept_out
 from tests.polling import stands_still
 
 SHARDS = SCENARIOS["shards"]
-#: Of the long form.
-FAULTS, SEED = int(os.environ.get("SHARD_FAULTS", "500")), int(os.environ.get("SHARD_SEED", "12"))
 #: A publisher that dies is not back before this (seconds).
 _AWAY_S = 2.5
 
@@ -73,11 +73,3 @@ def test_a_restarted_publisher_returns_while_a_reader_is_suspended(run: Running)
 def test_some_random_faults(run: Running) -> None:
     for faults in random_faults(11, 3, SHARDS.names, SHARDS.faults.here, at_once=SHARDS.at_once):
         strike(run, *faults)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_five_hundred_random_faults(run: Running) -> None:
-    for faults in random_faults(SEED, FAULTS, SHARDS.names, SHARDS.faults.here, at_once=SHARDS.at_once):
-        strike(run, *faults)
-    print(run.report)
