@@ -279,7 +279,7 @@ def _no_group(actor_id: str | None) -> str:
             )
         return (
             f"this process is in no group: it formed group {name!r} without joining it, so it is only a client, which "
-            f"calls members, uses their queues and pulls weights; to be a member, pass include_driver=True to init_group"
+            f"calls members, uses their queues and pulls weights. For more, pass include_driver=True to init_group"
         )
     by_itself = "or join one by its name, raytorchrpc.join(name), if it has GroupConfig(joinable_by='cluster')"
     if actor_id is not None:

@@ -76,8 +76,8 @@ class Membership:
         token = process_token(table.generation, peer.rank, peer.incarnation)
         if self.is_client:
             lane, near = lanes[registry.CONTROL], me.node_id == peer.node_id
-            fabric = AbsentLane("a client of a group has no torchrpc agent", "init_group(..., include_driver=True)")
-            return PeerRoute(peer, lane, lane, fabric, token=token, retries=prepared.retries, same_clock=near)
+            absent = AbsentLane("a client of a group has no torchrpc agent", "init_group(..., include_driver=True)")
+            return PeerRoute(peer, lane, lane, absent, token=token, retries=prepared.retries, same_clock=near)
         if peer.rank == me.rank:
             refused = forbidden(table.config, registry.FABRIC)
             fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +105,46 @@ def test_topics_and_find(actors: dict[str, Any]) -> None:
     assert rtr.Topic.find("news").stats()["subscribers"] == 0
     with pytest.raises(rtr.NotFound, match="group 'fed' has a queue 'none'"):
         rtr.Queue.find("none")
+
+
+def test_calls_and_who_is_listed(actors: dict[str, Any], group: rtr.Group, spawn: Spawn) -> None:
+    assert rtr.rpc_sync(actors["a"]).double(2) == 4
+    large = torch.rand(1 << 20)
+    assert torch.equal(rtr.rpc_async("home").double(large).wait(), large * 2)
+
+    async def call() -> int:
+        return await rtr.rpc_async("a").double(3)
+
+    assert asyncio.run(call()) == 6
+    with pytest.raises(rtr.NotAMember, match="without joining it"):
+        rtr.current_member()
+    group.add({"b": spawn(Peer)})
+    for members in (group.members, ray.get(actors["a"].run.remote(lambda: rtr.get_group("fed").members))):
+        assert [(member.rank, member.name) for member in members] == [(0, "home"), (1, "a"), (2, "b")]
+    assert rtr.rpc_sync("b").double(1) == 2
+    group.remove(["b"])
+
+
+def subscribe_and_end(name: str) -> None:
+    """In a process of its own: a client of a detached group that dies with a full subscription."""
+    rtr.get_group(name)
+    subscription = rtr.Topic("news", home="reader").subscribe("block", maxsize=1)
+    assert subscription.get(30) == 0
+    rtr.Queue("subscribed", home="reader").put(1)
+    os._exit(1)
+
+
+def test_a_client_that_ends_holds_nobody_up(spawn: Spawn) -> None:
+    a = spawn(Peer)
+    with rtr.init_group({"reader": a}, name="held up", detached=True):
+        topic = rtr.Topic("news", home="reader")
+        task = ray.remote(num_cpus=0, max_retries=0)(subscribe_and_end).remote("held up")
+        assert wait_until(lambda: topic.stats()["subscribers"] == 1, 60)
+        for number in range(5):
+            topic.publish(number, timeout=60)
+        with pytest.raises(ray.exceptions.WorkerCrashedError):
+            ray.get(task)
+        assert wait_until(lambda: topic.stats()["subscribers"] == 0, 30)
 
 
 def test_what_cannot_work_is_refused() -> None:

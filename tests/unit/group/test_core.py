@@ -6,11 +6,13 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from raytorchrpc.calls.peers import FIRST_CLIENT
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
 from raytorchrpc.group.messages import Prepared
@@ -139,6 +141,26 @@ def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised)
         its.tell(its.core.tick, after_s=after_s)
         its.tell(its.core.ray_said, {A: (Fate.ENDED, "")}, took_s)
         assert its.core.due() == pytest.approx(its.now + pause_s)
+
+
+def test_a_client_follows_the_group_and_is_not_in_it(its: Supervised) -> None:
+    name, process = "client", (FIRST_CLIENT, 0)
+    first = its.core.view.entries[0].peer
+    client = first._replace(member=replace(first.member, name=name, rank=FIRST_CLIENT))
+    its.tell(its.core.promise)
+    assert its.tell(its.core.client_arrived, client, its.core.promised) == [core.Dial([name], 2.0)]
+    its.tell(its.core.dialled, name, process, None)
+    assert its.asked == [] and FIRST_CLIENT not in its.core.view.entries
+    its.silent.add(name)
+    its.lose(A)
+    assert any(name in told.members for told in its.asked) and its.core.awaited(its.core.view.version) == set()
+    assert its.core.unready().keys() == {A}
+    assert its.tell(its.core.broke, name, process, "connection closed") == []
+    assert its.core.away().keys() == its.core.causes().keys() == {A}
+    its.said(Fate.UNKNOWN, name)
+    version, asked = its.core.view.version, len(its.asked)
+    assert its.tell(its.core.dialled, name, process, "refused", ended=True) == [core.Forget([name]), core.Strike()]
+    assert (its.core.view.version, len(its.asked), its.core.clients) == (version, asked, {})
 
 
 def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
