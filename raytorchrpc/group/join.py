@@ -444,7 +444,7 @@ class Settings(NamedTuple):
     by_tcp: frozenset[str]
     """Those peers, by name."""
     lanes: tuple[str, ...]
-    """The lanes that some route of this member uses."""
+    """The lanes that it opens: those that every member has, and those that some route of it uses."""
 
 
 def settings_of(spec: JoinSpec, info: GroupInfo) -> Settings:
@@ -468,9 +468,13 @@ def settings_of(spec: JoinSpec, info: GroupInfo) -> Settings:
         admitted=(*plan.addresses(), *config.torchrpc_from),
         at_once=config.torchrpc == "at once",
     )
-    is_reached_by_tcp = by_tcp and not is_client(me.rank)
-    tcp_host = agent.address if is_reached_by_tcp or spec.supervised_by_tcp else None
-    return Settings(agent_spec, maps, tcp_host, by_tcp, plan.lanes_of(me.name))
+    if is_client(me.rank):  # no member connects to it
+        return Settings(
+            agent_spec, maps, agent.address if spec.supervised_by_tcp else None, by_tcp, (registry.CONTROL,)
+        )
+    tcp_host = agent.address if by_tcp or spec.supervised_by_tcp else None
+    lanes = [*(row.name for row in registry.LANES if row.always), *plan.lanes_of(me.name)]
+    return Settings(agent_spec, maps, tcp_host, by_tcp, tuple(dict.fromkeys(lanes)))
 
 
 def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses: dict[str, Any]) -> None:
@@ -490,10 +494,7 @@ def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses
         device_maps=settings.device_maps,
     )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
-    names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *settings.lanes])
-    if is_client(spec.member.rank):
-        names = {registry.CONTROL: None}
-    missing = [registry.lane(name) for name in names if name not in opened]
+    missing = [registry.lane(name) for name in settings.lanes if name not in opened]
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
         lane = setup.make(row)
         if isinstance(lane, MessageLane):
@@ -583,11 +584,8 @@ def _settle(joined: Membership, version: int) -> None:
     """Open the lanes that the present members need, and listen for them. Raises LaneUnavailable."""
     local, table, spec = joined.local, joined.table, joined.spec
     settings = settings_of(spec, table.info)
-    if joined.is_client:
-        local.lanes[0].reach(None, settings.by_tcp)  # no member connects to it
-        table.has_settled = True
-        return
-    process_fabric().admit(settings.agent.admitted)
+    if not joined.is_client:
+        process_fabric().admit(settings.agent.admitted)
     addresses: dict[str, Any] = {}
     try:
         open_lanes(spec, settings, local, addresses)
