@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.process import threads
@@ -40,8 +39,7 @@ def begin() -> None:
 
     actor_id = ray.get_runtime_context().get_actor_id() if ray.is_initialized() else None
     if actor_id is not None:
-        with suppress(threads.ThreadShortage):
-            threads.start(_post, actor_id, name="raytorchrpc-loading")
+        threads.start(_post, actor_id, name="raytorchrpc-loading")
 
 
 def finish() -> None:

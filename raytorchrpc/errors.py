@@ -182,8 +182,11 @@ class RemoteError(RayTorchRpcError):
 
 
 def no_memory(process: str, what: str, cause: BaseException) -> MemoryError:
-    """The error of a process that has no memory to pickle or unpickle ``what``."""
-    return MemoryError(f"{process} has no memory for {what} ({shown(cause)})")
+    """The error of a process that has no memory to receive, pickle or unpickle ``what``."""
+    return MemoryError(
+        f"{process} has no memory for {what} ({shown(cause)}): send less at a time, or raise its limit on memory "
+        f"(ulimit -v, the container's)"
+    )
 
 
 def shown(error: BaseException) -> str:

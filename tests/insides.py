@@ -51,6 +51,16 @@ def takes_turns() -> bool:
     return exposed._takes_turns
 
 
+def fail_to_take_requests(error: BaseException) -> None:
+    """Have the threads of the lanes raise this where they take a request."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    for lane in process_member().lanes:
+        vars(lane)["_serve"] = fail
+
+
 def is_connecting(peer: str) -> bool:
     """Whether calls to that peer wait for a connection of the socket lane."""
     (lane,) = [lane for lane in process_member().lanes if lane.name == "socket"]

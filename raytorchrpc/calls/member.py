@@ -53,8 +53,8 @@ class LocalMember:
             undo.callback(self.deadlines.stop)
             self.cleanup = DeferredCleanup(f"raytorchrpc-{me.name}")
             undo.callback(self.cleanup.stop)
-            self.workers = Workers(f"raytorchrpc-{me.name}", keep=True, deadlines=self.deadlines)
             undo.pop_all()
+        self.workers = Workers(f"raytorchrpc-{me.name}")
         self.lanes: list[MessageLane] = []
         self.tensor_lanes: dict[str, TensorLane] = {}
         self.at_end: list[Callable[[], None]] = []

@@ -169,7 +169,7 @@ def _own_addresses(hostname: str) -> tuple[str, ...] | None:
     try:
         threads.start(threads.settle, answers, look_up, name="raytorchrpc-doctor-name")
         return tuple(dict.fromkeys(str(answer[4][0]) for answer in answers.result(_RESOLVING_S)))
-    except (threads.ThreadShortage, futures.TimeoutError):
+    except futures.TimeoutError:
         return None
     except OSError:
         return ()

@@ -139,9 +139,7 @@ class ControlConnections:
         return lambda ended: pending.add_done_callback(partial(over, ended))
 
     def dial(self, work: Mapping[str, Callable[[], None]]) -> list[threading.Thread]:
-        """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage if
-        there is none; then nothing has run.
-        """
+        """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage."""
         left = deque(work.values())
 
         def run() -> None:
@@ -153,9 +151,8 @@ class ControlConnections:
                 connect()
 
         threads_of_work = [threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")]
-        with suppress(threads.ThreadShortage):  # then fewer connect at a time
-            for _ in range(min(len(work), _AT_A_TIME) - 1):
-                threads_of_work.append(threads.start(run, name="raytorchrpc-dial"))
+        for _ in range(min(len(work), _AT_A_TIME) - 1):
+            threads_of_work.append(threads.start(run, name="raytorchrpc-dial"))
         return threads_of_work
 
     def ask(

@@ -297,14 +297,8 @@ class Collectives:
                 self._former = made.store
                 # NCCL may wait for the device. The keys go last: NCCL's own threads use them.
                 name = f"raytorchrpc-{self._name}-process-group"
-                try:
-                    self._ending = threads.start(_abort, made, keys, cause, name=name)
-                    return
-                except threads.ThreadShortage as error:
-                    threads.report(error, f"{self._name} blocks until its process group has ended")
-        if made is not None:
-            _abort(made, keys, cause)
-        elif keys is not None:
+                self._ending = threads.start(_abort, made, keys, cause, name=name)
+        if made is None and keys is not None:
             keys.close(cause)  # fails the waits for a key
 
 

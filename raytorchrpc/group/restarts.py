@@ -23,7 +23,6 @@ from raytorchrpc.group.restarted import Process, Record, post_record
 from raytorchrpc.group.roster import MemberRecord, Roster, is_actor
 from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
-from raytorchrpc.process import threads
 from raytorchrpc.process.fan_out import Answers
 
 logger = logging.getLogger(__name__)
@@ -153,11 +152,7 @@ class RestartedActors:
                 its.is_dialled = False
 
         its.is_dialled = True
-        try:
-            connections.dial({actor_id: dial})
-        except threads.ThreadShortage:  # the next poll tries again
-            its.is_dialled = False
-            raise
+        connections.dial({actor_id: dial})
 
     def _ask(self, handle: Any, its: _Restarted) -> None:
         its.ask_at = math.inf

@@ -66,8 +66,6 @@ _FIRST_S, GAP_S = 2.0, 0.3
 _ADMIT_EACH_S, _UNDO_S = 0.01, 0.5
 #: For a process that joined by itself to show that it runs, when another one wants its name (seconds).
 _PING_S = 0.5
-#: For a dialling thread to report its result, when the process is short of memory (seconds).
-_REPORT_S = 10.0
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
 _STOP_S = 2.0
 
@@ -448,8 +446,6 @@ class Supervisor:
                 self.stop()
                 return False
             if threads.is_shortage(error):
-                if task not in (self._tick, self._carry_out):
-                    self._tasks.put(task)  # it may report a loss that nothing else reports
                 raise
             logger.exception("group %r: a change failed", self.roster.name)
         return True
@@ -506,7 +502,6 @@ class Supervisor:
                 steps[type(instruction)](instruction)
             except Exception as error:
                 if threads.is_shortage(error):
-                    self._todo.appendleft(instruction)
                     raise
                 logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
 
@@ -556,11 +551,7 @@ class Supervisor:
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
             work[name] = partial(self._connect, record.handle, name, record.process, its.patience_s)
-        try:
-            self._connections.dial(work)
-        except threads.ThreadShortage as error:
-            for name in its.names:
-                self._report(self._core.dialled, name, roster.record(name).process, str(error))
+        self._connections.dial(work)
 
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
         why, refused, ended, watch = None, False, False, None
@@ -575,7 +566,7 @@ class Supervisor:
             alone = isinstance(handle, JoinedProcess)
             ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
         dialled = partial(self._core.dialled, name, process, why, refused=refused, ended=ended)
-        threads.persist(lambda: self._report(dialled), _REPORT_S)
+        self._report(dialled)
         if watch is not None:  # from now on, so that the end of the process is reported after this
             watch(lambda cause: self._report(self._core.broke, name, process, cause))
 
@@ -615,7 +606,7 @@ class Supervisor:
             logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
             later = [name for name in handles if name in getattr(error, "members", handles)] or failed
         ranks = {name: its.ranks[name] for name in failed}
-        threads.persist(lambda: self._report(self._core.failed, ranks, later), _REPORT_S)
+        self._report(self._core.failed, ranks, later)
 
     def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
         """Have the participants join. Blocks: not on the supervisor's thread."""

@@ -70,7 +70,7 @@ class Parent:
                 self._listener.bind(_name(os.getpid()))
                 self._listener.listen(64)
                 self._thread = threads.start(self._serve, name=f"raytorchrpc-{self._local.me.name}-children")
-            except (OSError, threads.ThreadShortage) as error:
+            except OSError as error:
                 logger.warning("%s: its child processes cannot join the group: %s", self._local.me.name, error)
                 return
             undo.pop_all()

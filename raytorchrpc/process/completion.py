@@ -77,9 +77,13 @@ def nothing() -> None:
     """A callback for those that need none."""
 
 
-def run_reported(callback: Callable[[], object]) -> None:
-    """Run a callback; report an exception from it, because others have to run all the same."""
+def run_reported(task: Callable[[], object], what: str = "a callback of a finished call failed") -> None:
+    """Run a task of a thread that has to go on; log its exception. Lack of memory or threads ends this process: others
+    may wait for what the task was to do.
+    """
     try:
-        callback()
+        task()
     except Exception as error:
-        threads.report(error, "a callback of a finished call failed")
+        if threads.is_shortage(error):
+            threads.end_process(error, "a thread that serves others")
+        threads.report(error, what)

@@ -326,9 +326,8 @@ class KernelSource:
         if device not in self._compiled:
             with self._lock:
                 if device not in self._compiled:
-                    with contextlib.suppress(threads.ThreadShortage):  # the next call tries again
-                        threads.start(self._compile, device, driver, name="raytorchrpc-nvrtc")
-                        self._compiled.setdefault(device, None)
+                    threads.start(self._compile, device, driver, name="raytorchrpc-nvrtc")
+                    self._compiled.setdefault(device, None)
         return self._compiled.get(device)
 
     def ready_on(self, device: torch.device) -> Kernel | None:

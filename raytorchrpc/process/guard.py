@@ -139,7 +139,8 @@ class Guard:
         """Accept, from now on. Raises ThreadShortage."""
         with self._lock:
             if self._thread is None:
-                self._thread = threads.start(threads.serve, self._step, "raytorchrpc-guard", name="raytorchrpc-guard")
+                step = threads.surviving(self._step, "raytorchrpc-guard")  # strangers cause its failures
+                self._thread = threads.start(threads.serve, step, "raytorchrpc-guard", name="raytorchrpc-guard")
 
     def stop(self) -> None:
         """Accept nothing until ``start``, and trust nobody; the thread ends."""
@@ -171,8 +172,6 @@ class Guard:
     def _step(self) -> bool:
         oldest = next(iter(self._silent.values()), None)
         wait_s = None if oldest is None else max(0.0, oldest[2] + _SILENT_S - time.monotonic())
-        if self._talking:  # there was no thread to ask
-            wait_s = threads.PAUSE_S
         is_full = len(self._talking) >= _most_pending()  # once: those that ask empty it meanwhile
         for fd, events in (self._wake_poll if is_full else self._poll).poll(wait_s):
             door = self._doors.get(fd)
@@ -250,12 +249,7 @@ class Guard:
             if asks or self._asking == _MOST_ASKING or not self._talking:
                 return
             self._asking += 1
-        try:
-            threads.start(self._ask_all, name="raytorchrpc-guard-asks")
-        except threads.ThreadShortage as error:
-            threads.report(error, "connections to torchrpc wait")
-            with self._lock:
-                self._asking -= 1
+        threads.start(self._ask_all, name="raytorchrpc-guard-asks")
 
     def _ask_all(self) -> None:
         while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from contextlib import suppress
 
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process import threads
@@ -62,8 +61,7 @@ class MallocTrimmer:
         if self._size >= _KEPT:
             self._size = 0
             if self._trims:
-                with suppress(threads.ThreadShortage):
-                    threads.start(self._trim, name="raytorchrpc-trim")
+                threads.start(self._trim, name="raytorchrpc-trim")
 
     @staticmethod
     def _trim() -> None:

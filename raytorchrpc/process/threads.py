@@ -1,8 +1,4 @@
-"""Starts all threads of this package, and keeps serving threads running.
-
-A process can run out of memory or threads for a moment. A serving thread then loses only its current step, logs that,
-and continues. Code that starts a thread gets an error at once if there is none.
-"""
+"""Starts all threads of this package, and ends the process if one on which others depend cannot go on."""
 
 from __future__ import annotations
 
@@ -11,9 +7,10 @@ import contextvars
 import ctypes
 import errno
 import logging
+import os
+import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -24,14 +21,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: A serving thread whose step failed waits this long before the next (seconds).
+#: A pause before what failed is tried again (seconds).
 PAUSE_S = 0.05
 #: Shortest time between two log records of the same failure of the same thread (seconds).
 _REPORT_S = 10.0
-#: A thread that has not run its first line after this time never will (seconds).
-_START_S = 30.0
-#: A serving thread gives up after failing at every step for this time, but not for lack of memory (seconds).
-_HOPELESS_S = 30.0
+#: A thread that has not run its first line in so many waits of ``PAUSE_S`` never will. Not one long wait, which would
+#: pass while the process is suspended.
+_MOST_WAITS = 600
 
 _prctl = ctypes.PyDLL(None).prctl
 _SET_TIMER_SLACK, _ONE_NS = ctypes.c_int(29), ctypes.c_ulong(1)
@@ -69,57 +65,23 @@ def is_shortage(error: BaseException) -> bool:
 class _Started(threading.Event):
     """The event that ``Thread.start`` waits for. A thread without memory for its first lines never sets it."""
 
-    boot: weakref.ref[_Boot] | None = None
-    """What the new thread runs. It lives as long as the thread."""
-
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
             return super().wait(timeout)
-        until = time.monotonic() + _START_S
-        while not super().wait(PAUSE_S):
-            over = self.boot is not None and self.boot() is None
-            if (over or time.monotonic() > until) and not self.is_set():
-                raise RuntimeError("no memory for it")
-        return True
-
-
-class _Boot:
-    """A thread's first lines. It is dropped when they end, even if there is no memory to report a failure."""
-
-    __slots__ = ("__weakref__", "_thread")
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
-
-    def __call__(self) -> None:
-        threading.Thread._bootstrap(self._thread)  # type: ignore[attr-defined]
+        for _ in range(_MOST_WAITS):
+            if super().wait(PAUSE_S):
+                return True
+        raise RuntimeError("it does not begin")
 
 
 class _Thread(threading.Thread):
     def __init__(self, target: Callable[..., object], args: tuple[Any, ...], name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._work: tuple[Callable[..., object], tuple[Any, ...]] | None = (target, args)
+        self._work = target, args
         self._started = _Started()
 
-    @property
-    def _bootstrap(self) -> _Boot:
-        boot = _Boot(self)
-        self._started.boot = weakref.ref(boot)
-        return boot
-
-    def give_up(self) -> bool:
-        """Have the thread do nothing if it begins later. Returns False if it has begun."""
-        try:
-            del self._work  # succeeds in only one of the two threads
-        except AttributeError:
-            return False
-        return True
-
     def run(self) -> None:
-        try:
-            target, args = self.__dict__.pop("_work")
-        except KeyError:  # given up
-            return
+        target, args = self.__dict__.pop("_work")
         try:
             # Linux adds 50 us to each timed wait of a thread, also to that for the interpreter lock of a busy process.
             _prctl(_SET_TIMER_SLACK, _ONE_NS)
@@ -134,11 +96,7 @@ def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thr
     """Run ``target(*args)`` on a daemon thread of that name. Its exceptions are logged. Raises ThreadShortage."""
     try:
         thread = _Thread(target, args, name)
-        try:
-            thread.start()
-        except RuntimeError:
-            if thread.give_up():
-                raise
+        thread.start()
         return thread
     except (RuntimeError, MemoryError, OSError) as error:
         raise ThreadShortage(name, str(error) or "no memory") from error
@@ -204,78 +162,63 @@ def pause(seconds: float = PAUSE_S) -> None:
 
 
 def report(error: BaseException, what: str) -> None:
-    """Log a failure after which the process continues. Never raises. Repetitions are counted, and rarely logged."""
-    try:
-        now, key = time.monotonic(), (what, type(error))
-        last, more = _reported.get(key, (-_REPORT_S, 0))
-        if now - last < _REPORT_S:
-            _reported[key] = last, more + 1
-            return
-        if len(_reported) > 256:
-            _reported.clear()
-        _reported[key] = now, 0
-        others = f" (and {more} more such failures before)" if more else ""
-        if is_shortage(error):
-            logger.warning("%s%s: %s", what, others, str(error) or "no memory")
-        else:
-            logger.error("%s%s", what, others, exc_info=error)
-    except Exception:  # no memory for that either
+    """Log a failure after which the process continues. Repetitions are counted, and rarely logged."""
+    now, key = time.monotonic(), (what, type(error))
+    last, more = _reported.get(key, (-_REPORT_S, 0))
+    if now - last < _REPORT_S:
+        _reported[key] = last, more + 1
         return
+    if len(_reported) > 256:
+        _reported.clear()
+    _reported[key] = now, 0
+    others = f" (and {more} more such failures before)" if more else ""
+    logger.error("%s%s", what, others, exc_info=error)
 
 
-def persist(function: Callable[[], T], seconds: float) -> T:
-    """Call ``function`` until it does not fail for lack of memory or threads, for ``seconds`` at most. Blocks."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            return function()
-        except Exception as error:
-            if not is_shortage(error) or time.monotonic() > until:
-                raise
-        pause()
+def serve(step: Callable[[], bool | Callable[[], object]], what: str) -> None:
+    """Call ``step`` until it returns False, and run the work that it returns instead of True.
 
-
-def serve(
-    step: Callable[[], bool | Callable[[], object]],
-    what: str,
-    *,
-    restore: Callable[[], None] | None = None,
-    give_up: Callable[[], None] | None = None,
-) -> None:
-    """Call ``step`` until it returns False, and run the work that it returns instead of True. An exception costs only
-    that step: it is logged, and the next step follows.
-
-    ``what``: names the thread in logs. ``restore``: called after a step has failed, to repair its effects. ``give_up``:
-    called once, before this returns, if every step has failed for half a minute, but not for lack of memory or threads.
-    Without it, this never gives up.
+    An exception ends this process; see ``end_process``. ``what``: names the thread in the log.
     """
-    failing_since: float | None = None
-    while True:
-        work: bool | Callable[[], object] = False
-        try:
-            while work := step():
-                if work is not True:
-                    work()
-                work, failing_since = False, None  # an idle thread must not keep what the work had
-            return
-        except BaseException as error:
-            failing_since = _failed(error, what, failing_since)
-        if give_up is not None and failing_since is not None and time.monotonic() - failing_since > _HOPELESS_S:
-            logger.critical("%s: cannot continue; this member closes its connections", what)
-            give_up()
-            return
-        if restore is not None:
-            try:
-                restore()
-            except BaseException as error:
-                failing_since = _failed(error, what, failing_since)
-
-
-def _failed(error: BaseException, what: str, since: float | None) -> float | None:
-    """Log an error and pause; returns since when steps have failed for reasons other than a shortage. Never raises."""
+    work: bool | Callable[[], object] = False
     try:
-        report(error, f"{what} goes on after a failure")
+        while work := step():
+            if work is not True:
+                work()
+            work = False  # an idle thread must not keep what the work had
+    except BaseException as error:
+        end_process(error, what)
+
+
+def surviving(step: Callable[[], bool], what: str) -> Callable[[], bool]:
+    """A step for ``serve`` that logs its failures and is then tried again, but not for lack of memory or threads.
+
+    For a thread whose work nobody waits for.
+    """
+
+    def attempt() -> bool:
+        try:
+            return step()
+        except Exception as error:
+            if is_shortage(error):
+                raise
+            report(error, f"{what} goes on after a failure")
         pause()
-        return None if is_shortage(error) else since or time.monotonic()
-    except BaseException:
-        return since
+        return True
+
+    return attempt
+
+
+def end_process(error: BaseException, what: str) -> None:
+    """End this process, because a thread that others wait for cannot go on. One log record names the cause.
+
+    Peers learn of it from the kernel, which closes its connections without memory or threads. Ray restarts an actor.
+    """
+    if sys.is_finalizing():  # it ends anyway, and its modules are being cleared
+        return
+    try:
+        name, why = type(error).__name__, str(error) or "no memory"
+        traceback = None if is_shortage(error) else error
+        logger.critical("this process ends, as %s cannot go on: %s: %s", what, name, why, exc_info=traceback)
+    finally:
+        os._exit(1)

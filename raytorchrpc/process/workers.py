@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-import logging
 import queue
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from raytorchrpc.process import locks, threads
+from raytorchrpc.process.completion import run_reported
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.threads import ThreadShortage
-
-logger = logging.getLogger(__name__)
 
 #: A worker that is idle for this time ends, so that one burst does not keep its threads (seconds).
 _IDLE_S = 30.0
@@ -40,37 +39,19 @@ class Workers:
     The threads are daemons so that a method that never returns does not keep the process from ending.
     """
 
-    def __init__(
-        self,
-        name: str,
-        limit: int = 512,
-        idle_s: float = _IDLE_S,
-        *,
-        keep: bool = False,
-        deadlines: Deadlines | None = None,
-    ) -> None:
-        """``limit``: most threads. ``idle_s``: seconds without a task after which a thread ends.
-
-        ``keep``: start the first thread now and keep it until ``stop``, so that tasks run even if no other thread can
-        be started. ``deadlines``: used to retry then. Raises ThreadShortage.
-        """
+    def __init__(self, name: str, limit: int = 512, idle_s: float = _IDLE_S) -> None:
+        """``limit``: most threads. ``idle_s``: seconds without a task after which a thread ends."""
         self._name, self._limit, self._idle_s = name, limit, idle_s
-        self._keep, self._deadlines = int(keep), deadlines
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = Lock()
         self._idle = 0  # threads waiting for a task, less the tasks waiting for a thread
         self._threads = 0
-        self._retrying = False
         self._stopped = False
-        if keep:
-            self._threads = self._idle = 1
-            self._start(1)
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         """Run ``function(*args)``, which must not raise, on a worker. Does not block.
 
-        If no thread can be started, the task waits for an existing one. Raises ThreadShortage, without running the
-        task, if there is none; never with ``keep``.
+        Raises ThreadShortage, without running the task, if a thread for it cannot be started.
 
         After ``stop`` the task runs on a thread of its own: a method that waited for its admission must give that back.
         So does a task beyond the limit whose object has ``may_not_wait`` set.
@@ -84,72 +65,23 @@ class Workers:
                 if grows:
                     self._threads += 1
                     self._idle += 1
-        if late:
-            self._run_late(function, args)
-            return
-        # Outside the lock, because this waits for the thread to begin.
-        if grows and not self._start_one() and not self._is_waited_for():
-            raise ThreadShortage(self._name, "no memory, or no more threads")
+        if not late and grows:
+            self._start()  # outside the lock, because this waits for the thread to begin
         with self._lock:
-            if not self._stopped:
-                try:
-                    self._tasks.put((function, args))  # under the lock, to precede what stop() adds
-                    return
-                except MemoryError:
-                    self._idle += 1
-        self._run_late(function, args)
+            if not late and not self._stopped:
+                self._tasks.put((function, args))  # under the lock, to precede what stop() adds
+                return
+        threads.start(function, *args, name=f"{self._name}-late")
 
-    def _run_late(self, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    def _start(self) -> None:
+        """Start a thread that was counted already, for a task that was counted too."""
         try:
-            threads.start(function, *args, name=f"{self._name}-late")
-        except ThreadShortage as error:
-            threads.report(error, f"{self._name} runs a task on the thread that submitted it")
-            function(*args)
-
-    def _start_one(self) -> bool:
-        """Start a thread that was counted already; if that fails, undo the count."""
-        try:
-            self._start(self._threads)
-        except ThreadShortage as error:
-            threads.report(error, f"{self._name}: tasks wait for a thread")
+            name = f"{self._name}-{self._threads}"
+            threads.start(threads.serve, self._do_next, f"a worker of {self._name}", name=name)
+        except ThreadShortage:
             with self._lock:
                 self._threads -= 1
-                self._idle -= 1
-            return False
-        return True
-
-    def _is_waited_for(self) -> bool:
-        """Whether an existing thread will run a task that has none; if so, more threads are started later."""
-        with self._lock:
-            if not self._threads:
-                self._idle += 1
-                return False
-            retries = self._deadlines is not None and not self._retrying
-            if retries:
-                self._retrying = True
-        if retries and self._deadlines is not None:
-            try:
-                self._deadlines.at(time.monotonic() + threads.PAUSE_S, self._grow)
-            except MemoryError:  # the existing thread has to suffice
-                self._retrying = False
-        return True
-
-    def _grow(self) -> None:
-        """Start the threads that tasks wait for, as far as possible."""
-        grows = True
-        while grows:
-            with self._lock:
-                self._retrying = False
-                grows = not self._stopped and self._idle < 0 and self._threads < self._limit
-                if grows:
-                    self._threads += 1
-                    self._idle += 1
-            if grows and not self._start_one():
-                self._is_waited_for()
-                return
-
-    def _start(self, number: int) -> None:
-        threads.start(threads.serve, self._do_next, f"a worker of {self._name}", name=f"{self._name}-{number}")
+            raise
 
     def _do_next(self) -> bool:
         try:
@@ -157,7 +89,7 @@ class Workers:
         except queue.Empty:
             with self._lock:
                 # A task that this thread was counted for may be about to arrive.
-                if self._idle <= 0 or self._threads <= self._keep or self._stopped:
+                if self._idle <= 0 or self._stopped:
                     return True
                 self._threads -= 1
                 self._idle -= 1
@@ -166,7 +98,7 @@ class Workers:
             return False
         function, args = task
         try:
-            function(*args)
+            run_reported(partial(function, *args), f"a task of {self._name} failed")
         finally:
             del task, function, args  # an idle worker must not keep a tensor alive
             with self._lock:
@@ -202,12 +134,11 @@ class Deadlines:
         """By number: what is in the heap and was not cancelled."""
         self._numbers = itertools.count()
         self._stopped = False
-        # Now, not with the first deadline: a member that cannot end its waits must not join.
         threads.start(threads.serve, self._call_next, f"the deadlines of {name}", name=f"{name}-deadlines")
 
     def at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback``, which is short and does not raise, at ``when`` (``time.monotonic``). Returns a function
-        that cancels it. A callback that fails for lack of memory is called again.
+        that cancels it.
         """
         deadline, number = _Deadline(callback), next(self._numbers)
         entry = when, number, deadline
@@ -241,15 +172,7 @@ class Deadlines:
             callback, deadline.callback = deadline.callback, None
             if callback is None:
                 return True
-        try:
-            callback()
-        except Exception as error:
-            if threads.is_shortage(error):
-                with self._changed:
-                    if not self._stopped:
-                        deadline.callback = callback
-                        self._add((time.monotonic() + threads.PAUSE_S, number, deadline))
-            raise
+        run_reported(callback, "a callback at a deadline failed")
         return True
 
     def stop(self) -> None:
@@ -292,14 +215,7 @@ class DeferredCleanup:
         if self._stopped:
             return True
         function, args = task
-        try:
-            function(*args)
-        except Exception as error:
-            if not threads.is_shortage(error):
-                logger.exception("cleanup left by a finalizer failed")
-                return True
-            self._left.put(task)  # try again, or the resource would be lost
-            raise
+        run_reported(partial(function, *args), "cleanup left by a finalizer failed")
         return True
 
     def stop(self) -> None:

@@ -28,7 +28,7 @@ from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, SerializationError, TransferFailed
 from raytorchrpc.lanes.base import windows
-from raytorchrpc.process import this_process, threads
+from raytorchrpc.process import this_process
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors.codec import Codec, Encoded
@@ -255,10 +255,7 @@ class Pull:
             self.fail(_text(error, self._on_gpu), error)
 
     def _ask_server(self) -> None:
-        try:
-            _workers.submit(_fetch_for, weakref.ref(self), self._source, self.object_id, self._deadline)
-        except threads.ThreadShortage as error:
-            self.fail(str(error), error)
+        _workers.submit(_fetch_for, weakref.ref(self), self._source, self.object_id, self._deadline)
 
     def settle(self, take: Callable[[], list[torch.Tensor]]) -> None:
         """Have waits return what ``take`` returns; no effect once it is done."""

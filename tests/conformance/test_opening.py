@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,9 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.group import join
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.common import connections
 from raytorchrpc.lanes.nng.lane import NngLane
 from tests.conformance.peers import SECRET, Credentials, Node
-from tests.shortage import Failing, Shortage, shortage
+from tests.shortage import Failing, shortage
 from tests.unit.members import Members
 
 __all__ = ["shortage"]
@@ -35,16 +33,6 @@ def test_a_listener_that_could_not_be_opened_is_opened_later(kind: str) -> None:
         assert lane._acceptor.address == before and len(lane._acceptor._listeners) == 1
         address = lane.reach("127.0.0.1", frozenset())
         assert caller.meet("b", address).call("echo").header == ("echo",)
-
-
-@pytest.mark.parametrize("kind", ["socket over unix", "nng over ipc"])
-def test_a_lane_that_finds_no_thread_does_not_listen(kind: str, shortage: Shortage, monkeypatch: Any) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(connections.Acceptor, "_listen", partialmethod(noted, made, connections.Acceptor._listen))
-    shortage.begin()
-    with pytest.raises(LaneUnavailable, match="thread"):
-        Node(kind, "b", 1)
-    assert made and all(listener.fileno() == -1 for listener in made)
 
 
 def noted(acceptor: Any, made: list[Any], function: Any, *args: Any) -> Any:

@@ -265,7 +265,7 @@ class OutgoingCall:
         self._retries -= 1
         self._may_have_run |= isinstance(lost, PeerLost) and lost.may_have_run
         self._phase, self._pending = LOST, Completion()
-        self._calls.submit_repeat(self._send_again, self._pending)
+        self._calls.repeats.submit(self._send_again, self._pending)
         return True
 
     def _send_again(self, lost: Completion) -> None:
@@ -504,7 +504,7 @@ class OutgoingCalls:
         self.counters: CallCounters = local.counters
         self.workers: Workers = local.workers
         self.deadlines: Deadlines = local.deadlines
-        self._repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
+        self.repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
         self.numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
     def call(
@@ -526,16 +526,9 @@ class OutgoingCalls:
         call.send(args, kwargs, options.retries(route.retries, method), target)
         return call
 
-    def submit_repeat(self, function: Callable[..., None], *args: Any) -> None:
-        """Run what waits for the return of a peer on a thread."""
-        try:
-            self._repeats.submit(function, *args)
-        except threads.ThreadShortage:
-            self.workers.submit(function, *args)
-
     def close(self) -> None:
         """End the threads that send calls again, once they have ended their waits."""
-        self._repeats.stop()
+        self.repeats.stop()
 
     def remote(
         self, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None

@@ -120,7 +120,7 @@ class _DeferredCall(OutgoingCall):
             return
         self._calls, self._deadline = awaited.result().outgoing, awaited.until
         self._awaited = None
-        self._calls.submit_repeat(self._send_again, self._pending)
+        self._calls.repeats.submit(self._send_again, self._pending)
 
     def _next_route(self) -> PeerRoute | None:
         if self._route is not None:

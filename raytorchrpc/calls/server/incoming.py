@@ -16,7 +16,7 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed, is_hidden
 from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
 from raytorchrpc.calls.spans import Tracer
-from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost
+from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost, no_memory
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import AtOnce
@@ -59,9 +59,8 @@ class IncomingCalls:
             # Before anything else: a request that is refused has to discard its out-of-band tensors.
             pending = self._pending(caller, message) if message.manifests else []
             if message.unread_bytes:
-                raise MemoryError(
-                    f"{name} has no memory for a request of {message.unread_bytes} bytes; it did not run there"
-                )
+                what = f"a request of {message.unread_bytes} bytes, which did not run"
+                raise no_memory(name, what, MemoryError())
             if token != self.token:
                 raise PeerLost(name, "it belongs to another generation of the group", may_have_run=False)
             if caller in self._peers.removed:

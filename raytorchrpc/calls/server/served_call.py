@@ -48,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 #: Cancellations that are remembered because their calls may not have arrived yet: a lane may change the order.
 _MOST_EARLY = 1024
-#: A member without memory for a reply tries for this long to report that (seconds).
-_REPORT_SHORTAGE_S = 10.0
 
 
 class _Kept(NamedTuple):
@@ -66,10 +64,6 @@ class Replies:
         self._name, self._codec, self._deadlines = name, codec, deadlines
         self._kept: dict[int, _Kept] = {}
         self._numbers = itertools.count()
-        # Encoded now: it is for when there is no memory to encode anything.
-        starved = MemoryError(f"{name} has no memory for its answer; the call may have run there")
-        self._starved = Message((RAISED,), encode_exception(codec, starved))
-        self._starved_remote = Message((True, starved), NOTHING)
 
     def refusal(self, kind: int, error: BaseException) -> Message:
         """The reply with an exception, to a request of that kind."""
@@ -92,26 +86,23 @@ class Replies:
             return self.refusal(ASK, error)
 
     def send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
-        """Reply with what ``make`` returns. Blocks while it is sent; does not raise."""
+        """Reply with what ``make`` returns. Blocks while it is sent; does not raise.
+
+        Without memory even for the reply that says so, this process ends, as its caller waits.
+        """
         try:
             try:
                 reply(make())
-            except LaneUnavailable as error:  # a kept result that no lane takes
-                reply(self.refusal(CALL, error))
+            except Exception as error:  # a kept result that no lane takes, or that there is no memory for
+                if not isinstance(error, LaneUnavailable) and not threads.is_shortage(error):
+                    raise
+                reply(self.refusal(kind, error))
         except PeerLost as lost:
             logger.debug("%s could not answer a call: %s", self._name, lost)  # the caller's lane reports it
         except Exception as error:
-            threads.report(error, f"{self._name} could not answer a call")
             if threads.is_shortage(error):
-                self.report_shortage(kind, reply)
-
-    def report_shortage(self, kind: int, reply: Reply) -> None:
-        """Reply that there is no memory for the result, as soon as there is memory for that. Blocks."""
-        starved = self._starved_remote if kind == REMOTE else self._starved
-        try:
-            threads.persist(lambda: reply(starved), _REPORT_SHORTAGE_S)
-        except Exception as error:
-            logger.debug("%s could not answer a call: %s", self._name, error)
+                threads.end_process(error, f"{self._name}, which has to answer a call,")
+            threads.report(error, f"{self._name} could not answer a call")
 
     # --- results that another lane has to carry --------------------------------------------------------------
 
@@ -397,9 +388,6 @@ class ServedCall:
             finally:
                 self._end()
                 current_scope.reset(before)
-        except BaseException as error:
-            threads.report(error, f"{self.label} was not served to its end")
-            self.callee.replies.report_shortage(self.kind, self.reply)
         finally:
             following = None if admission is None else admission.gate.pass_on(admission)
         return following

@@ -19,8 +19,8 @@ from raytorchrpc.tensors.kept_errors import again, untraced
 
 T = TypeVar("T", bound="Served")
 
-#: Of how many objects that have ended a member keeps what is left; about half a kilobyte each.
-ENDED_KEPT = 10_000
+#: How many objects that have ended a member remembers, the last ones; about five kilobytes each.
+ENDED_KEPT = 2_000
 
 
 def _unchanged(value: Any) -> Any:
@@ -86,25 +86,14 @@ class Served(Protocol):
         """This member leaves the group: fail all waits with the error."""
 
 
-class Ended(Protocol):
-    """What is left of an object that has nothing to do any more."""
-
-    @property
-    def instance_id(self) -> int:
-        """That of the object."""
-
-    def restored(self) -> Any:
-        """The object as it was, to answer those who come late."""
-
-
 class Services:
     """The objects that live in one member, by kind and name. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._served: dict[tuple[str, str], Any] = {}
-        self._ended: dict[tuple[str, str], Ended] = {}
-        """Objects that are there by name and instance, and take next to no memory. The oldest come first."""
+        self._ended: dict[tuple[str, str], Any] = {}
+        """Objects that have nothing to do but to answer those who come late. The oldest come first."""
         self._closed = False
 
     def open(self, kind: str, name: str, make: Callable[[], T]) -> T:
@@ -124,41 +113,31 @@ class Services:
 
         Raises NotFound. ``me``: this member's name, for the message.
         """
-        served = self._served.get((kind, name))
-        if served is None:
-            served = self.get(kind, name)
+        served = self._there(kind, name)
         if served is None or (instance_id is not None and served.instance_id != instance_id):
             raise NotFound(self._why_not(kind, name, instance_id, me))
         return served
 
     def _there(self, kind: str, name: str) -> Any:
-        """The object of that name, or None. The caller holds the lock."""
-        served = self._served.get((kind, name))
-        if served is None and (ended := self._ended.get((kind, name))) is not None:
-            return ended.restored()
-        return served
+        """The object of that name, or None."""
+        return self._served.get((kind, name)) or self._ended.get((kind, name))
 
-    def replace(self, kind: str, name: str, served: Any, ended: Ended) -> None:
-        """Keep only ``ended`` of an object. No effect if neither it nor what was left of it is there any more."""
+    def retire(self, kind: str, name: str, served: Served) -> None:
+        """Keep an object only to answer those who come late, and not for ever. No effect if it is not there."""
         with self._lock:
-            before = self._ended.get((kind, name))
-            if self._served.get((kind, name)) is served or (before and before.instance_id == ended.instance_id):
-                self._ended[kind, name] = ended  # first: ``find`` looks there last
-                self._served.pop((kind, name), None)
+            if self._served.get((kind, name)) is served:
+                self._ended[kind, name] = served  # first: ``_there`` takes no lock, and looks there last
+                del self._served[kind, name]
                 if len(self._ended) > ENDED_KEPT:
                     del self._ended[next(iter(self._ended))]
 
-    def put_in_place(self, kind: str, name: str, served: T) -> T:
-        """Have a restored object again, instead of what was left of it; returns the one that is there now.
-
-        Raises NotFound if there is none of this instance.
-        """
+    def revive(self, kind: str, name: str, served: Served) -> None:
+        """Have a retired object again. Raises NotFound if it is not kept any more."""
         with self._lock:
-            there: Any = self._served.get((kind, name)) or self._ended.get((kind, name))
-            if there is None or there.instance_id != served.instance_id:
+            if self._ended.get((kind, name)) is not served:
                 raise NotFound(f"{kind} {name!r} is not kept any more")
-            self._ended.pop((kind, name), None)
-            return self._served.setdefault((kind, name), served)  # type: ignore[no-any-return]
+            self._served[kind, name] = self._ended[kind, name]
+            del self._ended[kind, name]
 
     def delete(self, kind: str, name: str, instance_id: int | None, me: str) -> None:
         """End an object; see ``find``. What waits for it raises NotFound."""
@@ -191,8 +170,7 @@ class Services:
 
     def get(self, kind: str, name: str) -> Any:
         """The object of that name, or None."""
-        with self._lock:
-            return self._there(kind, name)
+        return self._there(kind, name)
 
     def metric_rows(self) -> list[Any]:
         """What the objects that have a ``metric_rows(kind, name)`` show in the metrics: ``QueueStats``."""

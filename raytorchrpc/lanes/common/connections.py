@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, no_memory
 from raytorchrpc.lanes.base import GONE, Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished, run
@@ -417,7 +417,7 @@ class Connection(ABC):
             elif (pending := self._pending.pop(frame.call, None)) is None:
                 continue  # it was abandoned
             elif size := frame.message.unread_bytes:
-                pending.settle(None, MemoryError(f"this process has no memory for the answer ({size} bytes)"))
+                pending.settle(None, no_memory("this process", f"an answer of {size} bytes", MemoryError()))
             else:
                 pending.settle(frame.message)
         return requests
@@ -442,13 +442,9 @@ class Connection(ABC):
             if self._ended is not None or not may():
                 return False
             self._ended = reason
-        try:  # even if memory runs out, both the other end and the waiting callers must be told
-            self._detach()
-        finally:
-            try:
-                self._close()
-            finally:
-                self._fail_calls(reason)
+        self._detach()
+        self._close()
+        self._fail_calls(reason)
         return True
 
     @abstractmethod
@@ -465,10 +461,7 @@ class Connection(ABC):
                 _, pending = self._pending.popitem()
             except KeyError:  # another thread has just abandoned the last one
                 return
-            try:
-                pending.settle(None, PeerLost(self.peer or "?", reason))
-            except MemoryError as error:  # the call ends at its deadline
-                threads.report(error, "a call could not be told that its connection ended")
+            pending.settle(None, PeerLost(self.peer or "?", reason))
 
 
 C = TypeVar("C", bound=Connection)
@@ -638,10 +631,9 @@ class ConnectedLane(MessageLane, Generic[C]):
         try:
             for _ in steps:
                 request.leave()
-                with contextlib.suppress(threads.ThreadShortage):  # then this thread goes on
-                    threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
-                    waiting.connects = 0
-                    break
+                threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
+                waiting.connects = 0
+                break
         except BaseException:
             steps.close()
             raise

@@ -45,11 +45,9 @@ class Janitor:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                try:
-                    what = f"the thread {self._name}"
-                    self._thread = threads.start(threads.serve, self._reclaim_all, what, name=self._name)
-                except threads.ThreadShortage as error:  # the next export tries again
-                    threads.report(error, "the memory of tensors that were sent is reclaimed late")
+                what = f"the thread {self._name}"
+                step = threads.surviving(self._reclaim_all, what)
+                self._thread = threads.start(threads.serve, step, what, name=self._name)
 
     def _reclaim_all(self) -> bool:
         self._woken.wait()

@@ -171,8 +171,7 @@ class Pages:
         if address is None or keep_page or address.tag not in self._pages:
             return
         last = [self._pages.pop(address.tag)]
-        with contextlib.suppress(threads.ThreadShortage):
-            threads.start(last.clear, name="raytorchrpc-cuda-page")  # may wait for a GPU
+        threads.start(last.clear, name="raytorchrpc-cuda-page")  # may wait for a GPU
 
     def close(self) -> None:
         """Prevent peers from mapping the page from now on, and forget theirs. Idempotent."""

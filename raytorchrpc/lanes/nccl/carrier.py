@@ -287,11 +287,7 @@ class Channel:
             comm, self._comm = self._comm, None
         if comm is not None:
             # It waits for the device, as does the memory that it frees, so it runs on a thread of its own.
-            try:
-                threads.start(self._free, comm, name="raytorchrpc-nccl-abort")
-            except threads.ThreadShortage as error:
-                threads.report(error, "a thread waits for a communicator to end")
-                self._free(comm)
+            threads.start(self._free, comm, name="raytorchrpc-nccl-abort")
 
     def _free(self, comm: ctypes.c_void_p) -> None:
         self._carrier.abort(comm)

@@ -298,11 +298,7 @@ class NcclLane(TensorLane):
                 self._end_here(end, _LOST)
         for end in self._sending.copy().values():
             if end.peer == peer:
-                try:
-                    self._spawn(partial(self._leave, end))
-                except threads.ThreadShortage as error:
-                    threads.report(error, f"{self._me} ends a channel to {peer} at once")
-                    self._abort(end, _LOST)
+                self._spawn(partial(self._leave, end))
 
     def _leave(self, end: End) -> None:
         """End a channel whose receiver may live, even if this member does not count it as a peer any more."""

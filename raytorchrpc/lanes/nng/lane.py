@@ -214,11 +214,7 @@ class NngLane(ConnectedLane[Connection]):
     def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
         self._serve, self._spawn = serve, spawn
         address = self._listen(self._acceptor.open, self._tcp_host)
-        try:
-            self.start_reader()
-        except threads.ThreadShortage as error:
-            self._acceptor.close()
-            raise LaneUnavailable(self.name, str(error)) from error
+        self.start_reader()
         return address
 
     def start_reader(self) -> None:
@@ -307,7 +303,7 @@ class NngLane(ConnectedLane[Connection]):
     # --- the reader ------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        threads.serve(self._read_once, f"the nng reader of {self._me}", give_up=self.close)
+        threads.serve(self._read_once, f"the nng reader of {self._me}")
         self._free()
 
     def _read_once(self) -> bool:
@@ -316,12 +312,8 @@ class NngLane(ConnectedLane[Connection]):
                 if not self._readable(fd):
                     threads.pause()  # else epoll would report it again at once
             else:
-                try:
-                    for frame in connection.read():
-                        self._serve_request(connection, frame.call, frame.message)
-                except BaseException as error:  # some requests may never be answered
-                    threads.report(error, f"{self._me} closes a connection")
-                    connection.end(f"a request could not be served: {error}")
+                for frame in connection.read():
+                    self._serve_request(connection, frame.call, frame.message)
         return not self._closed
 
     def _serve_request(self, connection: Connection, number: int, message: Message) -> None:

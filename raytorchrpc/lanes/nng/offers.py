@@ -46,7 +46,7 @@ class NngServer:
         Raises ThreadShortage.
         """
         self._lane = NngLane(name, Credentials(secret), tcp_host=tcp_host, by_tcp=frozenset())
-        self._workers = Workers(f"raytorchrpc-{name}-offers", _SENDING, keep=True)
+        self._workers = Workers(f"raytorchrpc-{name}-offers", _SENDING)
         self._offers: dict[str, Encoded | Callable[[], Encoded]] = {}
 
     def open(self) -> OfferAddress:

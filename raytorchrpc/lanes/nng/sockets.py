@@ -84,9 +84,8 @@ def warm_up() -> None:
         _is_warm = True
         until = time.monotonic() + _WARM_UP_S
         one, other = socket.socketpair()
-        with contextlib.suppress(threads.ThreadShortage):
-            threads.start(_open_and_close, other, until, name="raytorchrpc-nng-start")
-            _open_and_close(one, until)
+        threads.start(_open_and_close, other, until, name="raytorchrpc-nng-start")
+        _open_and_close(one, until)
 
 
 def _open_and_close(sock: socket.socket, deadline: float) -> None:

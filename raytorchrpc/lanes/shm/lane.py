@@ -40,7 +40,6 @@ from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.shm.memory import Arena, Borrower, Lender, PeerArena, Slot
-from raytorchrpc.process import threads
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
@@ -78,12 +77,8 @@ class Copier:
             for begin in range(step, size, step):
                 done = threading.Event()
                 part = partial(_move_part, target + begin, source + begin, min(step, size - begin), done)
-                try:
-                    pool.submit(part)
-                except threads.ThreadShortage:
-                    part()
-                else:
-                    waiting.append(done)
+                pool.submit(part)
+                waiting.append(done)
             ctypes.memmove(target, source, step)  # this thread's part
         finally:
             for done in waiting:  # also if this thread is interrupted, because the caller may reuse the memory

@@ -19,7 +19,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, cast
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
+from raytorchrpc.errors import PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Reply, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
 from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress
@@ -143,14 +143,6 @@ class Connection(connections.Connection):
         if not self.enabled and not self._reading and self._ended is None:
             self._selector.enable(self.fd)
             self.enabled = True  # afterwards: a signal handler may run before
-
-    def enable_again(self) -> None:
-        """Called after a thread failed: have the leader poll the connection, if no thread reads it."""
-        with self._state:
-            self._enables_later = False
-            if not self._reading and self._ended is None and (self.accepted or self._pending):
-                self.enabled = True
-                self._selector.enable(self.fd)
 
     def send(self, buffers: list[Any], deadline: float, take_back: Callable[[], object] = nothing) -> None:
         """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline. On
@@ -389,8 +381,6 @@ def _poll_in(fd: int) -> select.poll:
 def _why(error: Exception) -> str:
     if isinstance(error, EOFError):
         return "connection closed (the process ended or left the group)"
-    if threads.is_shortage(error):
-        return f"this process has no memory for its message: {error}"
     return f"connection broke: {error}"
 
 
@@ -438,21 +428,17 @@ class SocketLane(ConnectedLane[Connection]):
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: Set[str]) -> None:
         super().__init__(me, credentials, tcp_host, by_tcp)
-        self._selector = Selector(me, self._read, self._readable, self.close)
+        self._selector = Selector(me, self._read, self._readable)
         for fd in self._polled:
             self._selector.listen_to(fd)
 
     # --- the interface -------------------------------------------------------------------------------------
 
     def open(self, serve: Serve, spawn: Spawn) -> SocketAddress:
-        self._serve, self._spawn = serve, spawn
+        self._serve = serve
         address = self._listen(self._acceptor.open, self._tcp_host)
         fork.register(self)
-        try:
-            self._selector.start(lambda work: self._spawn(work))
-        except threads.ThreadShortage as error:
-            self.close()
-            raise LaneUnavailable(self.name, str(error)) from error
+        self._selector.start()
         return address
 
     def close(self) -> None:
@@ -515,20 +501,14 @@ class SocketLane(ConnectedLane[Connection]):
 
     # --- serving ---------------------------------------------------------------------------------------------
 
-    def _read(self, connection: Connection, tasks: deque[tuple[Task, Connection | None]]) -> None:
+    def _read(self, connection: Connection, tasks: deque[Task]) -> None:
         """Read what has arrived, and add the work that it brought. Requests enter their queues in the order sent."""
         if not connection.acquire_read():
             return  # a caller reads it
         try:
             for frame in connection.read():
                 if (work := self._serve(frame.message, partial(connection.reply, frame.call))) is not None:
-                    try:
-                        tasks.append((work, connection))
-                    except MemoryError:  # its method may be admitted, and would keep others out for ever
-                        work()
-        except BaseException as error:  # requests that have been accepted are served; the rest were not answered
-            threads.report(error, f"{self._me} closes a connection")
-            connection.end(f"a request could not be accepted: {error}")
+                    tasks.append(work)
         finally:
             connection.release_read()
 

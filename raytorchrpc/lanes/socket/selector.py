@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raytorchrpc.lanes.base import Spawn
 from raytorchrpc.lanes.common import polling
 from raytorchrpc.lanes.common.polling import AnyReadable, Timer
 from raytorchrpc.process import threads
@@ -57,14 +56,12 @@ Connection = Any
 class _Listener:
     """One thread of a selector, and the task that it runs outside ``Selector._step``, if any."""
 
-    __slots__ = ("began", "connection", "keeps", "runs")
+    __slots__ = ("began", "keeps", "runs")
 
     def __init__(self) -> None:
         self.runs = self.keeps = False
         """``keeps``: it has kept leading for the task."""
         self.began = 0.0
-        self.connection: Connection | None = None
-        """That the task came from."""
 
 
 class Spinner:
@@ -110,15 +107,13 @@ class Selector:
     def __init__(
         self,
         me: str,
-        read: Callable[[Connection, deque[tuple[Task, Connection | None]]], None],
+        read: Callable[[Connection, deque[Task]], None],
         accept: Callable[[int], bool],
-        give_up: Callable[[], None],
     ) -> None:
-        """``read`` reads a readable connection, and adds the methods to run and itself. ``accept`` handles another
-        readable descriptor; it returns False if the process has no descriptor left for that. ``give_up`` is called if
-        threads fail without end.
+        """``read`` reads a readable connection, and adds the methods to run. ``accept`` handles another readable
+        descriptor; it returns False if the process has no descriptor left for that.
         """
-        self._me, self._read, self._accept, self._give_up = me, read, accept, give_up
+        self._me, self._read, self._accept = me, read, accept
         self._lock = Lock()
         self.closed = False
         self.connections: dict[int, Connection] = {}
@@ -128,7 +123,7 @@ class Selector:
         self._idle = 0  # those that lead or follow
         self._leader: _Listener | None = None
         self._leading_thread = 0
-        self._tasks: deque[tuple[Task, Connection | None]] = deque()
+        self._tasks: deque[Task] = deque()
         self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
         self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
         self._served = self._polled = 0.0
@@ -187,7 +182,7 @@ class Selector:
             unread, self._unread = self._unread, []
             if not self.closed:
                 self._enabling.clear()
-        again = [connection for connection in unread if connection.enable_if_unread()]  # after a failure see _restore
+        again = [connection for connection in unread if connection.enable_if_unread()]
         with self._lock:
             self._unread += again
             if self._unread and not self.closed:
@@ -204,9 +199,8 @@ class Selector:
 
     # --- begin and end ---------------------------------------------------------------------------------------
 
-    def start(self, spawn: Spawn) -> None:
-        """Start the threads. ``spawn``: runs work on a thread of the member. Raises ThreadShortage."""
-        self._spawn = spawn
+    def start(self) -> None:
+        """Start the threads. Raises ThreadShortage."""
         self._add_thread()
         self._ensure_follower()
 
@@ -249,42 +243,19 @@ class Selector:
             self._threads += 1
             self._idle += 1
             number = self._threads
+        step, name = partial(self._step, _Listener()), f"raytorchrpc-{self._me}-listener-{number}"
         try:
-            threads.start(self._take_turns, name=f"raytorchrpc-{self._me}-listener-{number}")
-        except BaseException:
-            with self._lock:
-                self._idle -= 1
+            threads.start(threads.serve, step, f"a listener of {self._me}", name=name)
+        except threads.ThreadShortage:
             self.retire(1)
             raise
 
-    def _ensure_follower(self) -> bool:
-        """Have a follower: the leader is about to do something that may block. Returns whether there is one."""
-        if self._idle > 1:
-            return True
-        try:
+    def _ensure_follower(self) -> None:
+        """Have a follower: the leader is about to do something that may block."""
+        if self._idle <= 1:
             self._add_thread()
-        except (threads.ThreadShortage, MemoryError) as error:
-            threads.report(error, f"{self._me} runs methods on other threads until it can start one")
-            return False
-        return True
 
     # --- one thread ------------------------------------------------------------------------------------------
-
-    def _take_turns(self) -> None:
-        me: _Listener = _Listener()
-
-        def step() -> bool | Task:
-            try:
-                return self._step(me)
-            except BaseException:
-                self._step_aside(me)  # before the pause that follows
-                raise
-
-        def give_up() -> None:
-            self._give_up()
-            self.retire(1)
-
-        threads.serve(step, f"a listener of {self._me}", restore=lambda: self._restore(me), give_up=give_up)
 
     def _step(self, me: _Listener) -> bool | Task:
         """Lead, or follow, until something has happened. Returns the next task for this thread to run, if any; False
@@ -294,7 +265,6 @@ class Selector:
             self._end_task(me)
             if self._leader is not me and self._is_surplus():
                 return False
-        polled = self._polled
         while not self.closed:
             with self._lock:
                 if self._leader is None:
@@ -302,11 +272,9 @@ class Selector:
             if self._leader is me:
                 return self._lead(me)
             self._follow(me)
-            if self._polled != polled:  # else another leader has failed, which is no success
-                return True
         with self._lock:
             if self._tasks:  # their methods may be admitted, and would keep others out for ever
-                return self._tasks.popleft()[0]
+                return self._tasks.popleft()
         self.retire(1)
         return False
 
@@ -374,16 +342,12 @@ class Selector:
             elif fd == self._enabling.fd:
                 self._enable_unread()
             elif fd in self._listening:
-                self._tasks.append((partial(self._accept_from, fd), None))
+                self._tasks.append(partial(self._accept_from, fd))
         self._polled = time.monotonic()
 
     def _next_task(self, me: _Listener) -> bool | Task:
         """As the leader, take the next task. While it runs another thread may become the leader."""
-        if not self._ensure_follower():
-            with contextlib.suppress(Exception):  # it has not taken the task then
-                self._spawn(self._tasks[0][0])
-                self._tasks.popleft()
-                return True
+        self._ensure_follower()
         me.began = time.monotonic()
         with self._lock:
             if not self._tasks:  # another thread has taken it, as the selector was closed
@@ -398,11 +362,10 @@ class Selector:
                 self._vacate()
             self._idle -= 1
             me.runs = True
-            task, me.connection = self._tasks.popleft()  # last: a taken task must run, as its method may be admitted
-        return task
+            return self._tasks.popleft()
 
     def _end_task(self, me: _Listener) -> None:
-        me.runs, me.connection = False, None
+        me.runs = False
         with self._lock:
             self._idle += 1
             self._served_lately = True
@@ -427,30 +390,9 @@ class Selector:
                 if self._began and self._leading_thread == threading.get_ident():
                     self._vacate()
 
-    def _step_aside(self, me: _Listener) -> None:
-        with self._lock:
-            if self._leader is me or self._leader is None:  # or this thread has woken to lead, and will not
-                self._vacate()
-
     def _accept_from(self, fd: int) -> None:
         try:
             if not self._accept(fd):  # the connection waits in the backlog, so epoll would report it again at once
                 threading.Event().wait(_ACCEPT_PAUSE_S)
         finally:
             self.enable(fd, _READ_ONCE)
-
-    def _restore(self, me: _Listener) -> None:
-        """After this thread failed, what it was handling may not be polled any more: poll everything."""
-        self._step_aside(me)
-        if me.connection is not None:
-            me.connection.end("a request could not be served; the log of its process says why")
-        for fd in list(self._listening):
-            self.enable(fd, _READ_ONCE)
-        for connection in list(self.connections.values()):
-            connection.enable_again()
-        with self._lock:
-            if not self.closed:
-                self._takeover.set()  # it may have been about to replace the leader
-                self._takeover_runs = True
-                if self._unread:
-                    self._enabling.set()

@@ -262,10 +262,7 @@ class Fabric:
                 if self._agent is None:
                     self._start()
 
-        try:
-            threads.start(threads.settle, begun, begin, name="raytorchrpc-start")
-        except threads.ThreadShortage as error:
-            raise BootstrapError(f"torchrpc's agent cannot be started: {error}") from error
+        threads.start(threads.settle, begun, begin, name="raytorchrpc-start")
         begun.result()
 
     def _start_for_torch(self) -> None:
@@ -491,10 +488,7 @@ class Fabric:
     def _stop(self) -> None:
         self._forget_doors()
         # torch waits for running handlers without a limit, so it does that on a thread that may be left behind.
-        try:
-            stopper = threads.start(torch_internals.stop_agent, name="raytorchrpc-stop")
-        except threads.ThreadShortage as error:
-            raise BootstrapError(f"torchrpc's agent cannot be stopped: {error}") from error
+        stopper = threads.start(torch_internals.stop_agent, name="raytorchrpc-stop")
         stopper.join(_STOP_TIMEOUT_S)
         if stopper.is_alive():
             logger.warning("torchrpc's agent did not stop within %.0f s; its threads keep running", _STOP_TIMEOUT_S)

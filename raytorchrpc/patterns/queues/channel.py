@@ -20,8 +20,6 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import (
     Closed,
     Full,
-    NotAMember,
-    NotFound,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
@@ -43,14 +41,11 @@ from raytorchrpc.patterns.queues.items import (
 from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request, SequenceMark
 from raytorchrpc.patterns.waits import give_up_at
-from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
-#: Between two attempts to return items to a home that has no memory for them (seconds).
-_AGAIN_S = 0.5
 #: How long a handle takes what its abandoned requests may bring for waiting items (seconds).
 _LATE_S = 5.0
 #: Most sequences of one event loop that are kept while idle.
@@ -298,26 +293,14 @@ class Channel(Handle):
 
         call.add_done_callback(lambda: local.workers.submit(put_back))
 
-    def _put_back(
-        self, local: LocalMember, args: tuple[Any, ...], settle: Callable[[], object] = nothing, tries: int = RETURNS
-    ) -> None:
-        """Return the items of an abandoned request, of whose loss nobody would hear, and call ``settle``. Sends them
-        again if the home, or this process, is short of memory: the home puts them back once.
-        """
-
-        def answered(error: BaseException | None) -> None:
-            if error is None or tries <= 0 or isinstance(error, (PeerLost, RpcTimeout, NotFound, NotAMember)):
-                settle()
-            else:
-                again = partial(local.workers.submit, self._put_back, local, args, settle, tries - 1)
-                local.deadlines.at(time.monotonic() + _AGAIN_S, again)
-
+    def _put_back(self, local: LocalMember, args: tuple[Any, ...], settle: Callable[[], object]) -> None:
+        """Return the items of an abandoned request, of whose loss nobody would hear, and call ``settle``."""
         try:
             sent = self._send_urgently(local, PUT_BACK, args, RETURNS)
-        except Exception as error:
-            answered(error)
+        except RayTorchRpcError:
+            settle()
         else:
-            sent.add_done_callback(lambda done: answered(done.exception()))
+            sent.add_done_callback(lambda _: settle())
 
     def _wait_until_returned(self, local: LocalMember, returned: DeferredReply, until: float) -> DeferredReply:
         waiting = DeferredReply()

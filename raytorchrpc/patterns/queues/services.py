@@ -9,7 +9,8 @@ import operator
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.metrics import QueueStats
@@ -18,7 +19,6 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
 from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, Request, SequenceMark, Store
-from raytorchrpc.process import threads
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
 SHARED_PART = 4
@@ -31,25 +31,6 @@ SKIP, SUBSCRIBE, CANCEL = "raytorchrpc.skip", "raytorchrpc.subscribe", "raytorch
 QUEUE_BUFFER = ""
 
 
-class EndedStore(NamedTuple):
-    """What a home keeps of a queue or topic that is closed and empty, for those who come late or return an item."""
-
-    local: LocalMember
-    kind: str
-    name: str
-    settings: Any
-    instance_id: int
-    put: int
-    buffers: tuple[tuple[str, int | None, str | None, int, int, dict[tuple[int, int], None]], ...]
-    """Key, rank, process, items taken and dropped, and ``returned`` of each buffer."""
-
-    def restored(self) -> HomeStore:
-        """Return the store, closed and empty, as it was. Its home does not have it unless an item comes back."""
-        store = HomeStore(self.local, self.kind, self.name, self.settings, 1)
-        store.restore(self)
-        return store
-
-
 class HomeStore(Store):
     """The store of a queue or topic, as a member serves it."""
 
@@ -60,41 +41,15 @@ class HomeStore(Store):
         """Whether several consumers get the same item."""
         self.budget = SharedMemoryBudget((local.config.shm_bytes or local.max_bytes) // SHARED_PART)
 
-    # --- the end -----------------------------------------------------------------------------------------------------
-
     def _rest(self) -> None:
-        """From now on the home keeps only an EndedStore of it."""
         if not self._rests:
             self._rests = True
-            self._record()
+            self._local.services.retire(self._kind, self._name, self)
 
-    def _record(self) -> None:
-        buffers = tuple(
-            (key, buffer.rank, buffer.process, buffer.taken, buffer.dropped, buffer.returned)
-            for key, buffer in self._buffers.items()
-        )
-        kept = self._local, self._kind, self._name, self.settings, self.instance_id, self._put, buffers
-        self._local.services.replace(self._kind, self._name, self, EndedStore(*kept))
-
-    def remove_buffer(self, key: str) -> None:
-        super().remove_buffer(key)
+    def _wake(self) -> None:
         if self._rests:
-            self._record()
-
-    def restore(self, ended: EndedStore) -> None:
-        """Become the store of which only this is left. No other thread has it yet."""
-        self.instance_id, self._put, self._rests = ended.instance_id, ended.put, True
-        self._closes, self._has_ended = 0, True
-        for key, rank, process, taken, dropped, returned in ended.buffers:
-            buffer = self._buffers[key] = Buffer(0, 0, "block", rank, process)
-            buffer.taken, buffer.dropped, buffer.returned = taken, dropped, returned
-
-    def _wake(self) -> Store:
-        there: Store = self
-        if self._rests:
-            there = self._local.services.put_in_place(self._kind, self._name, self)
-            self._rests = there is not self  # else another thread was first
-        return there
+            self._local.services.revive(self._kind, self._name, self)
+            self._rests = False
 
     def metric_rows(self, kind: str, name: str) -> list[QueueStats]:
         """What the metrics show of it: one row and, for a topic, another one for each member that has subscribed."""
@@ -131,15 +86,19 @@ class HomeStore(Store):
         self, caller: int, key: str, limit: int, least: int, iteration: int, wait_s: float, request_id: int
     ) -> Any:
         taken = self.take(key, Request(limit, least, iteration), time.monotonic() + wait_s, caller, request_id)
-        reply = taken
         if not isinstance(taken, DeferredReply):
-            reply = DeferredReply()
-            reply.settle(taken)
-        delivery = _Delivery(self, caller, key)
-        reply.convert, reply.context = delivery.pack, lambda: delivery
-        return reply
+            return self._packed(caller, key, taken)
+        taken.convert = partial(self._packed, caller, key)
+        return taken
 
-    def carriable(self, caller: int, key: str, taken: Batch) -> Batch:
+    def _packed(self, caller: int, key: str, taken: Any) -> tuple[BatchId, PackedItems] | bool | None:
+        """Convert what was taken into the reply, on the thread that sends it."""
+        if not taken:
+            return taken  # type: ignore[no-any-return]
+        taken = self._carriable(caller, key, taken)
+        return taken.batch_id, pack(taken)
+
+    def _carriable(self, caller: int, key: str, taken: Batch) -> Batch:
         """Return the first items, which a lane can bring to a consumer; the others go back. If no lane can bring the
         very first one, it is lost and raises LaneUnavailable.
         """
@@ -162,32 +121,6 @@ class HomeStore(Store):
         self, caller: int, key: str, policy: Policy, maxsize: int, max_bytes: int | None, process: str
     ) -> None:
         self.add_buffer(key, Buffer(maxsize, max_bytes or self._local.max_bytes, policy, caller, process))
-
-
-class _Delivery:
-    """Items on their way to a consumer. They go back if this process has no memory to send them."""
-
-    _taken: Batch | None = None
-
-    def __init__(self, store: HomeStore, caller: int, key: str) -> None:
-        self._store, self._caller, self._key = store, caller, key
-
-    def pack(self, taken: Any) -> tuple[BatchId, PackedItems] | bool | None:
-        """Convert what was taken into the reply."""
-        if not taken:
-            return taken  # type: ignore[no-any-return]
-        self._taken = taken = self._store.carriable(self._caller, self._key, taken)
-        return taken.batch_id, pack(taken)
-
-    def __enter__(self) -> None:
-        """It is packed and sent in here."""
-
-    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
-        # The consumer gets an error instead: a lane that raises has not sent the reply.
-        while error is not None and not threads.is_shortage(error):
-            error = error.__cause__  # of what cannot be pickled
-        if self._taken and error is not None:
-            self._store.put_back(self._key, self._taken)
 
 
 SERVICES = object_services(

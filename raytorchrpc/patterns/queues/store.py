@@ -31,7 +31,7 @@ Policy = Literal["block", "drop_oldest", "latest"]
 
 #: Identifies items that were taken together: (number of the batch, position of each item or run).
 BatchId = tuple[int, tuple[int, ...]]
-#: Numbers of batches, of all stores of this process: a store that ended may be there again, see ``EndedStore``.
+#: Numbers of batches, of all stores of this process.
 _batch_numbers = itertools.count(1)
 #: How many returned batches are remembered, so that one that is sent twice is put back once, and withdrawn requests.
 _REMEMBERED = 1000
@@ -272,9 +272,10 @@ class Store:
     # --- buffers -------------------------------------------------------------------------------------------------
 
     def add_buffer(self, key: str, buffer: Buffer) -> None:
-        """Add a buffer for all items that are put from now on. No effect if the key exists."""
+        """Add a buffer for all items that are put from now on. No effect if the key exists, or nothing can be put."""
         with self._lock:
-            self._buffers.setdefault(key, buffer)
+            if not self._rests:
+                self._buffers.setdefault(key, buffer)
 
     def remove_buffer(self, key: str) -> None:
         """Remove a buffer and its items; requests that wait there return ENDED. Idempotent."""
@@ -390,12 +391,10 @@ class Store:
     def put_back(self, key: str, batch: Batch) -> None:
         """Return items that a consumer took and does not use to their old position. Idempotent."""
         with self._lock:
-            there = self._wake()
-            if there is self and (buffer := self._buffers.get(key)) is not None:
+            if (buffer := self._buffers.get(key)) is not None:
+                self._wake()
                 buffer.put_back(batch)
                 self._match()
-        if there is not self:
-            there.put_back(key, batch)
 
     # --- its end -------------------------------------------------------------------------------------------------
 
@@ -571,9 +570,8 @@ class Store:
     def _rest(self) -> None:
         """The store is closed and empty, and nobody waits."""
 
-    def _wake(self) -> Store:
-        """An item comes back; returns the store that takes it, usually this one."""
-        return self
+    def _wake(self) -> None:
+        """An item comes back. Raises NotFound if the store rests, and is not kept any more."""
 
     def _end_wait(self, key: str, buffer: Buffer, getter: Getter) -> None:
         """End a request in vain: the first one gets what there is, if it may."""

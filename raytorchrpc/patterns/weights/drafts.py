@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -10,13 +10,15 @@ import torch
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.patterns.weights.model_tensors import Model, resolved, shard_of, shards_of
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
-from raytorchrpc.patterns.weights.snapshots import Layout, SnapshotPool, TensorSpec, VersionMemory, copy_tensors
+from raytorchrpc.patterns.weights.snapshots import (
+    CopyBytes,
+    Layout,
+    SnapshotPool,
+    TensorSpec,
+    VersionMemory,
+    copy_tensors,
+)
 from raytorchrpc.tensors.cuda_streams import follow_streams
-from raytorchrpc.tensors.dtypes import view_at
-
-#: CPU memory that copies share until they move. Smaller pieces do not always return to the system once they are unused
-#: (bytes).
-_BUCKET, _ALIGN = 64 << 20, 64
 
 #: Names and tensors, DTensors or Shards, one after the other.
 Pairs = Iterable[tuple[str, Any]]
@@ -37,14 +39,16 @@ class Draft:
         self.places: dict[str, PlaceInWhole] = {}  # of shards
         self.layout: Layout | None = None
         self.memory: VersionMemory | None = None  # for tensors of ``layout``, of which some are copied already
-        self.nbytes = 0  # of all tensors
-        self.has_copies = False  # whether ``tensors`` are copies, which nothing else uses
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum([tensor.nbytes for tensor in self.tensors.values()])
 
     def take(self, model: Any) -> None:
         """Take the tensors of a model, not copies of them. Raises ConfigurationError."""
         shards = shards_of(model, self.store)
         self.tensors = {name: resolved(name, shard.tensor, self.store) for name, shard in shards.items()}
-        self.nbytes = sum([tensor.nbytes for tensor in self.tensors.values()])
         for name, shard in shards.items():
             if not shard.is_whole:
                 self._note_place(name, shard)
@@ -55,32 +59,39 @@ class Draft:
         ``layout``: of the version before. Tensors like those that it has go to memory of ``pool`` for all of it. Others
         get memory of their own. Raises ConfigurationError, and whatever the iterator raises; then nothing is left.
         """
-        self.has_copies, names = True, dict[str, None]()
+        names = set[str]()
         known = {} if layout is None else {name: place for place, name in enumerate(layout.names)}
-        copy = _Copy(pool)
+        copy = _Copy(pool.copy_bytes)
         try:
             for pair in pairs:
                 name, shard = self._checked(pair, names)
                 del pair
-                names[name] = None
+                names.add(name)
                 if shard is not None:
                     if not shard.is_whole:
                         self._note_place(name, shard)
                     shard = shard._replace(tensor=resolved(name, shard.tensor, self.store))
                     self.tensors[name] = copy(self._memory_for(name, shard, pool, layout, known), shard.tensor)
-                    self.nbytes += shard.tensor.nbytes
                 del shard  # before the next one is made
-            self._check_names(names)
+            if not names:
+                raise ConfigurationError(
+                    f"the iterable of weights for {self.store!r} has no tensors: was the iterator used before? Make a "
+                    f"new one for each version"
+                )
         except BaseException:
             self.tensors.clear()
-            if self.memory is not None and self.layout is not None:
-                pool.put_back(self.layout.specs, self.memory)
+            self.put_back(pool)
             raise
         finally:
             if isinstance(pairs, Generator):
                 pairs.close()
         if layout is not None and self.tensors.keys() == known.keys():
             self.tensors = {name: self.tensors[name] for name in layout.names}
+
+    def put_back(self, pool: SnapshotPool) -> None:
+        """Return the memory of ``layout``, if there is any: no version is made of it."""
+        if self.memory is not None and self.layout is not None:
+            pool.put_back(self.layout.specs, self.memory)
 
     def _memory_for(
         self, name: str, shard: Shard, pool: SnapshotPool, layout: Layout | None, known: Mapping[str, int]
@@ -102,7 +113,7 @@ class Draft:
             )
         self.places[name] = shard.global_shape, shard.offset
 
-    def _checked(self, pair: Any, names: Mapping[str, None]) -> tuple[str, Shard | None]:
+    def _checked(self, pair: Any, names: Collection[str]) -> tuple[str, Shard | None]:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
             raise ConfigurationError(
                 f"the weights for {self.store!r} have a {type(pair).__name__} where a pair (name, tensor) has to be"
@@ -114,13 +125,6 @@ class Draft:
             )
         return name, shard_of(name, value, self.store)
 
-    def _check_names(self, names: Mapping[str, None]) -> None:
-        if not names:
-            raise ConfigurationError(
-                f"the iterable of weights for {self.store!r} has no tensors: was the iterator used before? Make a new "
-                f"one for each version"
-            )
-
 
 class _Copy:
     """Copies one tensor after the other, on the streams that this thread has now.
@@ -128,12 +132,11 @@ class _Copy:
     A generator that is suspended inside of ``torch.cuda.stream`` changes the current stream of its caller.
     """
 
-    def __init__(self, pool: SnapshotPool) -> None:
+    def __init__(self, copy_bytes: CopyBytes) -> None:
         is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = range(torch.cuda.device_count()) if is_used else ()
         self._streams = {index: torch.cuda.current_stream(index) for index in devices}
-        self._copy_bytes = pool.copy_bytes
-        self._bucket, self._begin = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
+        self._copy_bytes = copy_bytes
 
     def __call__(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
         stream = self._streams.get(source.get_device())
@@ -150,14 +153,6 @@ class _Copy:
     def _copied(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
         if target is None:
             with torch.inference_mode(False):
-                target = self._memory(source)
+                target = torch.empty(source.shape, dtype=source.dtype, device=source.device)
         copy_tensors([target], [source], self._copy_bytes)
         return target
-
-    def _memory(self, like: torch.Tensor) -> torch.Tensor:
-        if not like.is_cpu:
-            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        if self._begin + like.nbytes > self._bucket.nbytes:
-            self._bucket, self._begin = torch.empty(max(_BUCKET, like.nbytes), dtype=torch.uint8, device="cpu"), 0
-        begin, self._begin = self._begin, (self._begin + like.nbytes + _ALIGN - 1) & -_ALIGN
-        return view_at(self._bucket, begin, (like.dtype, tuple(like.shape)))

@@ -23,7 +23,6 @@ from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.twins import Twin, TwinForm, Twins, TwinSpec
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock, Turn
-from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Workers
 
 
@@ -229,9 +228,5 @@ def begin(
                 f"cancel() on its handle first"
             )
         twin.prefetch, twin.form = weakref.ref(handle), form
-    try:
-        _workers.submit(pull.run)
-    except ThreadShortage as shortage:
-        pull.outcome.settle(None, shortage)
-        raise
+    _workers.submit(pull.run)
     return handle

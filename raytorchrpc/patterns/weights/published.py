@@ -189,10 +189,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 before = next(reversed(self._versions.values()), None)
             layout = self._layout_of(draft.tensors, draft.places)
             before = before if before is not None and before.layout is layout else None
-            memory = self._memory_for(draft, layout)
-            sources = list(draft.tensors.values()) if draft.tensors else memory.tensors
+            sources, memory = list(draft.tensors.values()), draft.memory
+            if memory is None or draft.layout is not layout:
+                memory = self.pool.memory(layout.specs)
             changed = self._changed(sources, version, before)
             self._write(memory, sources, changed)
+            if draft.memory is not memory:
+                draft.put_back(self.pool)
             deltas = None if before is None else self._deltas(memory, changed, version, before)
             if before is not None and deltas:
                 before.note_own_reads()
@@ -204,17 +207,6 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                     self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
                 self._waits.settle(lambda wanted: wanted <= version, version)
         return version
-
-    def _memory_for(self, draft: Draft, layout: Layout) -> VersionMemory:
-        """Memory for a version. Moves the draft's own copies there, one after the other, unless they lie there."""
-        if draft.memory is not None and draft.layout is not None and draft.layout.specs == layout.specs:
-            return draft.memory
-        memory = self.pool.memory(layout.specs)
-        if draft.has_copies:
-            for place, name in enumerate(layout.names):
-                memory.changed[place] = None
-                copy_tensors([memory.tensors[place]], [draft.tensors.pop(name)], self.pool.copy_bytes)
-        return memory
 
     @property
     def kept(self) -> tuple[int, ...]:

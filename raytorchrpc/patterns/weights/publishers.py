@@ -291,14 +291,13 @@ def stage(
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())
         if version is None or weights.is_unsure:
-            with weights.asking():
-                number, kept = yield from store._request(local, NEXT, (*store._address, me, weights.last()), wait_s)
+            number, kept = yield from store._request(local, NEXT, (*store._address, me, weights.last()), wait_s)
             weights.keep(kept)
             version = number if version is None else version
-        with weights.asking():
-            weights.publish(draft, version, staged=True)
-            kept = yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)
-        weights.keep(kept)
+        weights.is_unsure = True
+        weights.publish(draft, version, staged=True)
+        weights.keep((yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)))
+        weights.is_unsure = False
     return version
 
 
@@ -330,27 +329,18 @@ class PublishedShards(PublishedWeights):
 
     @contextmanager
     def one_thread(self, until: float) -> Iterator[None]:
-        """While a thread of this member publishes a version; others wait."""
+        """While a thread of this member publishes a version; others wait. Frees all memory if the store has ended."""
         with allow_calls():  # the one that publishes may need this actor to go on
             begins = self._staging.once("publishing").acquire(timeout=max(0.0, until - time.monotonic()))
         if not begins:
             raise RpcTimeout("another thread of this member waits for the other publishers; this one published nothing")
         try:
             yield
+        except NotFound:
+            self.clear()
+            raise
         finally:
             self._staging.release()
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        """While the coordinator is asked for a number, or told of a version."""
-        try:
-            yield
-            self.is_unsure = False
-        except BaseException as error:
-            self.is_unsure = True
-            if isinstance(error, NotFound):
-                self.clear()
-            raise
 
     def keep(self, versions: Collection[int]) -> None:
         """Retire all versions but these."""

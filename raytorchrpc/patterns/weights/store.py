@@ -208,8 +208,8 @@ class WeightStore(Handle):
                 if pairs is not None:
                     weights.copy(draft, pairs, version)
                 newest = weights.publish(draft, version)
-            about.update(version=newest, bytes=draft.nbytes)
-            local.weights.published(self._key, newest, draft.nbytes)
+            about.update(version=newest, bytes=(size := draft.nbytes))
+            local.weights.published(self._key, newest, size)
         return newest
 
     def _at_home(self, local: LocalMember) -> PublishedWeights:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.calls.peers import FIRST_CLIENT
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
 from raytorchrpc.group.messages import Prepared
 from raytorchrpc.group.view import Answer, Peer
 from tests.unit.group.followers import Follower, Group, elsewhere
 
+CLIENT = 1 << 32
+"""A rank that no member has."""
 A, B, C = "worker_0", "worker_1", "worker_2"
 
 
@@ -144,13 +145,13 @@ def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised)
 
 
 def test_a_client_follows_the_group_and_is_not_in_it(its: Supervised) -> None:
-    name, process = "client", (FIRST_CLIENT, 0)
+    name, process = "client", (CLIENT, 0)
     first = its.core.view.entries[0].peer
-    client = first._replace(member=replace(first.member, name=name, rank=FIRST_CLIENT))
+    client = first._replace(member=replace(first.member, name=name, rank=CLIENT))
     its.tell(its.core.promise)
     assert its.tell(its.core.client_arrived, client, its.core.promised) == [core.Dial([name], 2.0)]
     its.tell(its.core.dialled, name, process, None)
-    assert its.asked == [] and FIRST_CLIENT not in its.core.view.entries
+    assert its.asked == [] and CLIENT not in its.core.view.entries
     its.silent.add(name)
     its.lose(A)
     assert any(name in told.members for told in its.asked) and its.core.awaited(its.core.view.version) == set()

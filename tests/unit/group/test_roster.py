@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from raytorchrpc.calls.peers import FIRST_CLIENT
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from raytorchrpc.group.messages import AgentIdentity, JoinedProcess, Listening, Owner, Prepared, Probe, packed
@@ -16,6 +15,9 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
+
+#: A rank that no member has.
+CLIENT = 1 << 32
 
 
 def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
@@ -100,9 +102,9 @@ def test_members_that_are_admitted_at_once_have_to_suit_each_other() -> None:
 def test_a_client_sees_itself_in_the_group_and_no_member_does() -> None:
     cluster = clusters.hosts_of(2, 4)
     roster, _ = formed({name: end for name, end in cluster.items() if name != "worker_7"})
-    seen = roster.as_seen_by("client", JoinedProcess("key", None), probes_of(cluster)["worker_7"], FIRST_CLIENT)
+    seen = roster.as_seen_by("client", JoinedProcess("key", None), probes_of(cluster)["worker_7"], CLIENT)
     assert seen.plan.members == (*roster.plan.members, "client")
-    assert seen.records["client"].member.rank == FIRST_CLIENT and not seen.records["client"].starts_agent
+    assert seen.records["client"].member.rank == CLIENT and not seen.records["client"].starts_agent
     assert set(seen.plan.far_from("client")) == {f"worker_{number}" for number in range(4)}
     kept = roster.with_client("client", seen)
     assert kept.description == roster.description and kept.record("client") == seen.records["client"]

@@ -1,4 +1,4 @@
-"""The threads of lanes: who polls sockets, while methods run and after failures, how long one spins; torch replies."""
+"""The threads of lanes: who polls sockets, while methods run, how long one spins; torch replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.socket.selector import BRIEF_S, SPIN_S, Selector, Spinner
 from raytorchrpc.lanes.torchrpc import lane
-from raytorchrpc.process import threads
 from raytorchrpc.tensors.codec import NOTHING, Encoded
 from tests.polling import wait_until
 from tests.shortage import NO_MEMORY
@@ -33,7 +32,6 @@ class Source:
     """A connection that brings some methods each time it is readable."""
 
     enabled = True
-    ended = ""
 
     def __init__(self, *tasks: Task) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -47,23 +45,17 @@ class Source:
     def enable_if_unread(self) -> bool:
         return False
 
-    def enable_again(self) -> None:
-        """It is always polled."""
 
-    def end(self, reason: str) -> None:
-        self.ended = reason
-
-
-def read(source: Source, tasks: deque[tuple[Task, Source | None]]) -> None:
+def read(source: Source, tasks: deque[Task]) -> None:
     os.eventfd_read(source.fd)
     source.left.append(len(tasks))
-    tasks.extend((task, source) for task in source.tasks)
+    tasks.extend(source.tasks)
 
 
 @pytest.fixture
 def selector() -> Iterator[Selector]:
-    made = Selector("test", read, lambda fd: True, lambda: None)
-    made.start(lambda work: threading.Thread(target=work, daemon=True).start())
+    made = Selector("test", read, lambda fd: True)
+    made.start()
     yield made
     sources = list(made.connections.values())
     made.close()
@@ -93,20 +85,6 @@ def meeting(selector: Selector, meanwhile: Callable[[], object] = lambda: None) 
 
     add(selector, wait).arrive()
     assert wait_until(is_over, PATIENCE_S)
-
-
-def fail_once(where: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The next call of this function finds no memory."""
-    failed, real = threading.Event(), getattr(where, name)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        if failed.is_set():
-            return real(*args, **kwargs)
-        failed.set()
-        raise MemoryError
-
-    monkeypatch.setattr(where, name, fail)
-    return failed
 
 
 def test_a_method_may_wait_for_another_one(selector: Selector) -> None:
@@ -167,65 +145,15 @@ def test_requests_that_keep_coming_find_the_timer_set_and_a_long_method_among_th
     meeting(selector, meanwhile=timer.go_off)
 
 
-def test_a_leader_is_replaced_after_an_attempt_failed(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = fail_once(selector._takeover, "clear", monkeypatch)
-    meeting(selector)
-    assert failed.is_set()
-
-
-def test_a_method_runs_after_its_start_failed(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be admitted, and would keep all others out."""
-    failed, done = fail_once(selector, "_ensure_follower", monkeypatch), threading.Event()
-    add(selector, done.set).arrive()
-    assert done.wait(PATIENCE_S)
-    assert failed.is_set()
-
-
-def test_a_connection_whose_method_failed_ends(selector: Selector) -> None:
-    """Its caller may not have an answer."""
-    done = threading.Event()
-
-    def fail() -> None:
-        raise MemoryError
-
-    source = add(selector, fail)
-    source.arrive()
-    assert wait_until(lambda: source.ended, PATIENCE_S)
-    add(selector, done.set).arrive()
-    assert done.wait(PATIENCE_S)
-
-
 def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
     """They may be admitted, and would keep all others out."""
-    made = Selector("test", read, lambda fd: True, lambda: None)
-    made.start(lambda work: threading.Thread(target=work, daemon=True).start())
+    made = Selector("test", read, lambda fd: True)
+    made.start()
     done = threading.Event()
     source = add(made, lambda: time.sleep(10 * BRIEF_S), made.close, done.set)
     source.arrive()
     assert done.wait(PATIENCE_S)
     os.close(source.fd)
-
-
-def test_a_thread_that_could_not_be_started_is_not_counted(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = fail_once(threads, "start", monkeypatch)
-    meeting(selector)
-    assert failed.is_set()
-    meeting(selector)  # which has to start one
-
-
-def test_all_threads_end_if_none_can_poll(selector: Selector, monkeypatch: pytest.MonkeyPatch) -> None:
-    meeting(selector)  # there are several now
-    monkeypatch.setattr(threads, "_HOPELESS_S", 0.2)
-    monkeypatch.setattr(selector, "_give_up", selector.close)
-    freed, free = threading.Event(), selector._free
-    monkeypatch.setattr(selector, "_free", lambda: (free(), freed.set()))
-
-    def fail(*, wait: bool) -> None:
-        raise OSError("the epoll set is broken")
-
-    monkeypatch.setattr(selector, "_poll", fail)
-    add(selector).arrive()
-    assert freed.wait(PATIENCE_S)
 
 
 # --- spinning -------------------------------------------------------------------------------------------------------

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
 
 import pytest
 import torch
 
-from raytorchrpc.process import threads
 from raytorchrpc.process.cuda_driver import Driver, KernelSource
 
 _LONG_S = 30.0
@@ -38,17 +36,3 @@ def test_without_a_compiler_there_is_no_kernel_and_no_error(caplog: pytest.LogCa
         assert source.on(0, NoDriver()) is None
     assert await_compiler() == 0, "it is not tried again for each copy"
     assert "cuda:0" in caplog.text
-
-
-def test_a_process_without_a_thread_to_spare_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-
-    def start(*args: Any, name: str) -> None:
-        started.append(name)
-        if len(started) == 1:
-            raise threads.ThreadShortage(name, "none is left")
-
-    monkeypatch.setattr(threads, "start", start)
-    source = KernelSource("nothing", "")
-    assert [source.on(0, NoDriver()) for _ in range(3)] == [None] * 3
-    assert started == ["raytorchrpc-nvrtc"] * 2

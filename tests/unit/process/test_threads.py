@@ -1,4 +1,4 @@
-"""Threads that serve others, in a process that is short of memory or threads for a moment, or runs Python."""
+"""Threads that serve others: what ends their process, and how they take turns with one that runs Python."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import contextvars
 import ctypes
 import os
 import queue
+import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +19,7 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
-from tests.shortage import NO_MEMORY, Failing, Shortage, shortage
+from tests.shortage import Failing, Shortage, shortage
 
 __all__ = ["shortage"]
 
@@ -43,24 +43,6 @@ def test_a_thread_has_its_name_or_an_error_that_names_it_and_the_remedy(shortage
     threads.start(lambda: seen.put(threading.current_thread()), name="raytorchrpc-test").join(PATIENCE_S)
     thread = seen.get(timeout=PATIENCE_S)
     assert (thread.name, thread.daemon) == ("raytorchrpc-test", True)
-
-
-def test_a_thread_without_memory_for_its_first_line_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python would wait for ever for it to begin."""
-    ran: list[int] = []
-    late: list[threading.Thread] = []
-
-    def begin(boot: Any) -> None:
-        late.append(boot._thread)
-        raise SystemExit  # as MemoryError does, but silently
-
-    monkeypatch.setattr(threads._Boot, "__call__", begin)
-    with pytest.raises(ThreadShortage, match="no memory for it"):
-        threads.start(ran.append, 1, name="raytorchrpc-test")
-    late[0].run()  # had it begun after all: nobody expects its work any more
-    assert ran == []
-    # Python counts it as starting for ever; not so this process's other tests.
-    threading._limbo.pop(late[0], None)  # type: ignore[attr-defined]
 
 
 def test_a_thread_waits_no_longer_than_it_asked_for() -> None:
@@ -103,56 +85,62 @@ def test_a_coroutine_waits_for_a_thread_of_its_own(shortage: Shortage) -> None:
 # --- serving -------------------------------------------------------------------------------------------------
 
 
+def ended(program: str) -> str:
+    """What a process writes that ends itself."""
+    lines = f"""
+import time
+from raytorchrpc.process import threads
+from raytorchrpc.process.completion import run_reported
+from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
+{program}"""
+    process = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1
+    return process.stderr
+
+
+@pytest.mark.parametrize("error", ["MemoryError()", "KeyError('a fault')", "SystemExit()", "OSError(9, 'closed')"])
+def test_a_thread_that_others_wait_for_ends_its_process_and_says_why(error: str) -> None:
+    said = ended(f"""
+def step():
+    raise {error}
+threads.start(threads.serve, step, "the listener", name="listener")
+time.sleep(30)
+""")
+    name = error.partition("(")[0]
+    assert said.count("this process ends, as the listener cannot go on") == 1 and f"cannot go on: {name}" in said
+    assert ("Traceback" in said) is (name != "MemoryError")
+
+
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), RuntimeError(NO_MEMORY), RuntimeError("can't start new thread"), KeyError("a fault"), SystemExit()],
-    ids=repr,
+    "give",
+    [
+        "Workers('test').submit(fail)",
+        "Deadlines('test').at(0.0, fail)",
+        "DeferredCleanup('test').leave(fail)",
+        "run_reported(fail)",
+    ],
 )
-def test_a_step_that_fails_costs_no_other(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
-    steps = iter([True, True, False])
-    restored: list[int] = []
-    threads.serve(Failing([error, error], lambda: next(steps)), "the test", restore=lambda: restored.append(1))
-    assert list(steps) == []
-    assert len(restored) == 2
-    assert caplog.text.count("the test goes on after a failure") == 1
+def test_a_task_without_memory_ends_the_process_and_any_other_failure_only_the_task(give: str) -> None:
+    said = ended(f"""
+errors = [KeyError("a fault"), MemoryError("no room")]
+def fail():
+    raise errors.pop(0)
+owner = None
+for _ in range(2):
+    {give}
+    time.sleep(0.2)
+time.sleep(30)
+""")
+    assert said.count("KeyError: 'a fault'") == 1 and said.count("cannot go on: MemoryError: no room") == 1
 
 
-def test_setting_right_may_fail_too() -> None:
-    restore = Failing([MemoryError()], int)
-    threads.serve(Failing([MemoryError(), MemoryError()], bool), "the test", restore=restore)
-    assert restore.errors == []
-
-
-def test_who_serves_gives_up_only_what_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_HOPELESS_S", 0.15)
-    gave_up: list[int] = []
-    threads.serve(Failing([MemoryError() for _ in range(6)], bool), "the test", give_up=lambda: gave_up.append(1))
-    assert gave_up == []  # memory can be had again at any time
-    hopeless = Failing([OSError("closed") for _ in range(1000)], bool)
-    threads.serve(hopeless, "the test", give_up=lambda: gave_up.append(1))
-    assert gave_up == [1]
-    assert len(hopeless.errors) > 900  # it does not take a processor meanwhile
+def test_a_thread_that_nobody_waits_for_goes_on_after_a_failure(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Failing([KeyError("a fault"), OSError(9, "closed")], lambda: False)
+    threads.serve(threads.surviving(steps, "the test"), "the test")
+    assert steps.errors == [] and "the test goes on after a failure" in caplog.text
 
 
 # --- workers, deadlines, cleanup, callbacks ------------------------------------------------------------------------
-
-
-def test_tasks_wait_for_a_thread_that_exists_and_for_new_ones(
-    deadlines: Deadlines, shortage: Shortage, request: pytest.FixtureRequest
-) -> None:
-    workers = Workers(request.node.name, keep=True, deadlines=deadlines)
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    shortage.begin()
-    for number in range(5):
-        workers.submit(done.put, number)
-    assert [done.get(timeout=PATIENCE_S) for _ in range(5)] == list(range(5))
-    go = threading.Event()
-    workers.submit(lambda: done.put(go.wait(PATIENCE_S)))
-    workers.submit(go.set)  # behind it: needs another thread
-    assert not go.wait(0.1)
-    shortage.end()
-    assert done.get(timeout=PATIENCE_S) is True
-    workers.stop()
 
 
 def test_workers_that_have_no_thread_say_so_and_do_it_never(shortage: Shortage, request: Any) -> None:
@@ -165,43 +153,13 @@ def test_workers_that_have_no_thread_say_so_and_do_it_never(shortage: Shortage, 
     workers.submit(done.put, 2)
     assert done.get(timeout=PATIENCE_S) == 2
     workers.stop()
-    shortage.begin()
-    workers.submit(done.put, 3)  # it holds an admission: it runs in any case
-    assert done.get(timeout=PATIENCE_S) == 3
-
-
-def test_a_task_that_raises_costs_no_other(request: pytest.FixtureRequest) -> None:
-    workers, done = Workers(request.node.name, limit=1, keep=True), queue.SimpleQueue[int]()
-    for number in range(3):
-        workers.submit(Failing([MemoryError()], int))
-        workers.submit(done.put, number)
-        assert done.get(timeout=PATIENCE_S) == number
-    workers.stop()
-
-
-def test_an_alarm_that_finds_no_memory_goes_off_again(deadlines: Deadlines) -> None:
-    went: queue.SimpleQueue[str] = queue.SimpleQueue()
-    deadlines.at(time.monotonic(), Failing([MemoryError(), MemoryError()], lambda: went.put("at last")))
-    assert went.get(timeout=PATIENCE_S) == "at last"
-    deadlines.at(time.monotonic(), Failing([ValueError()], lambda: went.put("a second time")))
-    deadlines.at(time.monotonic() + 0.01, lambda: went.put("next"))
-    assert went.get(timeout=PATIENCE_S) == "next"
-    assert went.empty()
 
 
 def test_a_member_that_cannot_watch_deadlines_is_none(shortage: Shortage, request: pytest.FixtureRequest) -> None:
     shortage.begin()
-    for make in (Deadlines, DeferredCleanup, lambda name: Workers(name, keep=True)):
+    for make in (Deadlines, DeferredCleanup):
         with pytest.raises(ThreadShortage):
             make(request.node.name)
-
-
-def test_what_finalizers_leave_is_done_once_there_is_memory(request: pytest.FixtureRequest) -> None:
-    cleanup = DeferredCleanup(request.node.name)
-    done: queue.SimpleQueue[str] = queue.SimpleQueue()
-    cleanup.leave(Failing([MemoryError(), RuntimeError(NO_MEMORY)], done.put), "given back")
-    assert done.get(timeout=PATIENCE_S) == "given back"
-    cleanup.stop()
 
 
 # --- the switch interval, short while calls come ---------------------------------------------------------------
