@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -17,8 +16,8 @@ import ray
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
-from raytorchrpc.calls.server import exposed, gates
-from raytorchrpc.group import detached, formation, group, join, restarts, vouching
+from raytorchrpc.calls.server import gates
+from raytorchrpc.group import detached, formation, group, join, restarts
 from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
@@ -46,11 +45,6 @@ def watches_everybody(group: Any) -> bool:
     return all(member.is_watched for member in group._own("a test")._core._members.values())
 
 
-def takes_turns() -> bool:
-    """Whether the methods of the actor in this process, decorated or not, wait for each other."""
-    return exposed._takes_turns
-
-
 def fail_to_take_requests(error: BaseException) -> None:
     """Have the threads of the lanes raise this where they take a request."""
 
@@ -61,27 +55,10 @@ def fail_to_take_requests(error: BaseException) -> None:
         vars(lane)["_serve"] = fail
 
 
-def is_connecting(peer: str) -> bool:
-    """Whether calls to that peer wait for a connection of the socket lane."""
-    (lane,) = [lane for lane in process_member().lanes if lane.name == "socket"]
-    return peer in vars(lane)["_waiting"]
-
-
-def shared_bytes() -> int:
-    """What receivers have of this member's shared memory, as far as it knows."""
-    lane: Any = process_member().tensor_lanes["shm"]
-    return int(lane.in_use())
-
-
 def limit_nesting(most: int) -> int:
     """Let a chain of calls come back to this actor so many times at most; returns how many it could before."""
     before, gates.MOST_NESTED = gates.MOST_NESTED, most
     return before
-
-
-def await_vouchers(seconds: float) -> None:
-    """Have this member wait so long for others to say whether a connection to its torchrpc is theirs."""
-    vouching._ANSWER_S = seconds
 
 
 def refuse_early(seconds: float) -> None:
@@ -185,15 +162,6 @@ def group_name() -> str | None:
     return None if info is None else info.name
 
 
-def without_proof(act: Callable[[], object]) -> None:
-    """Do this while the process cannot show the supervisor that it is a member."""
-    before, join.own_consent = join.own_consent, lambda: b""
-    try:
-        act()
-    finally:
-        join.own_consent = before
-
-
 def leave_group() -> None:
     """Leave the group that this process is in, unasked; has no effect if it is in none."""
     info = join.group_info()
@@ -256,15 +224,6 @@ def in_flight_to(rank: int) -> tuple[int, int]:
 def away() -> set[str]:
     """The names of the peers that are away."""
     return {*process_member().peers.away()}
-
-
-def pretend(nodes: dict[str, str]) -> None:
-    """Let this member take itself and the others for members on these nodes. By name; the others stay."""
-    local = process_member()
-    for route in local.peers.routes:
-        node = nodes.get(route.member.name, route.member.node_id)
-        local.peers.add_peer(dataclasses.replace(route, member=dataclasses.replace(route.member, node_id=node)))
-    local.me = local.peers.route(local.me.rank).member
 
 
 # --- the TensorPipe agent of this process ------------------------------------------------------------------------

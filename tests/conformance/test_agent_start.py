@@ -14,9 +14,7 @@ import torch.distributed.rpc as rpc
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.lanes.torchrpc import agent
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
-from raytorchrpc.process import guard
 from tests.conformance.peers import Process
 
 SPEC = AgentSpec("rtr:a", 1, "lo", "127.0.0.1", ("uv",), ("basic", "mpt_uv"), 4, 60.0, {}, ())
@@ -57,28 +55,6 @@ def start_beside_a_server() -> list[str]:
             server.accept()[0].close()
             seen.append("accepted")
     return seen
-
-
-def test_listeners_that_are_polled_a_moment_later_are_guarded(process: Process) -> None:
-    assert process.run(start_with_late_polling) > 1
-
-
-def start_with_late_polling() -> int:
-    """How many listeners are guarded."""
-    process_fabric().prepare(SPEC)
-    registered, before, looks = guard.registered, {*agent.tcp.listening()}, []
-
-    def late(epolls: Any = None) -> dict[int, guard.Registered]:
-        own = {fd for inode, fd in agent.tcp.listening().items() if inode not in before}
-        found = registered(epolls)
-        if not own or looks:
-            return found
-        looks.append(time.sleep(1.2))  # the process is suspended, or gets no core
-        return {fd: found[fd] for fd in found if fd not in own}
-
-    guard.registered = late
-    process_fabric().start()
-    return len(process_fabric()._doors)
 
 
 def test_another_thread_uses_the_agent_only_when_it_knows_its_peers(process: Process) -> None:
@@ -155,8 +131,3 @@ def fail_to_start() -> tuple[int, bool]:
     with socket.socket() as stranger:
         stranger.settimeout(0.2)
         return guards, stranger.connect_ex(fabric._front.getsockname()) == 0
-
-
-def test_the_first_message_of_ibv_has_no_length() -> None:
-    assert agent._first_message(b"\1\0\0\0\xfe\x80\0\0") == 8
-    assert agent._first_message(b"\x40" + bytes(7)) == 0x48

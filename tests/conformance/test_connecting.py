@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import threading
@@ -18,7 +17,6 @@ import torch
 from raytorchrpc.errors import PeerLost, RpcTimeout
 from raytorchrpc.lanes.common import connections
 from tests.conformance import peers
-from tests.conformance.on_path import Relay
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, answer
 from tests.conformance.test_idle_connections import in_thread, spied_connects
 from tests.conformance.test_socket_strangers import dial, hears_nothing_and_is_hung_up_on
@@ -83,33 +81,6 @@ def reset(sock: socket.socket, *_: Any) -> Any:
 
 
 # --- what a handshake takes ----------------------------------------------------------------------------------------
-
-
-def test_the_first_request_goes_with_the_proof() -> None:
-    """So one round trip precedes it."""
-    with Node("socket over tcp", "b", 1) as callee, Node("socket over tcp", "a", 0) as caller:
-        relay = Relay(socket.AF_INET, ("127.0.0.1", 0), callee.address.tcp)
-        try:
-            seen = callee.address._replace(tcp=relay.address)
-            callee.lane._acceptor.address = seen  # type: ignore[attr-defined]
-            pieces: list[bytes] = []
-            relay.tamper = lambda data: pieces.append(data) or data  # type: ignore[func-returns-value]
-            caller.meet("b", seen).call("keep")
-            assert len(pieces) == 2 and b"keep" in pieces[1]
-        finally:
-            relay.close()
-
-
-def test_handshakes_take_no_threads(kind: str) -> None:
-    with Node(kind, "b", 1) as callee, ExitStack() as stack:
-        lane: Any = callee.lane
-        callee.lane.connect([peers.PeerAddress(f"peer{number}", None) for number in range(30)])
-        before = threading.active_count()
-        begin = b"\x16" if kind.endswith("tls") else b"raytorchrpc/2\0\0\0"
-        for _ in range(30):
-            stack.enter_context(dial(callee)).sendall(begin)
-        assert wait_until(lambda: len(lane._acceptor._arrivals) == 30, PATIENCE_S)
-        assert threading.active_count() < before + 10
 
 
 def test_who_proves_nothing_is_hung_up_on_in_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,25 +158,6 @@ def test_a_request_that_waits_until_its_deadline_is_never_sent(
     assert kept(callee) == [bytes([number]) for number in range(3) if number != late]
 
 
-def test_a_request_that_fails_at_once_costs_those_behind_it_nothing(
-    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller, callee = pair
-    refused, behind = Failing([ConnectionRefusedError("for the first")], callee.address._replace), list[Sent]()
-    lane: Any = caller.lane
-    connect = lane._connect
-
-    def refuse(peer: str, address: Any, *rest: Any) -> Any:
-        if not behind:  # a call that another thread makes meanwhile
-            in_thread(lambda: behind.append(Sent(caller)))(PATIENCE_S)
-        return connect(peer, refused(), *rest)
-
-    monkeypatch.setattr(lane, "_connect", refuse)
-    with pytest.raises(PeerLost, match="for the first"):
-        caller.call("keep")
-    assert behind[0].result() == ("kept",) and len(callee.served) == 1
-
-
 @pytest.mark.parametrize("end", ["it is removed from the group", "the caller leaves the group"])
 def test_requests_that_wait_as_the_peer_goes_did_not_run(
     pair: tuple[Node, Node], accepts: threading.Event, end: str
@@ -225,44 +177,7 @@ def test_requests_that_wait_as_the_peer_goes_did_not_run(
     assert kept(callee) in ([], [b"\0"])
 
 
-def test_an_interrupt_ends_what_waits_behind_it(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    caller, callee = pair
-    begun, interrupted = threading.Event(), threading.Event()
-    secure = connections.secure
-
-    def interrupt(*args: Any) -> Any:
-        if len(args) == 3:  # the accepting end
-            return secure(*args)
-        begun.set()
-        assert interrupted.wait(PATIENCE_S)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(connections, "secure", interrupt)
-
-    def call() -> bool:
-        with pytest.raises(KeyboardInterrupt):
-            caller.call("keep")
-        return True
-
-    called = in_thread(call)
-    assert begun.wait(PATIENCE_S)
-    behind = Sent(caller)
-    interrupted.set()
-    assert called(PATIENCE_S)
-    with pytest.raises(PeerLost, match="interrupted"):
-        behind.result()
-    monkeypatch.setattr(connections, "secure", secure)
-    assert caller.call("keep").header == ("kept",) and len(callee.served) == 1
-
-
 # --- what follows a handshake that breaks off ----------------------------------------------------------------------
-
-
-def test_a_handshake_that_breaks_off_is_begun_again(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    caller, callee = pair
-    left = breaks_off(monkeypatch, 6)
-    assert caller.call("keep").header == ("kept",)
-    assert not left and len(callee.served) == 1
 
 
 def test_a_peer_that_hangs_up_on_every_attempt_is_not_reported_as_lost(
@@ -353,21 +268,6 @@ def test_a_request_that_is_not_confirmed_times_out(kind: str, monkeypatch: pytes
         assert attempts == ["b"]
 
 
-@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
-def test_the_first_reply_arrives_though_the_peer_ends_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
-        lane: Any = caller.lane
-        register = lane._register
-
-        def register_late(sock: socket.socket, *args: Any) -> Any:
-            assert select.select([sock], (), (), PATIENCE_S)[0], "no reply"
-            callee.lane.close()
-            return register(sock, *args)
-
-        lane._register = register_late
-        assert caller.call("keep").header == ("kept",)
-
-
 @pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp", *peers.ENCRYPTED[:1]])
 @pytest.mark.parametrize("size", [0, 15_000, 17_000, 10**6])
 def test_a_first_request_of_any_size_arrives_once(kind: str, size: int) -> None:
@@ -375,27 +275,3 @@ def test_a_first_request_of_any_size_arrives_once(kind: str, size: int) -> None:
         for number in range(2):
             assert caller.call("keep", payload=bytes([number]) * size).header == ("kept",)
         assert [bytes(message.body.payload) for message in callee.served] == [bytes([n]) * size for n in range(2)]
-
-
-@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
-def test_all_of_a_crowd_get_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many members connect at once to one that verifies few at a time, and drops others in their handshakes."""
-    monkeypatch.setattr(connections, "_HANDSHAKES", 2)
-    dropped = threading.Event()
-    refuse, shake_hands = connections.Acceptor.refuse, connections.run
-
-    def note(acceptor: Any, sock: socket.socket, error: Exception) -> None:
-        dropped.set()
-        refuse(acceptor, sock, error)
-
-    def begin(*args: Any) -> Any:
-        assert dropped.wait(PATIENCE_S), "nobody was dropped, though none has begun its handshake"
-        return shake_hands(*args)
-
-    monkeypatch.setattr(connections.Acceptor, "refuse", note)
-    monkeypatch.setattr(connections, "run", begin)
-    with Node(kind, "b", 0) as callee, ExitStack() as stack:
-        crowd = [stack.enter_context(Node(kind, "a", number)).meet("b", callee.address) for number in range(1, 41)]
-        called = [in_thread(lambda node=node: node.call("keep").header) for node in crowd]
-        assert [each(PATIENCE_S) for each in called] == [("kept",)] * len(crowd)
-        assert len(callee.served) == len(crowd)

@@ -17,7 +17,7 @@ from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.common.shared_memory import Gone
 from raytorchrpc.lanes.cuda_ipc import pages as module
 from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports
-from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS, QUEUED, SERIALS, UNUSED, Pages
+from raytorchrpc.lanes.cuda_ipc.pages import NUMBERS, QUEUED, SERIALS, Pages
 from tests.polling import wait_until
 
 PATIENCE_S = 20.0
@@ -324,27 +324,6 @@ def test_no_number_is_left(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> N
         sender.send()
 
 
-def test_an_export_whose_word_cannot_be_queued_keeps_nothing(
-    sender: Sender, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise LaneUnavailable("cuda_ipc", "the driver fails")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(gpu, "write", fail)
-        with pytest.raises(LaneUnavailable, match="the driver fails"):
-            sender.send()
-    assert not len(sender.exports)
-    sender.send()
-
-
-def test_a_discarded_export_is_released(sender: Sender) -> None:
-    number, _ = sender.send()
-    sender.mapped.state[number] = UNUSED
-    sender.exports.reap()
-    assert not len(sender.exports)
-
-
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
@@ -366,26 +345,3 @@ def test_an_old_driver_is_refused(gpu: Gpu) -> None:
     gpu.has_words = False
     with pytest.raises(LaneUnavailable, match=r"older than that of CUDA 11\.7"):
         Pages().open((0,))
-
-
-def test_a_page_is_registered_when_a_gpu_first_uses_it(sender: Sender, gpu: Gpu) -> None:
-    """Before, its process may have no CUDA context."""
-    assert not gpu.registered
-    number, out = sender.send()
-    sender.mapped.state[number] = UNUSED
-    sender.exports.reap()
-    assert len(gpu.registered) == 1 and not len(sender.exports)
-    sender.read(*sender.send())
-    assert len(gpu.registered) == 2 and out.serial == 1
-
-
-def test_a_page_that_cannot_be_registered_is_not_unregistered(
-    sender: Sender, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(address: int, size: int) -> None:
-        raise LaneUnavailable("cuda_ipc", "no locked memory")
-
-    monkeypatch.setattr(gpu, "register", fail)
-    with pytest.raises(LaneUnavailable, match="no locked memory"):
-        sender.send()
-    assert not gpu.registered and not len(sender.exports)

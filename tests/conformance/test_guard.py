@@ -10,13 +10,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from raytorchrpc._compat import torch_internals
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
 from raytorchrpc.process import fork, guard
 from raytorchrpc.process.guard import Connection, Guard, Takeover
@@ -119,21 +116,29 @@ def members() -> Members:
 
 @pytest.fixture
 def guarded(library: Library, members: Members) -> Iterator[Guard]:
-    guarding, door = guard_of(library, members)
-    yield guarding
-    guarding.stop()
-    guarding.close(door.public)
-    door.close()
+    with guarding(library, members) as made:
+        yield made
 
 
 def guard_of(library: Library, members: Members, size: Callable[[bytes], int] = lambda _: 1) -> tuple[Guard, Takeover]:
-    guarding = Guard()
-    guarding.vouch = members
+    made = Guard()
+    made.vouch = members
     fd = library.listener.fileno()
     door = Takeover(fd, guard.registered().get(fd))
-    guarding.watch(door.public, door.deliver, size)
-    guarding.start()
-    return guarding, door
+    made.watch(door.public, door.deliver, size)
+    made.start()
+    return made, door
+
+
+@contextmanager
+def guarding(library: Library, members: Members, size: Callable[[bytes], int] = lambda _: 1) -> Iterator[Guard]:
+    made, door = guard_of(library, members, size)
+    try:
+        yield made
+    finally:
+        made.stop()
+        made.close(door.public)
+        door.close()
 
 
 def echoed(sock: socket.socket, said: bytes = b"hello") -> bytes:
@@ -154,31 +159,13 @@ def test_a_members_connection_arrives_with_all_that_it_sent(members: Members, fa
         library = Library(family)
     except OSError as error:
         pytest.skip(f"no such network here: {error}")
-    guarding, door = guard_of(library, members)
-    try:
+    with closing(library), guarding(library, members):
         for count in (1, 2, 3):
             with members.connect(library.where) as sock:
                 assert echoed(sock) == b"hello"
                 assert echoed(sock, b"again") == b"again"
             assert library.accepted == count
         assert library.read == b"helloagain" * 3
-    finally:
-        guarding.stop()
-        guarding.close(door.public)
-        door.close()
-        library.close()
-
-
-def test_a_member_gets_what_the_library_says_first(members: Members) -> None:
-    library = Library(greeting=b"welcome")
-    guarding, door = guard_of(library, members)
-    with members.connect(library.where) as sock:
-        sock.sendall(b"hello")
-        assert sock.makefile("rb").read(12) == b"welcomehello"
-    guarding.stop()
-    guarding.close(door.public)
-    door.close()
-    library.close()
 
 
 @pytest.mark.parametrize("said", [b"", b"garbage", bytes(100_000)], ids=["nothing", "garbage", "much"])
@@ -208,28 +195,25 @@ def test_who_says_nothing_is_hung_up_on_in_time(
 
 
 @pytest.mark.parametrize("end", ["close", "shutdown", "reset"])
-def test_a_connection_that_ends_within_its_first_message_never_arrives(members: Members, end: str) -> None:
-    library = Library()
-    guarding, door = guard_of(library, members, lambda head: 5 if head[:1] == b"h" else 1 << 40)
-    with members.connect(library.where) as cut_short:
-        cut_short.sendall(b"hel")
-        if end == "reset":
-            cut_short.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        if end == "shutdown":
-            cut_short.shutdown(socket.SHUT_WR)
-            assert is_hung_up_on(cut_short)
-    with members.connect(library.where) as huge:
-        huge.sendall(b"x")
-        assert is_hung_up_on(huge), "no first message is that long"
-    with members.connect(library.where) as whole:
-        for part in (b"he", b"llo", b" again"):
-            whole.sendall(part)
-        assert whole.makefile("rb").read(11) == b"hello again"
-    assert (library.accepted, library.read) == (1, b"hello again")
-    guarding.stop()
-    guarding.close(door.public)
-    door.close()
-    library.close()
+def test_a_connection_that_ends_within_its_first_message_never_arrives(
+    library: Library, members: Members, end: str
+) -> None:
+    with guarding(library, members, lambda head: 5 if head[:1] == b"h" else 1 << 40):
+        with members.connect(library.where) as cut_short:
+            cut_short.sendall(b"hel")
+            if end == "reset":
+                cut_short.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            if end == "shutdown":
+                cut_short.shutdown(socket.SHUT_WR)
+                assert is_hung_up_on(cut_short)
+        with members.connect(library.where) as huge:
+            huge.sendall(b"x")
+            assert is_hung_up_on(huge), "no first message is that long"
+        with members.connect(library.where) as whole:
+            for part in (b"he", b"llo", b" again"):
+                whole.sendall(part)
+            assert whole.makefile("rb").read(11) == b"hello again"
+        assert (library.accepted, library.read) == (1, b"hello again")
 
 
 def test_silent_connections_beyond_the_limit_push_out_the_oldest(
@@ -281,21 +265,6 @@ def test_no_member_of_a_crowd_is_hung_up_on(
         sock.close()
 
 
-def test_connections_that_come_together_are_asked_about_together(
-    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each question goes to all members."""
-    monkeypatch.setattr(guard, "_ASKS_FOR_S", 60.0)
-    members.may_answer.clear()
-    crowd = crowd_of(members, library.where, 30)
-    assert wait_until(lambda: len(guarded._talking) == len(crowd) - 1, 20)
-    members.may_answer.set()
-    assert [sock.recv(5) for sock in crowd] == [b"hello"] * len(crowd)
-    assert members.questions == 2
-    for sock in crowd:
-        sock.close()
-
-
 def test_a_connection_that_was_reset_is_not_handed_over(guarded: Guard, library: Library, members: Members) -> None:
     """A member may have its port by the time of the answer, which is about the member's connection then."""
     members.may_answer.clear()
@@ -310,67 +279,6 @@ def test_a_connection_that_was_reset_is_not_handed_over(guarded: Guard, library:
     assert library.read == b"hello"
 
 
-def test_a_look_that_fails_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without descriptors: what was found before it must not pass for what is there now."""
-
-    def fail(known: Any) -> Iterator[Any]:
-        raise OSError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(guard, "_sockets", fail)
-        patched.setattr(time, "monotonic", lambda: 1e9)
-        with pytest.raises(OSError):
-            guard.process_guard().own_connections()
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as sock,
-    ):
-        assert Connection(sock.getsockname(), listener.getsockname()) in guard.process_guard().own_connections()
-
-
-def test_members_that_ask_at_once_share_a_look_at_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks, may_look, came = 0, threading.Event(), threading.Semaphore(0)
-
-    def sockets(known: Any) -> Iterator[tuple[tuple[int, int], Connection]]:
-        nonlocal looks
-        looks += 1
-        assert may_look.wait(30)
-        yield (1, looks), Connection(("192.0.2.1", looks), ("192.0.2.2", 1))
-
-    def ask() -> list[Connection]:
-        came.release()
-        return [*guard.process_guard().own_connections()]
-
-    monkeypatch.setattr(guard, "_sockets", sockets)
-    with ThreadPoolExecutor(20) as threads:
-        answers = [threads.submit(ask) for _ in range(20)]
-        for _ in answers:
-            came.acquire()
-        may_look.set()
-        seen = [answer.result(30) for answer in answers]
-    assert looks < len(seen), "not one look for each"
-    assert {len(each) for each in seen} == {1}
-    assert set(guard.process_guard().own_connections()) == {Connection(("192.0.2.1", looks), ("192.0.2.2", 1))}, (
-        "who comes later, looks anew"
-    )
-
-
-def test_a_forked_child_with_the_stand_in_holds_no_connection_up(
-    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inherited = []
-    exchange = os.dup2
-
-    def dup2(source: int, target: int, inheritable: bool = True) -> int:
-        inherited.append(os.dup(target))
-        return exchange(source, target, inheritable)
-
-    monkeypatch.setattr(os, "dup2", dup2)
-    with members.connect(library.where) as sock:
-        assert echoed(sock) == b"hello"
-    os.close(*inherited)
-
-
 def test_a_library_that_sends_first_is_waited_for(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorPipe's ibv waits until it can send, then changes that, and ends the process if its descriptor is gone."""
     exchange = os.dup2
@@ -380,15 +288,13 @@ def test_a_library_that_sends_first_is_waited_for(members: Members, monkeypatch:
         return exchange(source, target, inheritable)
 
     monkeypatch.setattr(os, "dup2", dup2)
-    library = Library(greeting=b"welcome", late=True)
-    guarding, door = guard_of(library, members)
-    with members.connect(library.where) as sock:
+    with (
+        closing(Library(greeting=b"welcome", late=True)) as library,
+        guarding(library, members),
+        members.connect(library.where) as sock,
+    ):
         sock.sendall(b"hello")
         assert sock.makefile("rb").read(12) == b"welcomehello"
-    guarding.stop()
-    guarding.close(door.public)
-    door.close()
-    library.close()
 
 
 def test_strangers_leave_descriptors_to_the_process() -> None:
@@ -412,12 +318,13 @@ def free_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
-def test_urgent_data_does_not_keep_the_guard_busy(members: Members) -> None:
+def test_urgent_data_does_not_keep_the_guard_busy(library: Library, members: Members) -> None:
     """The kernel counts it as received, but not as readable."""
-    looks = []
-    library = Library()
-    guarding, door = guard_of(library, members, lambda head: looks.append(head) or 8)
-    with socket.create_connection(library.where) as stranger:
+    looks: list[bytes] = []
+    with (
+        guarding(library, members, lambda head: looks.append(head) or 8),
+        socket.create_connection(library.where) as stranger,
+    ):
         stranger.sendall(b"abc")
         while not looks:
             time.sleep(0.001)
@@ -425,19 +332,6 @@ def test_urgent_data_does_not_keep_the_guard_busy(members: Members) -> None:
         stranger.sendall(b"efghijkl")
         time.sleep(0.2)
         assert len(looks) < 10
-    guarding.stop()
-    guarding.close(door.public)
-    door.close()
-    library.close()
-
-
-def test_a_guard_that_stops_and_starts_again_has_one_thread() -> None:
-    guarding = Guard()
-    before = set(threading.enumerate())
-    for _ in range(50):
-        guarding.start()
-        guarding.stop()
-    assert set(threading.enumerate()) <= before
 
 
 def test_a_default_timeout_changes_no_socket_of_this_process() -> None:
@@ -454,43 +348,11 @@ def test_a_default_timeout_changes_no_socket_of_this_process() -> None:
         end.close()
 
 
-def test_a_door_is_not_closed_while_a_connection_is_delivered(
-    library: Library, members: Members, guarded: Guard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library closes its descriptors next, and their numbers become others'."""
-    found, may_go_on = threading.Event(), threading.Event()
-    look = Takeover._stand_in
-
-    def stand_in(door: Takeover, *args: Any) -> int | None:
-        found.set()
-        assert may_go_on.wait(30)
-        return look(door, *args)
-
-    monkeypatch.setattr(Takeover, "_stand_in", stand_in)
-    door = next(iter(guarded._doors.values()))[1].__self__  # type: ignore[attr-defined]
-    with members.connect(library.where) as sock:
-        sock.sendall(b"hello")
-        assert found.wait(30)
-        closing = threading.Thread(target=door.close)
-        closing.start()
-        closing.join(0.1)
-        assert closing.is_alive()
-        may_go_on.set()
-        assert sock.recv(5) == b"hello"
-        closing.join(30)
-    with socket.socket() as late, pytest.raises(OSError, match="Bad file descriptor"):
-        door.deliver(late)
-
-
-def test_before_anybody_is_known_all_are_strangers(library: Library) -> None:
-    guarding, door = guard_of(library, Members())
-    guarding.vouch = Guard().vouch
+def test_before_anybody_is_known_all_are_strangers(library: Library, guarded: Guard) -> None:
+    guarded.vouch = Guard().vouch
     with socket.create_connection(library.where) as sock:
         sock.sendall(b"x")
         assert is_hung_up_on(sock)
-    guarding.stop()
-    guarding.close(door.public)
-    door.close()
 
 
 def test_nobody_else_can_connect_to_the_private_listener(library: Library, members: Members, guarded: Guard) -> None:
@@ -513,7 +375,7 @@ def test_a_listener_that_nothing_polls_is_refused() -> None:
 
 
 def test_a_door_ends_the_connections_that_it_let_in_and_no_others(library: Library, members: Members) -> None:
-    guarding, door = guard_of(library, members)
+    made, door = guard_of(library, members)
     with members.connect(library.where) as first, members.connect(library.where) as second:
         assert echoed(first) == echoed(second) == b"hello"
         name = first.getsockname()
@@ -521,8 +383,8 @@ def test_a_door_ends_the_connections_that_it_let_in_and_no_others(library: Libra
         mine, other = socket.socketpair()
         with mine, other:
             os.dup2(mine.fileno(), fd)  # as if the library had closed it, and its number were another's
-            guarding.stop()
-            guarding.close(door.public)
+            made.stop()
+            made.close(door.public)
             door.close(disconnect=True)
             assert is_hung_up_on(second)
             assert mine.send(b"x") == 1 and other.recv(1) == b"x"
@@ -544,36 +406,11 @@ def test_a_process_knows_its_own_connections_alone() -> None:
         other.kill()
 
 
-def test_a_reset_connection_is_nobodys_while_its_descriptor_is_open() -> None:
-    """The kernel may give its port to another process."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as sock,
-    ):
-        accepted, name = listener.accept()
-        mine = Connection(name, listener.getsockname())
-        assert guard.made_here([mine]) == [mine]
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()
-        assert is_hung_up_on(sock)
-        assert guard.made_here([mine]) == []
-
-
 _kept: list[socket.socket] = []
 
 
 def connect_and_keep(*where: tuple[str, int]) -> None:
     _kept.extend(map(socket.create_connection, where))
-
-
-def test_several_threads_may_start_torchrpcs_agent_at_once() -> None:
-    """As when two members connect for the first time: torch asks in between whether an agent runs."""
-    member = Process()
-    try:
-        member.run(peers.begin, "torchrpc", "a", 0)
-        assert member.run(start_on_threads, 8) == 8
-    finally:
-        member.kill()
 
 
 def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> None:
@@ -593,20 +430,3 @@ def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> No
 def admit_and_start(host: str) -> None:
     process_fabric().admit([host])
     process_fabric().start()
-
-
-def start_on_threads(count: int) -> int:
-    """All have begun to start it before torch is asked to; how many came back."""
-    start_agent = torch_internals.start_agent
-
-    def start_late(*args: Any, **kwargs: Any) -> Any:
-        def have_begun() -> bool:
-            return sum(thread.name == "raytorchrpc-start" for thread in threading.enumerate()) == count
-
-        assert wait_until(have_begun, 20)
-        return start_agent(*args, **kwargs)
-
-    torch_internals.start_agent = start_late
-    with ThreadPoolExecutor(count) as threads:
-        started = [threads.submit(process_fabric().start) for _ in range(count)]
-        return sum(each.result(30) is None for each in started)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -87,23 +86,6 @@ def test_a_member_that_called_many_keeps_few_connections(kind: str, limits: Call
         assert {*made} == {*NAMES} and len(made) > len(NAMES)
 
 
-def test_a_full_backlog_keeps_no_member_out() -> None:
-    """As that of a member that hundreds call for the first time at once: they wait until it accepts them."""
-    with Node("socket over unix", "b", 1) as callee, Node("socket over unix", "a", 0) as caller:
-        caller.lane.connect([PeerAddress("b", callee.address)])
-        lane: Any = callee.lane
-        (listener,) = lane._acceptor._listeners.values()
-        listener.listen(0)
-        lane._selector.enable(lane._acceptor.fd, 0)  # it accepts none
-        with socket.socket(socket.AF_UNIX) as first:
-            first.connect("\0" + callee.address.unix)
-            asked = in_thread(lambda: caller.call("echo"))
-            with pytest.raises(AssertionError):
-                asked(0.2)
-            lane._selector.enable(lane._acceptor.fd)
-            assert asked(PATIENCE_S).header == ("echo",)
-
-
 def in_thread(function: Callable[[], Any]) -> Callable[[float], Any]:
     """Run it in a thread of its own; returns what waits for its result."""
     outcome: list[Any] = []
@@ -116,17 +98,6 @@ def in_thread(function: Callable[[], Any]) -> Callable[[float], Any]:
         return outcome[0]
 
     return result
-
-
-def test_those_used_last_stay(kind: str, limits: Callable[..., None]) -> None:
-    limits(sweep_s=1000.0, most=3)
-    with caller_of_many(kind, 9) as (caller, _):
-        lane: Any = caller.lane
-        for names, left in ((NAMES[:9], 9), (NAMES[2:5], 6), ([], 3)):  # what is not called meanwhile is idle
-            ask_all(caller, names)
-            lane._sweep()
-            assert open_connections(caller) == left
-        assert sorted(lane._made) == NAMES[2:5]
 
 
 def test_a_connection_is_closed_some_time_after_its_last_call(kind: str, limits: Callable[..., None]) -> None:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -20,7 +14,6 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.nng.offers import NngClient, NngServer, OfferAddress
-from raytorchrpc.lanes.nng.sockets import PairSocket
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET
@@ -171,41 +164,3 @@ def test_a_forked_child_neither_hangs_nor_harms_its_parent_which_ends_with_calls
         [sys.executable, "-W", quiet, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert (ran.stdout, ran.stderr, ran.returncode) == ("ready\n(7, 7)\n", "", 3)
-
-
-def without_descriptors() -> list[str]:
-    """What becomes of a connection, with none to spare, with one, with two."""
-
-    def make(sock: socket.socket) -> PairSocket:
-        return PairSocket(sock, time.monotonic() + 20)
-
-    with ThreadPoolExecutor(2) as threads:
-        ends = list(threads.map(make, socket.socketpair()))
-    for end in ends:  # once both are made: an end fails whose other end is closed before
-        end.close()  # nng has what it needs for itself
-    near, _far = socket.socketpair()
-    limit = max(map(int, os.listdir("/proc/self/fd"))) + 20
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    taken, outcomes = [], []
-    with suppress(OSError):
-        while True:
-            taken.append(os.dup(0))
-    for left in range(3):
-        try:
-            make(near).close()
-            outcomes.append(f"made with {left}")
-        except OSError as error:
-            outcomes.append(type(error).__name__)
-        os.close(taken.pop())
-    while taken:
-        os.close(taken.pop())
-    return outcomes
-
-
-def test_a_wire_that_cannot_be_made_for_want_of_descriptors_is_an_os_error() -> None:
-    """And nothing that would end the thread which reads for all peers."""
-    process = peers.Process()
-    try:
-        assert process.run(without_descriptors) == ["OSError"] * 3
-    finally:
-        process.kill()

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.cuda_ipc.in_message import MOST_BYTES
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, TensorNode, same, tensors
@@ -358,14 +356,6 @@ def _small() -> list[torch.Tensor]:
     return [torch.full((3, 100), 7.0, device="cuda"), torch.arange(5, device="cuda"), torch.empty(0, device="cuda")]
 
 
-def _at_the_limit() -> list[torch.Tensor]:
-    return [torch.full((MOST_BYTES,), 7, dtype=torch.uint8, device="cuda")]
-
-
-def _above_it() -> list[torch.Tensor]:
-    return [torch.full((MOST_BYTES + 1,), 7, dtype=torch.uint8, device="cuda")]
-
-
 def _received(sent: Any, shapes: list[Any]) -> list[list[float]]:
     into = [torch.zeros(shapes[0][1], dtype=shapes[0][0], device="cuda"), *[None] * (len(shapes) - 1)]
     arrived = tensors().lane.fetch("a", sent, shapes, into)
@@ -380,27 +370,6 @@ def test_small_tensors_travel_in_the_message_if_the_gpu_is_idle(pair: tuple[Proc
     sent, shapes, kept = a.run(_export, _small, busy)
     assert kept == busy
     assert b.run(_received, sent, shapes) == [[7.0 + busy] * 3, [busy + 0, busy + 1, busy + 2], []]
-
-
-def test_larger_tensors_do_not_travel_in_the_message(pair: tuple[Process, Process]) -> None:
-    a, b = pair
-    for make, kept in ((_at_the_limit, 0), (_above_it, 1)):
-        sent, shapes, out = a.run(_export, make, False)
-        assert out == kept
-        assert b.run(_received, sent, shapes) == [[7, 7, 7]]
-
-
-def _refused(sent: Any, shapes: list[Any]) -> None:
-    data, target = sent
-    for wrong in ((data[:-1], target), (data, target + 1), (data,)):
-        with pytest.raises(LaneUnavailable, match="is invalid"):
-            tensors().lane.fetch("a", wrong, shapes)
-
-
-def test_a_message_with_too_little_data_or_for_another_gpu_is_refused(pair: tuple[Process, Process]) -> None:
-    a, b = pair
-    sent, shapes, _ = a.run(_export, _small, False)
-    b.run(_refused, sent, shapes)
 
 
 def _many_small() -> list[tuple[Any, list[Any]]]:

@@ -16,7 +16,6 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.common import connections
 from tests.conformance import peers
 from tests.conformance.peers import PATIENCE_S, Node, PeerAddress
-from tests.polling import wait_until
 from tests.shortage import no_descriptors
 
 KINDS = ["socket over unix", "socket over tcp", "nng over ipc", "nng over tcp"]
@@ -156,23 +155,6 @@ def test_all_members_of_a_large_group_may_come_at_once(patient: None, member: No
             sock.settimeout(0.001)
             with pytest.raises(TimeoutError):
                 sock.recv(1)
-
-
-def test_close_hangs_up_on_those_who_have_proved_nothing_yet(member: Node) -> None:
-    friend = rightful(member)
-    echo(friend)
-    with dial(member) as sock:
-        sock.sendall(b"raytorchrpc/2\0\0\0")
-        lane: Any = member.lane
-        assert wait_until(lambda: len(lane._acceptor._arrivals) == 1, PATIENCE_S)
-        friend.lane.close()
-        member.lane.close()
-
-        def ended() -> bool:
-            return not any(thread.name.startswith("raytorchrpc-b") for thread in threading.enumerate())
-
-        assert wait_until(ended, PATIENCE_S), [thread.name for thread in threading.enumerate()]
-        assert hears_nothing_and_is_hung_up_on(sock)
 
 
 @pytest.fixture(params=KINDS)

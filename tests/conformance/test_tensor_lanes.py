@@ -250,10 +250,6 @@ def _around_one_mib() -> list[torch.Tensor]:
     return [random((MIB + more,), torch.uint8, more + 1) for more in (-1, 0, 1)]
 
 
-def _seventy_megabytes() -> list[torch.Tensor]:
-    return [torch.arange(17_500_003, dtype=torch.float32)]
-
-
 def _several_large() -> list[torch.Tensor]:
     return [random((size,), torch.uint8, size) for size in (9 * MIB + 13, 2 * MIB, 17)]
 
@@ -278,10 +274,6 @@ def test_each_kind_of_tensor(pair: Pair, prepare: Any) -> None:
             pair.pass_on("", make, *args)
         else:
             pair.b.run(_fill, pair.send(make, *args), prepare, make, *args)
-
-
-def test_seventy_megabytes(pair: Pair) -> None:
-    pair.pass_on("", _seventy_megabytes)
 
 
 def test_large_ones_arrive_in_buffers_without_a_stop(pair: Pair) -> None:

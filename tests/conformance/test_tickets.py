@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -75,24 +73,6 @@ def test_children_that_do_not_read_hold_nobody_up(parent: list[Any]) -> None:
         assert time.monotonic() - began < 2 * tickets._TICKET_S, "it waited for the three"
 
 
-@pytest.fixture
-def short_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first attempt to accept fails as it does in a process that has no descriptor left."""
-    accept, failures = socket.socket.accept, [OSError(errno.EMFILE, "none left")]
-
-    def accept_later(listener: socket.socket) -> Any:
-        if failures:
-            raise failures.pop()
-        return accept(listener)
-
-    monkeypatch.setattr(socket.socket, "accept", accept_later)
-
-
-def test_a_process_that_was_short_of_descriptors_goes_on(short_of_descriptors: None, parent: list[Any]) -> None:
-    with child(_READ) as reader:
-        assert int(reader.communicate(timeout=60)[0]) > 0
-
-
 def test_a_process_joins_one_group_after_another(
     parent: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,22 +87,6 @@ def test_a_process_joins_one_group_after_another(
 
 def test_one_that_is_not_a_child_gets_nothing(parent: list[Any]) -> None:
     assert get() is None, "no process has started itself"
-
-
-def test_many_at_once_wait_for_their_turn() -> None:
-    """With a time limit of Python's own, connecting fails at once while the backlog is full."""
-    with listening(0) as listener, contextlib.ExitStack() as stack:
-        waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
-        waiting.connect(tickets._name(os.getpid()))
-        outcome: list[object] = []
-        thread = threading.Thread(target=lambda: outcome.append(get()))
-        thread.start()
-        thread.join(0.2)
-        assert thread.is_alive(), outcome
-        for _ in range(2):
-            listener.accept()[0].close()
-        thread.join(30)
-        assert outcome == [None], "it was its turn"
 
 
 @pytest.mark.parametrize("backlog", [0, 8], ids=["full", "accepted by nobody"])

@@ -12,7 +12,6 @@ import pickle
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -99,26 +98,6 @@ def is_ones(fetched: list[torch.Tensor]) -> bool:
 # --- order -----------------------------------------------------------------------------------------------------
 
 
-def test_the_receiver_chooses_the_order(ab: Stations) -> None:
-    a, b = ab.values()
-    sent = [a.export(torch.full((1000 + value,), value)) for value in range(30)]
-    order = list(range(30))
-    random.Random(1).shuffle(order)
-    for value in order:
-        (arrived,) = b.fetch(sent[value])
-        assert arrived.shape == (1000 + value,) and bool((arrived == value).all())
-    assert a.keeps(0)
-
-
-def test_one_joining_serves_every_transfer_of_a_direction(ab: Stations) -> None:
-    a, b = ab.values()
-    for _ in range(5):
-        assert is_ones(b.fetch(a.export(ones())))
-    assert len(a.carrier.channels) == len(b.carrier.channels) == 1
-    assert is_ones(a.fetch(b.export(ones(), to="a"), "b"))
-    assert len(a.carrier.channels) == len(b.carrier.channels) == 2
-
-
 def test_nothing_is_posted_before_the_data_is_complete(ab: Stations, pool: ThreadPoolExecutor) -> None:
     a, b = ab.values()
     assert is_ones(b.fetch(a.export(ones())))
@@ -157,21 +136,6 @@ def test_over_tcp(open_stations: Callable[..., Stations]) -> None:
 # --- what is not fetched -----------------------------------------------------------------------------------------
 
 
-def test_discarded_and_cancelled_exports_are_let_go(ab: Stations) -> None:
-    a, b = ab.values()
-    unwanted, cancelled, wanted = (a.export(ones()) for _ in range(3))
-    cancelled[0].cancel()
-    b.discard(unwanted)
-    assert is_ones(b.fetch(wanted))
-    assert a.keeps(0)
-    cancelled[0].cancel()  # twice is harmless
-    for gone in (unwanted, cancelled, wanted):
-        with pytest.raises(PeerLost, match="does not have these tensors any more"):
-            b.fetch(gone)
-    assert is_ones(b.fetch(a.export(ones())))
-    assert len(b.carrier.channels) == 1, "a refusal costs no channel"
-
-
 def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., Stations]) -> None:
     a, b, c = open_stations(3).values()
     sent = a.export(ones())
@@ -179,21 +143,6 @@ def test_what_is_for_one_peer_is_not_for_another(open_stations: Callable[..., St
         c.fetch(sent)
     c.discard(sent)
     assert is_ones(b.fetch(sent))
-
-
-def test_a_peer_that_answers_nothing_does_not_delay_what_others_are_told(
-    open_stations: Callable[..., Stations],
-) -> None:
-    a, b, c = open_stations(3).values()
-    ignored = [a.export(ones(), to="b") for _ in range(20)]
-    a.lane._control._serve = lambda message, reply: None  # type: ignore[attr-defined]
-    unwanted = c.export(ones())
-    began = time.monotonic()
-    for sent in ignored:
-        b.discard(sent)
-    b.discard(unwanted, "c")
-    assert c.keeps(0)
-    assert time.monotonic() - began < 15, "it waited for its answers, a second each"
 
 
 def test_two_ends_on_one_device_are_refused(ab: Stations) -> None:

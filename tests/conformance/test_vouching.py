@@ -81,26 +81,3 @@ def test_a_member_that_does_not_answer_is_waited_for_once(local: Any) -> None:
     local.asked.clear()
     assert list(vouched(local, slow, {STRANGERS: None})) == []
     assert local.asked == ["quick", "frozen"], "it has answered"
-
-
-def test_the_member_that_has_probably_made_a_connection_is_asked_first(local: Any) -> None:
-    """As gloo's connections tell: each of n members would ask n others about n connections."""
-    local.form()
-    assert list(vouched(local, {}, {THEIRS: "quick"})) == [THEIRS]
-    assert local.asked == ["quick"]
-    slow: dict[str, float] = {}
-    assert list(vouched(local, slow, {THEIRS: "frozen"})) == [THEIRS], "it was another"
-    assert local.asked[1:] == ["frozen", "quick"]
-    assert list(vouched(local, slow, {THEIRS: "frozen"})) == [THEIRS]
-    assert local.asked[3:] == ["quick"], "strangers cannot have everybody wait for it again and again"
-
-
-def test_a_member_that_is_removed_meanwhile_is_left_out(local: Any) -> None:
-    local.form()
-    members = local.peers.members
-    local.peers.remove_peer(2)
-    local.peers = SimpleNamespace(
-        members=members, route=local.peers.route, wait_for_route=local.peers.wait_for_route, close=local.peers.close
-    )
-    assert list(vouched(local, {}, {THEIRS: None})) == [THEIRS]
-    assert local.asked == ["quick"]

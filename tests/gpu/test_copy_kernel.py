@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
-import ray
 import torch
 
-import raytorchrpc as rtr
 from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Scatter
-from raytorchrpc.lanes.cuda_ipc.mappings import Mappings
-from raytorchrpc.patterns.weights import model_pull
 from raytorchrpc.process.cuda_driver import Kernel, driver
-from tests.gpu.ends import ends
-from tests.insides import in_actor
 
 pytestmark = pytest.mark.gpu
 
@@ -83,49 +74,3 @@ def test_it_runs_on_the_stream_that_it_is_given() -> None:
     assert not target.any(), "the other stream still sleeps"
     side.synchronize()
     assert int(target.min()) == 2
-
-
-@pytest.fixture(scope="module")
-def actors() -> Iterator[dict[str, Any]]:
-    with ends("first", "second") as made, rtr.init_group(made):
-        yield made
-
-
-def publish(store: rtr.WeightStore, number: int) -> int:
-    tensors = {f"{name}": torch.full((64, 1 << 14), float(number), device="cuda") for name in range(20)}
-    return store.publish(
-        {name: rtr.Shard(tensor, (128, 1 << 14), (64 * number, 0)) for name, tensor in tensors.items()}
-    )
-
-
-def pull_first(store: rtr.WeightStore) -> bool:
-    """Plan only once another thread has mapped what the pull will read; whether one has."""
-    seen: list[bool] = []
-    mapped, get, plan = threading.Event(), Mappings.get, model_pull.make_plan
-
-    @functools.wraps(get)
-    def note(*args: Any) -> Any:
-        try:
-            return get(*args)
-        finally:
-            mapped.set()
-
-    def wait(*args: Any) -> Any:
-        seen.append(mapped.wait(30))
-        return plan(*args)
-
-    Mappings.get, model_pull.make_plan = note, wait  # type: ignore[method-assign, assignment]
-    try:
-        model = {f"{name}": torch.zeros(128, 1 << 14, device="cuda") for name in range(20)}
-        store.pull(model)
-    finally:
-        Mappings.get, model_pull.make_plan = get, plan  # type: ignore[method-assign]
-    for tensor in model.values():
-        assert not tensor[:64].any() and bool((tensor[64:] == 1).all())
-    return seen == [True]
-
-
-def test_a_first_pull_maps_while_it_plans(actors: dict[str, Any]) -> None:
-    store = rtr.WeightStore("mapped ahead", publishers=("first", "second"))
-    ray.get([actors[name].run.remote(publish, store, at) for at, name in enumerate(("first", "second"))], timeout=120)
-    assert in_actor(next(reversed(actors.values())), pull_first, store)

@@ -31,7 +31,7 @@ def trainers() -> Iterator[dict[str, Any]]:
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     try:
         made = {name: ray.remote(Trainer).options(num_gpus=0.45).remote() for name in ("trainer", "other")}
-        in_actor(made["trainer"], children.start, "child")
+        in_actor(made["trainer"], children.start, "child", "spawn")
         yield made
         in_actor(made["trainer"], children.end, "child")
     finally:
@@ -76,7 +76,7 @@ def test_weights_and_calls_on_the_gpu(trainers: dict[str, Any], in_child: Callab
 
 def test_a_child_without_cuda_stays_without(trainers: dict[str, Any]) -> None:
     """Joining initialises CUDA in no process."""
-    in_actor(trainers["trainer"], children.start, "plain")
+    in_actor(trainers["trainer"], children.start, "plain", "spawn")
 
     def plain(function: Callable[..., Any], *args: Any) -> Any:
         return in_actor(trainers["trainer"], children.do, "plain", function, *args)

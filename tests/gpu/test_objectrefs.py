@@ -122,10 +122,6 @@ def test_what_is_still_being_computed(members: dict[str, Any], to: str) -> None:
         assert get(members[to].look.remote(ref)) == ("cuda", value * LARGE)
 
 
-def test_what_is_still_being_computed_at_the_door(members: dict[str, Any]) -> None:
-    assert look(get(members["a"].make.remote(late, LARGE, 5.0)))[1] == 5.0 * LARGE
-
-
 @pytest.mark.parametrize("to", TO)
 def test_many_small_ones_and_both_kinds_in_one_object(members: dict[str, Any], to: str) -> None:
     many = members["a"].make.remote(lambda self: [torch.full((64,), float(i), device="cuda") for i in range(1000)])
@@ -135,44 +131,6 @@ def test_many_small_ones_and_both_kinds_in_one_object(members: dict[str, Any], t
         lambda self: {"gpu": full(self, LARGE, 2.0), "cpu": torch.ones(LARGE), "small": torch.ones(3)}
     )
     assert get(members[to].look.remote(mixed)) == [("cuda", 2.0 * LARGE), ("cpu", 1.0 * LARGE), ("cpu", 3.0)]
-
-
-def odd(self: Any) -> list[torch.Tensor]:
-    base = torch.arange(1200.0, device="cuda").view(30, 40)
-    return [base.t(), base[::2, 1:], torch.empty(0, 4, device="cuda"), base.half(), base.requires_grad_() * 2]
-
-
-@pytest.mark.parametrize("to", TO)
-def test_strides_views_no_elements_and_graphs(members: dict[str, Any], to: str) -> None:
-    base = torch.arange(1200.0).view(30, 40)
-    expected = [base.t(), base[::2, 1:], torch.empty(0, 4), base.half(), base * 2]
-    assert get(members[to].look.remote(members["a"].make.remote(odd))) == [("cuda", look(item)[1]) for item in expected]
-
-
-@pytest.mark.parametrize("to", TO)
-def test_memory_may_be_written_once_it_is_freed_though_the_receivers_copy_is_only_queued(
-    members: dict[str, Any], to: str
-) -> None:
-    def make(self: Any) -> torch.Tensor:
-        self.kept["state"] = torch.full((LARGE,), 1.0, device="cuda")
-        return self.kept["state"]
-
-    def overwrite(self: Any) -> None:
-        ray.experimental.wait_tensor_freed(self.kept["state"], 30)
-        self.kept["state"].fill_(9.0)
-        torch.cuda.synchronize()
-
-    def take(self: Any, refs: list[Any]) -> None:
-        torch.cuda._sleep(3 * BUSY)  # what comes after waits for this
-        self.kept["got"] = ray.get(refs[0])
-
-    for _ in range(3):
-        ref = ready(members["a"].make.remote(make))
-        get(members[to].run.remote(take, [ref]))
-        del ref
-        gc.collect()
-        get(members["a"].run.remote(overwrite))
-        assert get(members[to].run.remote(lambda self: float(self.kept.pop("got").sum()))) == LARGE
 
 
 def into(self: Any, refs: list[Any], device: str) -> tuple[bool, Any]:

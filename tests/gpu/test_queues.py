@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,15 +137,3 @@ def test_a_topic_reaches_every_gpu(actors: dict[str, Any]) -> None:
     hearing = [actors[name].run.remote(heard) for name in subscribers]
     in_actor(actors["producer"], publish, topic)
     assert ray.get(hearing, timeout=120) == [ITEMS] * len(subscribers)
-
-
-def test_a_trace_shows_the_lane_of_cuda_tensors(actors: dict[str, Any], group: rtr.Group, tmp_path: Path) -> None:
-    queue = rtr.Queue("traced", home="same", maxsize=4)
-    with group.trace(tmp_path / "trace.json") as trace:
-        taken = actors["same"].run.remote(consume, queue)
-        in_actor(actors["producer"], produce, queue)
-        assert ray.get(taken, timeout=120) == ITEMS
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {"ship by cuda_ipc", "fetch by cuda_ipc"} <= names
-    assert (trace.missing, trace.dropped) == ((), {})

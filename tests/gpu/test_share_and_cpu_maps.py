@@ -297,19 +297,6 @@ def test_what_came_shared_goes_back_as_a_copy(a: Any) -> None:
     on(a, call)
 
 
-def test_a_shared_leaf_stays_a_leaf(a: Any) -> None:
-    def call(self: Any) -> None:
-        plain = torch.ones(4, device="cuda", requires_grad=True)
-        parameter = torch.nn.Parameter(torch.ones(4, device="cuda"))
-        seen = rtr.rpc_sync("b", share=True).describe({"plain": plain, "parameter": parameter})
-        assert seen["plain"] == ("cuda:0", "Tensor", True, True, 4.0)
-        assert seen["parameter"] == ("cuda:0", "Parameter", True, True, 4.0)
-        rtr.rpc_sync("b", share=True).add_later(parameter, 1.0)
-        assert float(parameter.sum()) == 8.0
-
-    on(a, call)
-
-
 def test_many_shared_calls_leave_nothing(a: Any, actors: dict[str, Any]) -> None:
     def stress(self: Any) -> int:
         wrong = 0
@@ -362,25 +349,6 @@ def test_each_dtype_crosses_both_ways(a: Any, h: Any) -> None:
     on(a, call, "h", "cuda")
 
 
-def test_a_leaf_that_crosses_stays_a_leaf(h: Any) -> None:
-    def call(self: Any) -> None:
-        for size in (SMALL, LARGE):
-            plain, parameter = torch.ones(size, requires_grad=True), torch.nn.Parameter(torch.ones(size))
-            seen = rtr.rpc_sync("a").describe({"plain": plain, "parameter": parameter})
-            assert seen["plain"] == ("cuda:0", "Tensor", True, True, float(size))
-            assert seen["parameter"] == ("cuda:0", "Parameter", True, True, float(size))
-
-    on(h, call)
-
-
-def test_an_argument_of_remote_crosses_too(h: Any) -> None:
-    def call(self: Any) -> None:
-        given = {"large": torch.ones(LARGE), "small": torch.ones(3)}
-        assert {seen[0] for seen in rtr.remote("a").describe(given).to_here().values()} == {"cuda:0"}
-
-    on(h, call)
-
-
 # --- GPU to CPU ----------------------------------------------------------------------------------------------------
 
 
@@ -419,22 +387,6 @@ def test_many_that_cross_keep_their_values_and_give_their_memory_back(a: Any, h:
     assert on(h, given_back) and on(a, given_back)
 
 
-def test_shared_memory_is_registered_at_the_end_that_has_the_gpu(a: Any, h: Any) -> None:
-    def send(self: Any, peer: str, device: str) -> None:
-        rtr.rpc_sync(peer).describe({"tensor": torch.ones(LARGE, device=device)})
-
-    def registered(self: Any) -> int:
-        from raytorchrpc.tensors import host_device_copy
-
-        assert not any("cannot register" in message for message in self.messages), self.messages
-        return sum(len(region.registered) for region in host_device_copy._regions)
-
-    on(h, send, "a", "cpu")
-    on(a, send, "h", "cuda")
-    assert on(a, registered) >= 2  # of its own arena, and of h's
-    assert on(h, registered) == 0
-
-
 def test_a_tensor_without_a_way_names_both_remedies(actors: dict[str, Any], group: rtr.Group) -> None:
     def call(self: Any) -> None:
         rtr.rpc_sync("h").echo(torch.ones(3, device="cuda"))
@@ -463,14 +415,3 @@ def test_expandable_segments_go_by_torchrpc_and_say_why(actors: dict[str, Any], 
     (message,) = on(actors["x"], call, share)
     assert "expandable_segments:True" in message and "PYTORCH_CUDA_ALLOC_CONF" in message
     assert lanes_used(group, "x", "a")["torchrpc"][0] - before >= 8 * LARGE
-
-
-def test_into_expandable_segments_the_lane_copies(a: Any, actors: dict[str, Any], group: rtr.Group) -> None:
-    def call(self: Any) -> None:
-        mine = torch.arange(float(LARGE), device="cuda")
-        assert rtr.rpc_sync("x").describe({"tensor": mine})["tensor"][0] == "cuda:0"
-        rtr.rpc_sync("x", share=True).add_later(mine, 1.0)
-        assert float(mine[0]) == 1.0
-
-    on(a, call)
-    assert lanes_used(group, "a", "x")["cuda_ipc"][0] >= 8 * LARGE

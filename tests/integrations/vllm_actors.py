@@ -358,12 +358,6 @@ def fail_to_wait(engine: Engine, rank: int) -> None:
     engine.llm.collective_rpc(spoil)
 
 
-def dtype_and_sum(engine: Engine, name: str) -> tuple[str, float]:
-    """Of a parameter of vLLM's model, that it does not pack."""
-    (found,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.model.get_parameter(name))
-    return str(found.dtype), float(found.double().sum())
-
-
 def pid_of(engine: Engine) -> int:
     return os.getpid()
 

@@ -22,7 +22,6 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 import raytorchrpc as rtr
-from benchmarks import _group_life as life
 from tests import insides
 from tests.polling import wait_until
 from tests.ray import children
@@ -107,37 +106,6 @@ class Member:
 
     def view(self) -> list[tuple[str, int, int]]:
         return [(member.name, member.rank, member.incarnation) for member in rtr.get_group().members]
-
-    def subscribe(self, home: str, buffers: dict[str, int]) -> None:
-        """To the topic "news", with buffers of these sizes, by name."""
-        topic = rtr.Topic("news", home=home)
-        self._subscriptions = {name: topic.subscribe(maxsize=size) for name, size in buffers.items()}
-
-    def publish(self, home: str, items: list[Any], last: bool) -> None:
-        topic = rtr.Topic("news", home=home)
-        topic.publish_many(items, timeout=TIMEOUT_S)
-        if last:
-            topic.close()
-
-    def take(self, name: str, count: int) -> list[Any]:
-        """So many items out of a buffer; up to the end if there are not so many. An error's name is the last."""
-        taken: list[Any] = []
-        try:
-            for item in self._subscriptions[name]:
-                taken.append(item)
-                if len(taken) == count:
-                    break
-        except rtr.RayTorchRpcError as error:
-            taken.append(type(error).__name__)
-        return taken
-
-    def begin_to_take(self, name: str) -> None:
-        """Take all, on a thread; ``taken`` returns it."""
-        self._taken: queue.Queue[list[Any]] = queue.Queue()
-        threading.Thread(target=lambda: self._taken.put(self.take(name, 999)), daemon=True).start()
-
-    def taken(self) -> list[Any]:
-        return self._taken.get(timeout=TIMEOUT_S)
 
     def publish_weights(self, publishers: list[str], version: int) -> int:
         """This member's rows of a version, of which every element is its number."""
@@ -253,14 +221,6 @@ class Tasks:
         until = time.monotonic() + timeout
         while self.view(name) != known:
             assert time.monotonic() < until, f"{name} does not know the group as it is"
-
-    def exercise(self, hosts: list[str], each: int) -> dict[str, float]:
-        """The life of a group with so many members on each host."""
-        cls = ray.remote(num_cpus=0, max_restarts=-1)(life.Member)
-        places = [{host: 0.001} for _ in range(each) for host in hosts]
-        members = [cls.options(resources=place).remote() for place in places]
-        self._actors.update({f"scale-{rank}": member for rank, member in enumerate(members)})
-        return life.exercise(members)
 
     def lanes(self, caller: str, target: str, traffic: str) -> list[tuple[str, str]]:
         """Each lane from here to there, and how it goes."""

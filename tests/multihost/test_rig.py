@@ -83,30 +83,3 @@ def test_a_directory_below_tmp_is_seen_only_if_it_is_kept(user: bool) -> None:
             assert "kept" not in a.run(["sh", "-c", f"cat {folder}/file || :"])
         with hosts(1, [Path(folder)], user=user) as (a,):
             assert a.run(["cat", f"{folder}/file"]) == "kept"
-
-
-def test_a_wire_is_as_slow_as_it_is_told(user: bool) -> None:
-    code = """
-import socket, sys, time
-with socket.create_server((sys.argv[1], 0)) as door:
-    print(door.getsockname()[1], flush=True)
-    other, _ = door.accept()
-    with other:
-        began, size = time.monotonic(), 0
-        while part := other.recv(1 << 20):
-            size += len(part)
-    print(size * 8 / (time.monotonic() - began))
-"""
-    send = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2]))).sendall(bytes(5 * 10**6))"
-    with hosts(2, user=user) as (a, b):
-        try:
-            b.limit_rate(40)
-        except Unavailable as unavailable:
-            pytest.skip(str(unavailable))
-        for sender, taker in ((a, b), (b, a)):
-            process = taker.start([sys.executable, "-ISc", code, taker.address])
-            port = read_line(process, TIMEOUT_S).strip()
-            sender.run([sys.executable, "-ISc", send, taker.address, port])
-            rate = float(read_line(process, TIMEOUT_S))
-            process.communicate(timeout=TIMEOUT_S)
-            assert 5e6 < rate < 60e6

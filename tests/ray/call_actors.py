@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -320,40 +319,3 @@ class AsyncStage(AsyncPeer):
 
     async def run(self, function: Any, *args: Any) -> Any:
         return await function(*args)
-
-
-class Moded(Peer):
-    """Sets modes of torch that belong to a thread, as a program does once at its start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.set_grad_enabled(False)
-        torch.set_default_device("meta")
-        torch.set_autocast_enabled("cpu", True)
-
-    @rtr.method
-    def modes(self) -> tuple[bool, str, bool]:
-        return torch.is_grad_enabled(), torch.ones(1).device.type, torch.is_autocast_enabled("cpu")
-
-    @rtr.method
-    def items(self) -> Iterator[tuple[bool, str, bool]]:
-        for _ in range(2):
-            yield self.modes()
-
-    @rtr.method
-    def relay(self, to: str) -> Any:
-        return rtr.rpc_sync(to).modes()
-
-    @rtr.method
-    def leave_others(self) -> None:
-        torch.set_grad_enabled(True)
-        torch.set_default_device("cpu")
-
-    def train(self) -> None:
-        """Run by Ray."""
-        torch.set_grad_enabled(True)
-
-    def ask(self, to: str, me: str) -> Any:
-        """What a chain that comes back sees while this waits in other modes."""
-        with torch.inference_mode(), torch.device("cpu"):
-            return rtr.rpc_sync(to).relay(me)

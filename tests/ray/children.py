@@ -35,7 +35,7 @@ class Engine:
 class Child:
     """One child."""
 
-    def __init__(self, start_method: str = "spawn") -> None:
+    def __init__(self, start_method: str = "forkserver") -> None:
         context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             context.set_forkserver_preload([__name__])  # once, and not in each child
@@ -76,7 +76,7 @@ def _serve(pipe: Connection) -> None:
         pipe.send_bytes(cloudpickle.dumps(answer))
 
 
-def start(name: str, start_method: str = "spawn") -> int:
+def start(name: str, start_method: str = "forkserver") -> int:
     children[name] = Child(start_method)
     return int(children[name].process.pid)
 

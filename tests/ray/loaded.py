@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import ray
 import torch
 
 import raytorchrpc as rtr
@@ -85,11 +84,6 @@ class Loaded:
     def concurrent_bounce(self, targets: list[str], times: int) -> int:
         return times if not times else rtr.rpc_sync(targets[times % 2]).concurrent_bounce(targets, times - 1)
 
-    @rtr.method(concurrent=True)
-    def ask_back(self, number: int) -> int:
-        doubled: int = rtr.rpc_sync("a").double(number)
-        return doubled
-
     @rtr.method
     def double(self, number: int) -> int:
         return 2 * number
@@ -111,10 +105,6 @@ class Loaded:
 
     def flood(self, target: str, method: str, times: int, *args: Any) -> list[Any]:
         futures = [getattr(rtr.rpc_async(target), method)(*args) for _ in range(times)]
-        return [future.result(30) for future in futures]
-
-    def flood_asking_back(self, times: int) -> list[int]:
-        futures = [rtr.rpc_async("b").ask_back(number) for number in range(times)]
         return [future.result(30) for future in futures]
 
     def fill(self, latch: Latch, size: int, timeout: float) -> tuple[int, float, str, int]:
@@ -166,19 +156,3 @@ class Loaded:
         except rtr.PeerLost as lost:
             return str(lost)
         return "nothing"
-
-
-@ray.remote
-class LoadedLoop:
-    """On an event loop."""
-
-    async def flood(self, receiver: Any, times: int) -> tuple[int, str, list[str]]:
-        futures: list[Any] = []
-        refused = ""
-        try:
-            for _ in range(times):
-                futures.append(rtr.rpc_async("b").stay())
-        except rtr.PeerBusy as busy:
-            refused = str(busy)
-        await receiver.go.remote()
-        return len(futures), refused, [await future for future in futures]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -31,14 +30,12 @@ class Learner(Base):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self.updates = itertools.count()  # unlike ``count``, never loses one
         self.running = False
         self.begun = threading.Event()
 
     def _update(self) -> None:
         assert not self.running, "two methods run at once"
         self.running, before = True, self.count
-        next(self.updates)
         time.sleep(0.0005)  # what others could run in
         self.running, self.count = False, before + 1
 
@@ -59,9 +56,6 @@ class Learner(Base):
 
     def overridden(self) -> None:
         super().overridden()
-
-    def check(self) -> tuple[int, int]:
-        return self.count, next(self.updates)
 
     def work_on(self, queue: rtr.Queue[Any], times: int) -> None:
         for _ in range(times):
@@ -98,18 +92,6 @@ class Learner(Base):
         if times:
             rtr.rpc_sync(target).pass_on(rtr.current_member().name, times - 1)
         self._update()
-
-    @rtr.method
-    def wait_for_an_item(self, home: str) -> None:
-        """An update before and after a wait."""
-        self._update()
-        queue: rtr.Queue[int] = rtr.Queue("items", home=home)
-        queue.put(1)
-        queue.get()
-        self._update()
-
-    @rtr.method(concurrent=True)
-    def await_nothing(self) -> None: ...
 
     @rtr.method
     def stream(self, times: int) -> Iterator[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from typing import Any
 
@@ -12,17 +11,8 @@ class Plain:
     def double(self, x: Any) -> Any:
         return x * 2
 
-    def has_loaded(self, module: str) -> bool:
-        return module in sys.modules
-
     def pid(self) -> int:
         return os.getpid()
-
-    def call_peer(self, target: str, x: Any) -> Any:
-        """Loads the package for one call."""
-        import raytorchrpc
-
-        return raytorchrpc.rpc_sync(target).double(x)
 
 
 class PlainAsync:

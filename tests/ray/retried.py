@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import threading
 import time
 from typing import Any
 
@@ -23,12 +21,6 @@ def first_time(marker: str) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def form(members: dict[str, Any]) -> int:
-    """Form a group that this process looks after; returns its pid."""
-    rtr.init_group(members)
-    return os.getpid()
 
 
 class Retried:
@@ -60,16 +52,6 @@ class Retried:
             os._exit(1)
         return os.getpid(), doubled, time.monotonic()
 
-    def async_call_of_a_thread(self, marker: str) -> Any:
-        """By a thread of the method's own."""
-        answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(rtr.rpc_async("peer", timeout=40).double(21).wait()))
-        thread.start()
-        thread.join()
-        if first_time(marker):
-            os._exit(1)
-        return answers[0]
-
     def remote_call(self, marker: str) -> Any:
         doubled = rtr.remote("peer", timeout=40).double(21).to_here()
         if first_time(marker):  # after its first connection by torchrpc was complete, see docs/limits.md
@@ -90,31 +72,12 @@ class Retried:
             os._exit(1)
         return newest, rtr.current_member().name, rtr.get_group("retried").name
 
-    def membership(self, marker: str) -> tuple[str, int]:
-        me = rtr.current_member(timeout=40)
-        if first_time(marker):
-            os._exit(1)
-        return me.name, me.incarnation
-
     def busy(self, marker: str, latch: Latch) -> str:
         """Makes no direct call at all."""
         if first_time(marker):
             os._exit(1)
         latch.pass_through()
         return "released"
-
-    def impatient(self, marker: str) -> tuple[str, float]:
-        """Ends by its deadline."""
-        if first_time(marker):
-            os._exit(1)
-        started = time.monotonic()
-        with contextlib.suppress(rtr.RpcTimeout):
-            return f"{rtr.current_member(timeout=0.5)} came back", 0.0
-        try:
-            rtr.rpc_sync("peer", timeout=1).double(1)
-        except rtr.RpcTimeout as error:
-            return str(error), time.monotonic() - started
-        return "answered", 0.0
 
 
 class AsyncRetried:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
 
 import raytorchrpc as rtr
@@ -66,21 +64,6 @@ class Returning:
         except rtr.NotAMember:
             return True
         return False
-
-    def call_at_exit(self, target: str, outcome: str) -> None:
-        """What a call comes to that is made while this process ends, is written to a file."""
-
-        def call() -> None:
-            try:
-                text = f"answered {rtr.rpc_sync(target, timeout=10).count()}"
-            except rtr.RayTorchRpcError as error:
-                text = f"{type(error).__name__}: {error}"
-            Path(outcome).write_text(text)
-
-        atexit.register(call)
-
-    def leave_process(self) -> None:
-        ray.actor.exit_actor()
 
 
 class StartsWhenTold(Returning):

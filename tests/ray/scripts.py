@@ -20,7 +20,7 @@ from tests.ray.returning import Returning
 
 faulthandler.dump_traceback_later(240, exit=True)
 
-def start(address="local", light=True):
+def start(address=os.environ["CLUSTER"] or "local", light=True):
     if light:
         lighten()
     ray.init(

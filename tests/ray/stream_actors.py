@@ -95,10 +95,6 @@ class AsyncProducer(AsyncPeer):
             self.log.append("left")
 
     @rtr.method
-    async def stay_at(self, target: str) -> None:
-        await rtr.rpc_async(target).stay()
-
-    @rtr.method
     async def begun(self) -> None:
         await self.began.wait()
         self.began.clear()

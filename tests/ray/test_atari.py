@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,83 +102,6 @@ def test_a_run_is_resumed_by_any_transport_and_where_collectors_remember(transpo
     assert iteration_of(tmp_path) == 40
 
 
-class Running:
-    """A run without an end, read line by line."""
-
-    def __init__(self, out: Path, *options: str) -> None:
-        self.out = out
-        self.process = subprocess.Popen(
-            command(out, "--iterations", "1000000", *options),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def reports(self, count: int) -> None:
-        """Blocks until so many have been printed; the test's own timeout ends it."""
-        assert self.process.stdout is not None
-        while count:
-            line = self.process.stdout.readline()
-            assert line, "it ended"
-            count -= line.startswith("iteration ")
-
-    def interrupt(self) -> str:
-        self.process.send_signal(signal.SIGINT)
-        printed, _ = self.process.communicate(timeout=100)
-        return printed
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[Any]:
-    made = []
-
-    def start(*options: str) -> Running:
-        made.append(Running(tmp_path, *options))
-        return made[-1]
-
-    yield start
-    for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["auto", "ray"])
-def test_ctrl_c_leaves_a_checkpoint_and_a_dead_collector_is_replaced(transport: str, running: Any) -> None:
-    run = running("--transport", transport, "--report", "30")
-    run.reports(1)
-    os.kill(_collector_of(run.process.pid), signal.SIGKILL)
-    while not log_of(run.out)[-1]["restarts"]:
-        run.reports(1)
-    run.reports(2)
-    printed = run.interrupt()
-    assert run.process.returncode == 0, printed
-    ended = re.search(r"INTERRUPTED at iteration (\d+)", printed)
-    assert ended and int(ended[1]) == iteration_of(run.out) == log_of(run.out)[-1]["iteration"]
-
-
-def _collector_of(driver: int) -> int:
-    """A process of the class Collector below this one's."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue  # it ended meanwhile
-
-    def below(pid: int) -> bool:
-        return pid == driver or (pid in parents and below(parents[pid]))
-
-    for pid in parents:
-        if below(pid) and (Path("/proc") / str(pid) / "cmdline").read_bytes().startswith(b"ray::Collector"):
-            return pid
-    raise AssertionError("no collector runs")
-
-
 def test_the_same_seed_plays_the_same_game() -> None:
     def first(seed: int) -> Rows:
         torch.manual_seed(seed)
@@ -228,14 +150,3 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, capfd: Any) -> None:
     torch.save({"game": "Pong", "net": "tiny", "seed": 0, "learner": {"iteration": 7}}, tmp_path / "checkpoint.pt")
     assert "--seed was 0 in the run to resume" in refused("--seed", "1")
     assert "has 7 iterations already" in refused("--iterations", "7")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--transport", "pigeon"), ("--net", "huge"), ("--device", "tpu"), ("--batch", "0")]
-)
-def test_an_option_that_is_none_is_named(option: str, value: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([option, value])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert option in error and (value in error or "at least 1" in error or "cpu or cuda" in error)

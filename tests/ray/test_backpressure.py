@@ -11,7 +11,7 @@ import ray
 import raytorchrpc as rtr
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
-from tests.ray.loaded import Loaded, LoadedLoop
+from tests.ray.loaded import Loaded
 
 MIB = 1 << 20
 SLOW = pytest.mark.slow
@@ -81,12 +81,6 @@ def test_a_receiver_that_stands_still_bounds_the_memory_at_both_ends(
     assert ray.get(a.under_way.remote()) == (0, 0)
 
 
-@pytest.mark.slow
-def test_a_call_larger_than_all_that_is_allowed_goes_alone(pair: Form) -> None:
-    a, _ = pair(max_bytes_in_flight=1000)
-    assert ray.get(a.flood.remote("b", "echo", 3, b"x" * 5000), timeout=60) == [b"x" * 5000] * 3
-
-
 def test_rejecting_tells_at_once_and_sends_nothing(pair: Form, latch: Callable[[], Latch]) -> None:
     a, _ = pair(max_bytes_in_flight=16 * MIB, when_full="reject")
     standing = latch()
@@ -99,22 +93,8 @@ def test_rejecting_tells_at_once_and_sends_nothing(pair: Form, latch: Callable[[
     assert ray.get(a.under_way.remote()) == (0, 0)
 
 
-@pytest.mark.slow
-def test_on_an_event_loop_one_too_many_is_rejected(pair: Form) -> None:
-    a, b = pair(sender=LoadedLoop, max_calls_in_flight=3)
-    sent, refused, results = ray.get(a.flood.remote(b, 5), timeout=60)
-    assert (sent, results) == (3, [True] * 3)
-    assert "await some of them first" in refused
-
-
 @pytest.mark.parametrize("method", ["bounce", "concurrent_bounce"])
 def test_a_chain_that_comes_back_does_not_wait_for_itself(pair: Form, method: str) -> None:
     a, _ = pair(max_calls_in_flight=1)
     for target in ("a", "b"):
         assert ray.get(a.call.remote(target, method, ["a", "b"], 8, timeout=20), timeout=60) == 0
-
-
-@pytest.mark.slow
-def test_who_is_held_up_serves_what_comes_back(pair: Form) -> None:
-    a, _ = pair(max_calls_in_flight=1)
-    assert ray.get(a.flood_asking_back.remote(5), timeout=60) == [0, 2, 4, 6, 8]

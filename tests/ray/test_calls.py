@@ -88,19 +88,9 @@ def test_a_proxy_can_be_kept_and_used_again(members: Members) -> None:
 # --- values ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "value", [None, 0, -(2**200), 1.5, "текст", b"\0" * 10, (), [1, [2]], {"a": {1, 2}}, Ellipsis, int, len, slice(1)]
-)
-def test_python_values_come_back_as_they_went(members: Members, value: Any) -> None:
-    assert members.in_a(lambda value: give("b", lambda: value), value) == value
-
-
-def test_a_payload_of_megabytes(members: Members) -> None:
-    def check() -> bool:
-        text = os.urandom(5_000_000)
-        return bool(rtr.rpc_sync("b").give(lambda: text[::-1]) == text[::-1])
-
-    assert members.in_a(check)
+def test_python_values_come_back_as_they_went(members: Members) -> None:
+    values = [None, 0, -(2**200), 1.5, "текст", b"\0" * 10, (), [1, [2]], {"a": {1, 2}}, Ellipsis, int, len, slice(1)]
+    assert members.in_a(lambda: [give("b", lambda value=value: value) for value in values]) == values
 
 
 @dataclasses.dataclass
@@ -262,11 +252,10 @@ def test_classes_and_functions_of_the_drivers_main(cluster: None, tmp_path: Path
 # --- results that the actor keeps ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1000, LARGE])
 @pytest.mark.parametrize("what", ["tensor", "view", "array", "from numpy"])
-def test_a_result_of_the_actors_own_state_is_what_it_was_then(members: Members, what: str, size: int) -> None:
+def test_a_result_of_the_actors_own_state_is_what_it_was_then(members: Members, what: str) -> None:
     def check() -> None:
-        for _ in range(10):
+        for size in (1000, LARGE) * 5:
             futures = []
             for _ in range(6):
                 futures.append(rtr.rpc_async("c").get(what, size))
@@ -285,30 +274,6 @@ def test_a_tensor_sent_to_oneself_is_a_copy(members: Members) -> None:
         mine += 1
         (kept,) = rtr.rpc_sync("a").give(_kept_by_a)
         assert kept.tolist() == [0, 0, 0]
-
-    members.in_a(check)
-
-
-@pytest.mark.parametrize("home", ["a", "b"])
-def test_what_is_sent_under_inference_mode_can_be_trained_on(members: Members, home: str) -> None:
-    """To oneself as to another process."""
-
-    def check() -> None:
-        queue, topic = rtr.Queue(f"modes at {home}", home=home), rtr.Topic(f"modes at {home}", home=home)
-        subscription = topic.subscribe("block")
-        with torch.inference_mode():
-            for size in (3, LARGE):
-                queue.put({"x": torch.ones(size)})
-                topic.publish(torch.ones(size))
-            modes = rtr.rpc_sync(home).give(torch.is_inference_mode_enabled)
-            rtr.rpc_sync(home).keep(torch.ones(3))
-        assert not modes
-        for _ in range(2):
-            for taken in (queue.get()["x"], subscription.get(timeout=30)):
-                taken.add_(1)
-                (torch.ones((), requires_grad=True) * taken).sum().backward()
-        (kept,) = rtr.rpc_sync(home).give(_kept_by_a)
-        assert not kept.is_inference()
 
     members.in_a(check)
 
@@ -339,20 +304,6 @@ def test_a_future_before_and_after(members: Members, latch: Callable[[], Latch])
         assert future.done() and "done" in repr(future)
 
     members.in_a(begin)
-
-
-def test_the_result_is_one_object_however_often_it_is_asked_for(members: Members) -> None:
-    def check() -> None:
-        future = rtr.rpc_async("b").double([torch.ones(2)])
-        asked: list[Any] = []
-        threads = [threading.Thread(target=lambda: asked.append(future.wait())) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert len({id(result) for result in asked}) == 1 and len(asked) == 8
-
-    members.in_a(check)
 
 
 def test_callbacks_get_the_future_may_block_and_may_call(members: Members) -> None:

@@ -286,7 +286,7 @@ def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) ->
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER_THAT_DIES, context.gcs_address, context.namespace],
         cwd=ROOT,
-        env={**os.environ, "RAY_AUTH_MODE": "token"},
+        env={**os.environ, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 import ray
-import torch
 
 import raytorchrpc as rtr
 from tests import insides
@@ -67,55 +62,6 @@ def call_many(target: str, method: str, count: int, *args: Any) -> list[Any]:
     return [future.wait() for future in futures]
 
 
-def call_in_handlers(target: str, outer: str, signals: int) -> list[tuple[float, str]]:
-    """Make calls while a handler makes some too; how long each of those took, and what it raised."""
-    outcomes: list[tuple[float, str]] = []
-    queue: rtr.Queue[int] = rtr.Queue("signals", home=target)
-
-    def use_queue() -> None:
-        queue.put(1)
-        assert queue.get() == 1
-
-    makes = {
-        "rpc_sync": lambda: rtr.rpc_sync(target).double(1),
-        "wait": lambda: rtr.rpc_async(target).double(1).wait(),
-        "queue": use_queue,
-        "tensor": lambda: rtr.rpc_sync(target).double(torch.ones(1 << 18)),
-        "sleep": lambda: time.sleep(0.01),
-    }
-
-    def handler(*_: Any) -> None:
-        began, error = time.monotonic(), ""
-        try:
-            assert rtr.rpc_sync(target).double(2) == 4
-            use_queue()
-        except Exception as failure:
-            error = repr(failure)
-        outcomes.append((time.monotonic() - began, error))
-
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        for number in range(signals):
-            timer = threading.Timer(0.002 + 0.001 * number, os.kill, (os.getpid(), signal.SIGUSR1))
-            timer.start()
-            until = time.monotonic() + 20
-            while len(outcomes) <= number and time.monotonic() < until:
-                makes[outer]()
-            timer.join()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    return outcomes
-
-
-@pytest.mark.parametrize("outer", ["rpc_sync", "wait", "queue", "tensor", "sleep"])
-def test_a_signal_handler_makes_calls(members: Members, outer: str) -> None:
-    outcomes = members.in_("caller", call_in_handlers, "other", outer, 8)
-    refusals = [error for _, error in outcomes if error]
-    assert len(outcomes) == 8 and len(refusals) < 4
-    assert all("interrupted on this thread" in refusal for refusal in refusals)
-    assert max(seconds for seconds, _ in outcomes) < 5
-
-
 # --- sync actors -----------------------------------------------------------------------------------------------
 
 
@@ -140,37 +86,6 @@ def test_a_method_waits_while_another_runs(members: Members, latch: MakeLatch, h
 
 def _call(target: str, method: str, *args: Any) -> Any:
     return getattr(rtr.rpc_sync(target), method)(*args)
-
-
-def test_a_long_line_of_calls_waits_for_one_method_and_runs_in_order(members: Members, latch: MakeLatch) -> None:
-    """Far longer than Python lets functions call each other."""
-    gate, line = latch(), 3 * sys.getrecursionlimit()
-
-    def check() -> list[int]:
-        staying = rtr.rpc_async("other").hold(gate)
-        held = gate.await_arrival()
-        futures = [rtr.rpc_async("other").keep(number) for number in range(line)]
-        gate.release(held)
-        staying.wait()
-        return [future.wait() for future in futures]
-
-    counts = members.in_("caller", check)
-    assert counts == list(range(counts[0], counts[0] + line))
-
-
-def test_a_method_that_raises_or_is_late_gives_its_turn_up(members: Members) -> None:
-    def check() -> None:
-        for _ in range(5):
-            with pytest.raises(ValueError, match="on purpose"):
-                rtr.rpc_sync("a").fail()
-            future = rtr.rpc_async("a", timeout=0.001).work()
-            assert isinstance(future.exception(), (rtr.RpcTimeout, type(None)))
-        assert rtr.rpc_sync("a").work() == 1
-
-    members.in_("caller", check)
-    with pytest.raises(ValueError, match="on purpose"):
-        ray.get(members.handles["a"].fail.remote())
-    assert ray.get(members.handles["a"].work.remote(), timeout=60) == 1
 
 
 # --- threaded actors and concurrency groups --------------------------------------------------------------------
@@ -258,13 +173,6 @@ def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members, seco
     assert elapsed < 28
 
 
-def test_a_chain_by_torchrpc_alone_needs_no_more_than_two_of_its_threads(spawn: Spawn) -> None:
-    actors = {"a": spawn(Busy), "b": spawn(Busy)}
-    config = rtr.GroupConfig(lanes=("torchrpc",), torchrpc_threads=2)
-    with rtr.init_group(actors, name="two threads", config=config):
-        assert ray.get(actors["a"].bounce.remote("b", 30), timeout=60) == ["a", "b"] * 15 + ["a"]
-
-
 @pytest.mark.parametrize("config", [{}, {"switch_interval_s": 0.001}, {"switch_interval_s": None}])
 def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
     spawn: Spawn, config: dict[str, Any]
@@ -288,37 +196,6 @@ def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
         assert wait_until(lambda: of("a") == of("b") == DEFAULT_INTERVAL_S, 30)
         ray.get(actors["a"].run.remote(call), timeout=60)
     assert (of("a"), of("b")) == (DEFAULT_INTERVAL_S, DEFAULT_INTERVAL_S)
-
-
-def run_python(_: Any) -> None:
-    """Have a thread of this process compute from now on."""
-
-    def work() -> None:
-        while True:
-            sum(range(50))
-
-    threading.Thread(target=work, daemon=True).start()
-
-
-def test_a_call_to_a_member_that_runs_python_waits_for_the_lock_twice_at_most(spawn: Spawn) -> None:
-    interval_s = 0.1  # so long that the time of a call tells how often its callee waited
-
-    def call_until_quick(size: int) -> list[float]:
-        """Calls that wait for it more often take longer, however many there are; other processes delay only some."""
-        value, took = torch.ones(size, dtype=torch.uint8), list[float]()
-        while len(took) < 50 and sum(each < 2.5 * interval_s for each in took) < 2:
-            began = time.monotonic()
-            assert rtr.rpc_sync("b").give(partial(torch.numel, value)) == size
-            took.append(time.monotonic() - began)
-        return took
-
-    actors = {"a": spawn(Peer), "b": spawn(Peer)}
-    with rtr.init_group(actors, name="python"):
-        ray.get(actors["b"].run.remote(sys.setswitchinterval, interval_s), timeout=60)
-        ray.get(actors["b"].__ray_call__.remote(run_python), timeout=60)
-        for size in (0, 10_000_000):
-            took = ray.get(actors["a"].run.remote(call_until_quick, size), timeout=60)
-            assert sorted(took)[1] < 2.5 * interval_s, f"{size} bytes: {took}"
 
 
 def test_parallel_branches_of_one_chain_take_turns_in_the_actor_they_come_back_to(members: Members) -> None:

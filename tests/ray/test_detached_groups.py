@@ -16,7 +16,7 @@ import ray
 import raytorchrpc as rtr
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
-from tests.ray.conftest import Spawn, kill_for_good
+from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning
 from tests.ray.scripts import Script
 
@@ -200,40 +200,3 @@ def _why_not(name: str) -> str:
     with pytest.raises(rtr.NotAMember) as known:
         rtr.get_group(name)
     return str(known.value)
-
-
-FORMING = """
-start(os.environ["CLUSTER"])
-rtr.init_group([ray.get_actor("busy", namespace="tests")], name="orphan", detached=True, timeout=2)
-"""
-
-
-@pytest.mark.slow
-def test_the_name_of_a_detached_group_is_free_again_if_its_driver_dies_while_it_forms(
-    spawn: Spawn, latch: Callable[[], Latch]
-) -> None:
-    held, busy = latch(), spawn(Peer, name="busy", namespace="tests")
-    holding = busy.hold.remote(held)
-    arrived = held.await_arrival()
-    script = Script(FORMING, ray.get_runtime_context().gcs_address)
-    try:
-        driver = script.start()
-        assert wait_until(lambda: "is still forming" in _why_not("orphan"), 60)
-        driver.kill()
-        assert wait_until(lambda: "in no group 'orphan'" in _why_not("orphan"), 60)
-    finally:
-        script.end()
-        held.release(arrived)
-    assert ray.get(holding) == "released"
-
-
-@pytest.mark.slow
-def test_a_detached_group_that_cannot_form_leaves_nothing(spawn: Spawn, kill_late: Callable[[], None]) -> None:
-    gone: Any = spawn(Peer)
-    kill_for_good(gone)
-    kill_late()
-    for _ in range(2):
-        with pytest.raises(rtr.BootstrapError, match="'x'"):
-            rtr.init_group({"x": gone}, name="never", detached=True, timeout=20)
-    with pytest.raises(rtr.NotAMember):
-        rtr.get_group("never")

@@ -58,28 +58,12 @@ def shard(size: int = 3) -> DTensor:
     return DTensor.from_local(torch.full((size,), mesh.get_local_rank() + 1.0), mesh, [Shard(0)])
 
 
-def state() -> dict[str, Any]:
-    return {"weight": torch.nn.Parameter(shard(MANY)), "frozen": [shard()], "plain": torch.ones(2)}
-
-
 def shown(tensor: DTensor) -> tuple[str, list[int], int, float]:
     return type(tensor).__name__, tensor.device_mesh.mesh.tolist(), tensor.shape[0], tensor.to_local().mean().item()
 
 
 def double_at(peer: str) -> Any:
     return shown(rtr.rpc_sync(peer).double(shard()))
-
-
-def total_at(peer: str) -> float:
-    return rtr.rpc_sync(peer, timeout=30).total(shard(MANY))
-
-
-def state_of(peer: str) -> Any:
-    found = rtr.rpc_sync(peer).make(state)
-    weight = found["weight"]
-    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad and weight.is_leaf
-    assert not found["frozen"][0].requires_grad and torch.equal(found["plain"], torch.ones(2))
-    return shown(weight.detach()), shown(found["frozen"][0])
 
 
 def refused_at(peer: str) -> str:
@@ -110,19 +94,6 @@ def test_an_argument_and_a_result_arrive_on_a_mesh_of_the_receivers(holders: lis
     assert here == [("DTensor", [0, 1], 6, 2.0), ("DTensor", [0, 1], 6, 4.0)]
     there = get([c.run.remote(double_at, "a"), d.run.remote(double_at, "b")])
     assert there == [("DTensor", [2, 3], 6, 2.0), ("DTensor", [2, 3], 6, 4.0)]
-
-
-def test_receivers_can_use_what_arrived_in_a_collective(holders: list[Any]) -> None:
-    a, b, *_ = holders
-    assert get([a.run.remote(total_at, "c"), b.run.remote(total_at, "d")]) == [3.0 * MANY] * 2
-
-
-def test_a_state_dict(holders: list[Any]) -> None:
-    _, _, c, d = holders
-    for holder, peer, value in ((c, "a", 1.0), (d, "b", 2.0)):
-        weight, frozen = get(holder.run.remote(state_of, peer))
-        assert weight == ("DTensor", [2, 3], 2 * MANY, value)
-        assert frozen == ("DTensor", [2, 3], 6, value)
 
 
 def test_what_does_not_belong_to_the_receiver_is_refused(holders: list[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -99,30 +98,7 @@ def test_a_result_of_a_class_that_only_the_callee_has_names_the_method(pair: tup
     assert "the result of b.give cannot be unpickled here" in text and f"No module named '{MODULE}'" in text
 
 
-class Refused(Exception):
-    """As those of HTTP clients, which hold the response."""
-
-    def __init__(self, response: Any) -> None:
-        self.response, self.status = response, 401
-
-
-def raise_refused() -> None:
-    raise Refused(threading.Lock())
-
-
-def status_of_error() -> int:
-    try:
-        rtr.rpc_sync("b", timeout=30).give(raise_refused)
-    except Refused as error:
-        return -1 if hasattr(error, "response") else error.status
-    return 0
-
-
-def test_an_attribute_that_cannot_travel_is_lost_alone(pair: tuple[Any, Any]) -> None:
-    assert ray.get(pair[0].run.remote(status_of_error)) == 401
-
-
-KINDS = [SystemExit, GeneratorExit, BaseException]
+KINDS = [SystemExit, BaseException]
 
 
 @pytest.mark.parametrize("kind", KINDS)

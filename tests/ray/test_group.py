@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,16 +86,6 @@ def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
         for pair, answer in answers.items():
             assert ray.get(answer, timeout=60) == 42, pair
         assert repr(group).endswith("... 8 more>") and len(repr(group)) < 200
-
-
-def test_an_actor_has_loaded_what_it_needs_to_join_when_its_process_starts(spawn: Spawn, peers: list[Any]) -> None:
-    def loaded() -> set[str]:
-        return ray.get(fresh.__ray_call__.remote(lambda _: set(sys.modules)))
-
-    fresh = spawn(Peer, runtime_env={"env_vars": {"AS_RAY_STARTS_IT": "1"}})  # no fork of a warm process
-    before = loaded()
-    with rtr.init_group([fresh, peers[0]]):
-        assert loaded() - before == set()
 
 
 def test_an_actor_that_never_imported_raytorchrpc_is_a_member_without_methods(kinds: Kinds, peers: list[Any]) -> None:
@@ -405,23 +394,6 @@ def test_nothing_of_ended_groups_is_left_in_their_members(peers: list[Any]) -> N
         cycle()
     assert ray.get(peers[0].run.remote(threads_at_rest)) == []
     assert ray.get(peers[0].run.remote(files, before + 3)) <= before + 3
-
-
-def test_later_groups_of_the_same_actors_and_of_other_partners_work_with_rrefs(spawn: Spawn, peers: list[Any]) -> None:
-    for _ in range(2):
-        with rtr.init_group(peers):
-            answers = [caller.run.remote(through_rref, target) for caller in peers for target in (0, 1, 2)]
-            assert ray.get(answers) == [42] * 9
-    (a, b, c), alone = peers, spawn(Peer)
-    rtr.init_group([alone]).shutdown()
-    for pair in ((a, b), (b, c), (c, a), (b, a), (alone, a)):
-        with rtr.init_group(list(pair)):
-            assert ray.get(pair[0].run.remote(through_rref, pair[1])) == 42
-            assert ray.get(pair[1].run.remote(through_rref, pair[0])) == 42
-
-
-def through_rref(target: Any) -> Any:
-    return rtr.remote(target).double(21).to_here()
 
 
 def test_two_groups_side_by_side_do_not_see_each_other(kinds: Kinds, peers: list[Any]) -> None:

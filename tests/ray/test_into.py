@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import pytest
-import ray
 import torch
-from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import wait_until
 from tests.ray.actors import AsyncPeer, Latch
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, used
@@ -91,54 +87,6 @@ def test_sync_and_async(sources: list[Any], target: str, sizes: tuple[int, ...])
     assert given_back(sources), "while the buffers, the result and the future live on"
 
 
-def test_from_a_coroutine(sources: list[Any]) -> None:
-    def start() -> asyncio.Task[bool]:
-        async def get() -> bool:
-            buffers = [torch.zeros(LARGE), torch.zeros(SMALL)]
-            result = await rtr.rpc_async("b", into=tuple(buffers)).filled(5.0, LARGE, SMALL)
-            return result[0] is buffers[0] and holds(buffers[0], 5) and holds(buffers[1], 6)
-
-        insides.saved.task = asyncio.get_running_loop().create_task(get())
-        return None  # type: ignore[return-value]
-
-    def finished() -> Any:
-        task = insides.saved.task
-        return task.result() if task.done() else None
-
-    ray.get(sources[2].run.remote(start), timeout=60)
-    assert wait_until(lambda: ray.get(sources[2].run.remote(finished), timeout=60) is not None, 30)
-    assert ray.get(sources[2].run.remote(finished), timeout=60) is True
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_any_strides_and_buffers_that_require_grad(sources: list[Any], size: int) -> None:
-    def get() -> None:
-        wide = torch.zeros(size, 3)
-        parameter = torch.nn.Parameter(torch.zeros(size))
-        rtr.rpc_sync("b", into=[wide[:, 1], parameter]).filled(3.0, size, size)
-        assert wide.sum(0).tolist() == [0.0, 3.0 * size, 0.0]
-        assert holds(parameter.detach(), 4.0)
-        assert parameter.is_leaf and parameter.requires_grad and parameter.grad is None
-
-    in_actor(sources[0], get)
-    assert given_back(sources)
-
-
-def test_turned_tensors_and_arrays_beside_them(sources: list[Any]) -> None:
-    def get() -> None:
-        turned, row = torch.zeros(3, 2 * MIB), torch.zeros(3)
-        for keep in (False, True):
-            result = rtr.rpc_sync("b", into=[turned, row], keep=keep).turned()
-            assert result["turned"] is turned and result["row"] is row
-            assert torch.equal(turned, torch.arange(6.0 * MIB).view(2 * MIB, 3).T)
-            assert row.tolist() == [3.0, 4.0, 5.0]
-            assert (result["array"] == numpy.arange(50_000)).all()
-            row.zero_()
-            turned.zero_()
-
-    in_actor(sources[0], get)
-
-
 def test_what_does_not_match_changes_nothing_and_holds_nothing(sources: list[Any]) -> None:
     def get() -> None:
         buffers = [torch.zeros(LARGE), torch.zeros(LARGE, dtype=torch.int32), torch.zeros(3, 2)]
@@ -161,19 +109,6 @@ def test_what_does_not_match_changes_nothing_and_holds_nothing(sources: list[Any
     assert given_back(sources), "while the errors live on"
 
 
-def test_what_is_refused_is_not_sent(sources: list[Any]) -> None:
-    def get() -> None:
-        with pytest.raises(rtr.ConfigurationError, match=r"list or a tuple of tensors, not a Tensor"):
-            rtr.rpc_sync("b", into=torch.zeros(3)).keep(1)
-        with pytest.raises(rtr.ConfigurationError, match="buffer 0 of into= is expanded"):
-            rtr.rpc_async("b", into=[torch.zeros(1).expand(3)]).keep(1)
-        with dist_autograd.context(), pytest.raises(rtr.ConfigurationError, match="distributed autograd context"):
-            rtr.rpc_sync("b", into=[torch.zeros(3)]).keep(1)
-        assert rtr.rpc_sync("b", into=[]).keep("first") == 1
-
-    in_actor(sources[0], get)
-
-
 def test_an_error_of_the_method_and_a_deadline_leave_the_buffers(sources: list[Any], latch: Any) -> None:
     held = latch()
 
@@ -190,27 +125,3 @@ def test_an_error_of_the_method_and_a_deadline_leave_the_buffers(sources: list[A
 
     in_actor(sources[0], get)
     assert all_given_back(sources[:2])
-
-
-def test_the_same_buffers_in_a_loop(sources: list[Any]) -> None:
-    def get() -> int:
-        buffers = [torch.zeros(LARGE), torch.zeros(SMALL)]
-        for value in range(60):
-            ahead = rtr.rpc_async("b").filled(-1.0, LARGE, SMALL)
-            rtr.rpc_sync("b", into=buffers).filled(float(value), LARGE, SMALL)
-            assert holds(ahead.wait()[0], -1.0)
-            assert holds(buffers[0], value) and holds(buffers[1], value + 1)
-        return sum(tensor.numel() for tensor in rtr.rpc_sync("b", into=[torch.zeros(3).long()] * 500).bits(500))
-
-    assert in_actor(sources[0], get) == 1500
-    assert given_back(sources)
-
-
-def test_a_result_too_large_for_the_arena_comes_by_torchrpc(sources: list[Any]) -> None:
-    def get() -> None:
-        buffer = torch.zeros(40 * MIB)
-        for value in (1.0, 2.0):
-            (result,) = rtr.rpc_sync("b", into=[buffer]).filled(value, 40 * MIB)
-            assert result is buffer and holds(buffer, value)
-
-    in_actor(sources[0], get)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -120,35 +119,6 @@ def test_old_handles_reach_nothing_after_a_restart_of_the_home(actors: dict[str,
     assert "weight store 'it' that is there now is a new one" in missing
     in_actor(actors["reader"], use_all_again)
     assert in_actor(actors["reader"], use_the_new) == [1, "new", 5, 101.0, 102.0]
-
-
-def test_what_was_remembered_of_a_layout_ends_with_its_store(actors: dict[str, Any], group: rtr.Group) -> None:
-    """The next store has its tensors elsewhere: in another order, or in less memory."""
-
-    def begin(name: str) -> None:
-        store, model = rtr.WeightStore(name, home="home"), weights(a=0.0, b=0.0)
-        assert store.pull(model) == 1
-        vars(insides.saved).setdefault("begun", []).append((store, model))
-
-    def go_on() -> None:
-        for store, model in insides.saved.begun:
-            assert "new one" in not_found(partial(store.pull, model))
-            assert [float(tensor[0]) for tensor in model.values()] == [1.0, 2.0]
-            if "turned" in repr(store):
-                assert rtr.WeightStore.find(store.name).pull(model) == 1
-                assert [float(tensor[0]) for tensor in model.values()] == [10.0, 20.0]
-
-    def publish_both() -> None:
-        for name in ("turned", "smaller"):
-            rtr.WeightStore(name).publish(weights(a=1.0, b=2.0))
-
-    in_actor(actors["home"], publish_both)
-    for name in ("turned", "smaller"):
-        in_actor(actors["reader"], begin, name)
-    restart(actors, group)
-    in_actor(actors["home"], lambda: rtr.WeightStore("turned").publish(weights(b=20.0, a=10.0)))
-    in_actor(actors["home"], lambda: rtr.WeightStore("smaller").publish({"a": torch.ones(3), "b": torch.ones(3)}))
-    in_actor(actors["reader"], go_on)
 
 
 def test_a_handle_carries_the_life_that_it_was_used_in(actors: dict[str, Any], group: rtr.Group) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost
+from raytorchrpc.errors import ConfigurationError, NotAMember, PeerLost
 from raytorchrpc.group.formation import Formation
 from tests import insides
 from tests.polling import suspend, wait_until
 from tests.ray.actors import Latch
-from tests.ray.conftest import Spawn, kill_for_good
+from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning, StartsWhenTold
 
 EventBus = queue.Queue[Any]
@@ -112,18 +111,6 @@ def test_a_call_that_may_be_repeated_waits_for_the_return(spawn: Spawn, tmp_path
 
 
 @pytest.mark.slow
-def test_a_call_that_may_be_repeated_ends_by_its_deadline(spawn: Spawn) -> None:
-    a, b = spawn(Returning), spawn(Returning)
-    with rtr.init_group({"a": a, "b": b}) as group:
-        news = listened(group)
-        kill(b)
-        await_change(news, "dead")
-        group.wait_ready(60)
-        with pytest.raises(PeerLost, match="its actor died"):
-            ask(a, "b", "double", torch.ones(3), timeout=20)
-
-
-@pytest.mark.slow
 def test_who_comes_back_need_not_wait_for_another_that_is_away(spawn: Spawn, tmp_path: Path) -> None:
     """Its neighbours are those whom it asks whether they can be reached, and one of them is still gone."""
     latch = Latch.make(tmp_path / "latch")
@@ -191,33 +178,6 @@ def test_members_are_added_while_calls_go_on(spawn: Spawn, tmp_path: Path) -> No
             group.add({"e": c})
     with pytest.raises(NotAMember):
         ask(c, "a", "count")
-
-
-def test_actors_that_are_added_at_once_get_different_names(spawn: Spawn, tmp_path: Path) -> None:
-    latch = Latch.make(tmp_path / "latch")
-    a, b, c, d, e = (spawn(Returning) for _ in range(5))
-    with rtr.init_group([a]) as group, ThreadPoolExecutor() as pool:
-        ray.get(b.__ray_call__.remote(lambda _: insides.before_step("prepare", latch.pass_through)))
-        held = pool.submit(group.add, [b])
-        waiting = latch.await_arrival()
-        names = [member.name for actor in (c, d) for member in group.add([actor])]
-        latch.release(waiting)
-        names += [member.name for member in (*held.result(60), *group.add([e]))]
-        assert sorted(names) == [f"returning_{number}" for number in (1, 2, 3, 4)]
-        for name in names:
-            assert ask(a, name, "count")[1] == 1
-        for actor in (b, c, d, e):
-            assert ask(actor, a, "count")[0] == group.members[0].pid
-
-
-def test_an_addition_that_fails_changes_nothing(spawn: Spawn) -> None:
-    a, b, other = spawn(Returning), spawn(Returning), spawn(Returning)
-    kill_for_good(other)
-    with rtr.init_group({"a": a, "b": b}) as group:
-        with pytest.raises(BootstrapError, match="'c'"):
-            group.add({"c": other}, timeout=10)
-        assert len(group) == 2
-        assert ask(a, "b", "count")[1] == 1
 
 
 def test_an_actor_that_ray_restarts_while_it_is_added(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -87,27 +83,17 @@ def test_a_loop_over_a_queue_serves_calls_between_its_steps(members: dict[str, A
 WAITS: dict[str, Callable[[Latch], Any]] = {
     "rpc_sync": lambda latch: rtr.rpc_sync("two").hold(latch),
     "Future.wait": lambda latch: rtr.rpc_async("two").hold(latch).wait(),
-    "Future.result": lambda latch: rtr.rpc_async("two").hold(latch).result(timeout=20),
     "wait": lambda latch: rtr.wait([rtr.rpc_async("two").hold(latch)]),
-    "gather": lambda latch: rtr.gather(rtr.rpc_async("two").hold(latch), rtr.rpc_async("two").double(1)),
     "next": lambda latch: next(rtr.rpc_sync("two").hold_and_yield(latch)),
     "allow_calls": lambda latch: _wait_in_something_else(latch),
     "Queue.get": lambda _: rtr.Queue("empty", home="two").get(),
-    "Queue.items": lambda _: next(iter(rtr.Queue("also empty", home="two").items())),
-    "Queue.put": lambda _: rtr.Queue("full", home="two", maxsize=1).put(1),
     "Subscription.get": lambda _: next(iter(rtr.Topic("news", home="two").subscribe())),
-    "WeightStore.wait": lambda _: rtr.WeightStore("waited for", home="one").wait(1),
     "WeightStore.pull": lambda _: rtr.WeightStore("pulled", home="one").pull({"w": torch.zeros(2)}),
-    "prefetch": lambda _: rtr.WeightStore("fetched", home="one").prefetch({"w": torch.zeros(2)}).swap(),
 }
 END: dict[str, Callable[[], Any]] = {
     "Queue.get": lambda: rtr.Queue("empty", home="two").put(1),
-    "Queue.items": lambda: rtr.Queue("also empty", home="two").put(1),
-    "Queue.put": lambda: rtr.Queue("full", home="two", maxsize=1).get(),
     "Subscription.get": lambda: _publish_to_the_subscriber(),
-    "WeightStore.wait": lambda: rtr.WeightStore("waited for", home="one").publish({"w": torch.ones(2)}),
     "WeightStore.pull": lambda: rtr.WeightStore("pulled", home="one").publish({"w": torch.ones(2)}),
-    "prefetch": lambda: rtr.WeightStore("fetched", home="one").publish({"w": torch.ones(2)}),
 }
 
 
@@ -128,8 +114,6 @@ def test_others_run_while_a_method_waits_in_an_operation_of_the_package(
 ) -> None:
     learner, one, _ = members.values()
     gate = latch()
-    if what == "Queue.put":
-        get(inside(one, lambda: rtr.Queue("full", home="two", maxsize=1).put(0)))
     waiting = learner.waits.remote(WAITS[what], gate)
     get(inside(one, lambda: rtr.rpc_sync("learner").await_beginning()))
     get(inside(one, call, "add", 3))  # would not come back before the wait is over
@@ -199,17 +183,6 @@ def taken_log() -> list[str]:
     return list(keep.lines)
 
 
-def test_methods_that_call_each_other_at_once_all_end(members: dict[str, Any]) -> None:
-    """Each waits for the other's actor: with admissions that are kept, all would wait until their deadlines."""
-    names = list(members)
-    refs = [
-        inside(handle, lambda: rtr.gather(*[rtr.rpc_async(a).pass_on(b, 3) for a in names for b in names if a != b]))
-        for handle in members.values()
-        for _ in range(3)
-    ]
-    get(refs)
-
-
 def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latch: MakeLatch) -> None:
     """Ray runs its method again at once; the actor joins, and calls come, while it runs."""
     gate = latch()
@@ -227,97 +200,3 @@ def test_a_restarted_actor_is_a_monitor_before_it_is_a_member(spawn: Spawn, latc
         gate.release(held_again)
         get(staying)
         assert get(adding) == 1
-
-
-def test_an_actor_in_no_group_is_left_alone(spawn: Spawn) -> None:
-    actor = spawn(Learner)
-    get(actor.plain.remote(1))
-    until = time.monotonic() + 60
-    while get(inside(actor, insides.takes_turns)):  # a fresh process looks whether a group waits for it
-        assert time.monotonic() < until
-
-
-def test_what_is_no_method_cannot_be_decorated() -> None:
-    with pytest.raises(rtr.ConfigurationError, match="__init__"):
-
-        class Decorated:
-            @rtr.method
-            def __init__(self) -> None: ...
-
-    with pytest.raises(rtr.ConfigurationError, match="property"):
-        rtr.method(property(lambda self: 1))
-
-
-DIRECT = ["add", "inherited", "add_twice", "pass_on", "stream", "waits_for_a_queue"]
-
-
-def call_at_random(me: str, seed: int, calls: int) -> dict[str, int]:
-    """Direct calls of every kind, from four threads; what came of them."""
-    ends: Counter[str] = Counter()
-
-    def work(thread: int) -> None:
-        rng = random.Random(seed * 10 + thread)
-        for _ in range(calls // 4):
-            method = rng.choice(DIRECT)
-            try:
-                learner = rtr.rpc_sync("learner", timeout=60)
-                if method == "stream":
-                    list(learner.stream(2))
-                elif method == "pass_on":
-                    learner.pass_on(me, rng.randrange(3))
-                elif method == "waits_for_a_queue":
-                    learner.wait_for_an_item(me)
-                else:
-                    getattr(learner, method)()
-                ends["answered"] += 1
-            except rtr.PeerLost:
-                ends["lost"] += 1
-                rtr.rpc_async("learner", timeout=60, retry=20).await_nothing().exception()  # until it is back
-            except Exception as error:
-                ends[f"{method}: {error!r}"] += 1
-
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(4)]
-    for thread in threads:
-        thread.start()
-    with rtr.allow_calls():
-        for thread in threads:
-            thread.join()
-    return dict(ends)
-
-
-@pytest.mark.parametrize(("calls", "kills"), [(400, 1), pytest.param(10_000, 12, marks=pytest.mark.slow)])
-def test_no_two_methods_run_at_once_under_kills(spawn: Spawn, calls: int, kills: int) -> None:
-    learner = spawn(Learner, max_restarts=-1)
-    callers = {name: spawn(Learner) for name in ("one", "two")}
-    rng = random.Random(calls)
-    with rtr.init_group({"learner": learner, **callers}, name="kills"):
-        direct = [inside(handle, call_at_random, name, calls, calls // 3) for name, handle in callers.items()]
-        through_ray, ends = 0, Counter[str]()
-        while ray.wait(direct, num_returns=2, timeout=0)[1] or through_ray < calls // 3:
-            refs = [
-                rng.choice(
-                    [
-                        lambda: learner.plain.remote(2),
-                        lambda: learner.overridden.remote(),
-                        lambda: learner.add_twice.remote(),
-                        lambda: learner.__ray_call__.remote(lambda self: self.plain(1)),
-                        lambda: learner.wait_for_an_item.remote("one"),
-                    ]
-                )()
-                for _ in range(20)
-            ]
-            if sum(ends.values()) < kills and through_ray > (1 + sum(ends.values())) * calls // 3 // (kills + 1):
-                ray.kill(learner, no_restart=False)
-                ends["kills"] += 1
-            through_ray += len(refs)
-            for ref in refs:
-                with suppress(ray.exceptions.RayActorError, rtr.PeerLost):
-                    get(ref)
-        outcomes = Counter[str]()
-        for ref in direct:
-            outcomes.update(ray.get(ref, timeout=200))
-        assert outcomes.keys() <= {"answered", "lost"}, outcomes
-        assert outcomes["answered"] > calls // 3
-        assert ends["kills"] == kills
-        count, updates = get(learner.check.remote())
-        assert count == updates  # since its last start

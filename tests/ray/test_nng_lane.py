@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.insides import in_actor
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
-TIMEOUT_S = 60
 CONFIG = rtr.GroupConfig(lanes=("nng",))
 CONFIGS = {"ipc": CONFIG, "tcp": rtr.GroupConfig(lanes=("nng",), always_tcp=True)}
 
@@ -63,20 +61,6 @@ def refused_body() -> None:
     with torch.distributed.autograd.context(), pytest.raises(rtr.LaneUnavailable, match="distributed autograd"):
         rtr.rpc_sync("b").double(1)
     assert rtr.rpc_sync("b").double(1) == 2
-
-
-@pytest.mark.slow
-def test_nothing_of_nng_is_opened_where_no_route_uses_it(spawn: Spawn) -> None:
-    actors = [spawn(NngPeer) for _ in range(2)]
-    with rtr.init_group(actors, name="without"):
-        assert in_actor(actors[0], nng_threads) == []
-    with rtr.init_group(actors, name="with", config=CONFIG):
-        assert len(in_actor(actors[0], nng_threads)) == 1
-    assert in_actor(actors[0], nng_threads) == []
-
-
-def nng_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.endswith("-nng")]
 
 
 def test_without_torchrpc_large_tensors_back_up_shared_memory_with_nng(spawn: Spawn) -> None:

@@ -63,28 +63,3 @@ def test_calls_and_tensors_travel_by_lanes_of_another_distribution(spawn: Spawn,
             assert lanes_between(group, caller, peer) == {UNIX_STREAM, MEMFD}
         ray.kill(actors["b"])
         assert "'b'" in ray.get(actors["a"].ask_until_lost.remote("b"))
-
-
-def test_members_without_the_distribution_use_other_lanes(spawn: Spawn, site: str) -> None:
-    """Also one that comes in later, has it, and is the first for whom the others open these lanes."""
-    actors = {"a": spawn(Doubler, site), "bare": spawn(Doubler)}
-    config = rtr.GroupConfig(lanes=(UNIX_STREAM, MEMFD, "socket", "shm", "torchrpc"))
-    with rtr.init_group(actors, config=config) as group:
-        assert f"not {MEMFD} for CPU tensors: own-lanes 0.1 is not installed in bare" in group.explain("a", "bare")
-        assert ray.get(actors["a"].ask.remote("bare", LARGE))
-        assert lanes_between(group, "a", "bare") == {"shm"}
-        group.add({"c": spawn(Doubler, site)})
-        assert all(ray.get([actors["a"].ask.remote("c", size) for size in (3, LARGE)]))
-        assert lanes_between(group, "a", "c") == {UNIX_STREAM, MEMFD}
-
-
-def test_a_lane_that_cannot_be_imported_fails_the_group_and_names_its_distribution(
-    spawn: Spawn, site: str, tmp_path: Path
-) -> None:
-    (tmp_path / "own_lanes" / "memfd.py").write_text("import no_such_module")
-    actors = {name: spawn(Doubler, site) for name in "ab"}
-    config = rtr.GroupConfig(lanes=(MEMFD, "socket", "torchrpc"))
-    with pytest.raises(rtr.ConfigurationError, match=r"own-lanes 0\.1: 'own_lanes\.memfd:make' cannot be imported"):
-        rtr.init_group(actors, config=config)
-    with rtr.init_group(actors):  # another is formed as ever
-        assert ray.get(actors["a"].ask.remote("b", 3))

@@ -31,7 +31,6 @@ from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
-from tests.releases import needs
 
 STEPS, BATCH, WIDTH = 6, 12, 5
 
@@ -178,29 +177,6 @@ def connections(addresses: set[tuple[str, int]]) -> int:
     return sum(not addresses.isdisjoint(each) for each in guard.process_guard().own_connections())
 
 
-def send_from_one_to_zero() -> None:
-    group = rtr.process_group()
-    if group.rank():
-        dist.send(torch.ones(1), 0, group=group)
-    else:
-        dist.recv(torch.zeros(1), 1, group=group)
-
-
-def connect_late(late: bool) -> None:
-    """Have gloo do as the group has it do with more members."""
-    if late:
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    else:
-        del os.environ["TORCH_GLOO_LAZY_INIT"]
-
-
-def receive_from_next() -> bool:
-    """Whether a receive can be posted before the other member takes part."""
-    group = rtr.process_group()
-    dist.irecv(torch.zeros(1), (group.rank() + 1) % group.size(), group=group)
-    return True
-
-
 def answers_strangers(address: tuple[str, int]) -> bool:
     """Whether one of torch's stores listens there: it answers the first message of its protocol with its number."""
     number = struct.pack("<I", 0x12345678)
@@ -248,23 +224,6 @@ def keep_strangers_out() -> None:
         sock.close()
 
 
-def keep_store() -> None:
-    """What an earlier process group's user still has."""
-    global kept_store
-    kept_store = _get_default_store()
-    kept_store.set("number", str(rtr.process_group_info().number))
-
-
-kept_store: Any = None
-
-
-def use_kept_store() -> tuple[str, bool]:
-    """How a key of the earlier store's can be set; whether the present one has the earlier one's."""
-    with pytest.raises(dist.DistNetworkError) as refused:
-        kept_store.set("number", "overwritten")
-    return str(refused.value), _get_default_store().check(["number"])
-
-
 def set_while_calls_are_under_way(peer: str, latch: Latch) -> tuple[int, list[str]]:
     """Set a key while as much as is allowed is under way to the home, which is busy; and by which lanes it went."""
     under_way = rtr.rpc_async(peer).hold(latch)
@@ -309,14 +268,6 @@ def group(peers: list[Any]) -> Iterator[rtr.Group]:
     with rtr.init_group(dict(zip("abc", peers, strict=True))) as formed:
         yield formed
     assert at_all(peers, what_is_left) == [(False, [], [])] * 3
-
-
-@pytest.fixture
-def late(peers: list[Any]) -> Iterator[None]:
-    """In the peers, gloo connects two members when they first exchange something."""
-    at_all(peers, connect_late, True)
-    yield
-    at_all(peers, connect_late, False)
 
 
 def test_collectives_among_all_members(group: rtr.Group, peers: list[Any]) -> None:
@@ -369,26 +320,6 @@ def test_nobody_outside_the_group_finds_a_store(group: rtr.Group, peers: list[An
     assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
 
 
-@needs("lazy gloo")
-def test_gloo_connects_no_members_before_they_exchange_something(
-    group: rtr.Group, peers: list[Any], late: None
-) -> None:
-    """Or 256 members would open 32,640 connections, of which a sum needs 2,048."""
-    before = set[tuple[str, int]]().union(*at_all(peers, listeners))
-    group.process_group("gloo")
-    gloos = set[tuple[str, int]]().union(*at_all(peers, listeners)) - before
-    assert at_all(peers, connections, gloos) == [0, 0, 0]
-    at_all(peers[:2], send_from_one_to_zero)
-    assert at_all(peers, connections, gloos) == [1, 1, 0]
-    assert at_all(peers, reduced, 0) == [(6.0, 6.0, 0.0)] * 3
-
-
-def test_a_receive_is_posted_before_the_other_member_takes_part(group: rtr.Group, peers: list[Any]) -> None:
-    """As torch's users expect: they post one, and tell the other member to send. Either may be the one to connect."""
-    group.process_group("gloo")
-    assert at_all(peers, receive_from_next) == [True] * 3
-
-
 def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(group: rtr.Group, peers: list[Any]) -> None:
     at_all(peers[1:2], let_a_stranger_in_first)
     try:
@@ -402,14 +333,6 @@ def test_a_stranger_whom_gloo_takes_for_a_member_is_noticed(group: rtr.Group, pe
         time.sleep(0.05)
     group.process_group("gloo")
     assert at_all(peers, reduced, 1) == [(6.0, 6.0, 1.0)] * 3
-
-
-def test_an_earlier_process_groups_store_is_not_the_present_ones(group: rtr.Group, peers: list[Any]) -> None:
-    group.process_group("gloo")
-    at_all(peers, keep_store)
-    group.process_group("gloo")
-    for error, mixed in at_all(peers, use_kept_store):
-        assert "has ended" in error and not mixed
 
 
 def test_the_store_waits_for_no_turn_and_for_no_other_call(peers: list[Any], tmp_path: Path) -> None:
@@ -525,62 +448,6 @@ def test_an_earlier_one_takes_no_part_in_collectives_of_the_next(peers: list[Any
         waiting = peers[1].run.remote(reduced, 1)
         assert at_all(peers[:1], reduce_in_kept)[0] in ("RuntimeError", "ValueError")
         assert [*at_all(peers[:1], reduced, 1), ray.get(waiting, timeout=60)] == [(3.0, 3.0, 1.0)] * 2
-
-
-def test_destroyed_subgroups_leave_no_listeners(group: rtr.Group, peers: list[Any]) -> None:
-    group.process_group("gloo")
-    at_all(peers, make_and_destroy_subgroups, 1)
-    before = [len(its) for its in at_all(peers, listeners)]
-    at_all(peers, make_and_destroy_subgroups, 5)
-    assert [len(its) for its in at_all(peers, listeners)] == before, "those of the last one alone are left"
-
-
-def make_and_destroy_subgroups(times: int) -> None:
-    for _ in range(times):
-        subgroup = dist.new_group()
-        one = torch.ones(1)
-        dist.all_reduce(one, group=subgroup)
-        assert int(one) == 3
-        dist.destroy_process_group(subgroup)
-        del subgroup  # or it outlives the making of the next
-
-
-def test_what_waits_over_gloo_ends_with_the_process_group(peers: list[Any], tmp_path: Path) -> None:
-    """Also between members that are all still there: gloo itself would wait for the deadline of the collective."""
-    with rtr.init_group(dict(zip("abc", peers, strict=True))) as group:
-        group.process_group("gloo", collective_timeout=100)
-        under_way = peers[0].run.remote(receive_from_last, tmp_path / "receives")
-        assert wait_until((tmp_path / "receives").exists, 60)
-        group.remove(["b"])
-        assert ray.get(under_way, timeout=60) == "RuntimeError"
-        group.process_group("gloo", collective_timeout=5)  # a sum that sends just then ends by it
-        begun = [tmp_path / "a", tmp_path / "c"]
-        under_way = [peer.run.remote(reduce_on_and_on, path) for peer, path in zip(peers[::2], begun, strict=True)]
-        assert wait_until(lambda: all(path.exists() for path in begun), 60)
-        group.process_group("gloo")
-        assert set(ray.get(under_way, timeout=60)) <= {"RuntimeError", "ValueError"}
-        assert at_all(peers[::2], reduced, 0) == [(3.0, 3.0, 0.0)] * 2
-
-
-def receive_from_last(begun: Path) -> str:
-    group = rtr.process_group()
-    received: Any = dist.irecv(torch.zeros(1), group.size() - 1, group=group)
-    begun.touch()
-    try:
-        received.wait()
-    except Exception as error:
-        return type(error).__name__
-    return ""
-
-
-def reduce_on_and_on(begun: Path) -> str:
-    group = rtr.process_group()
-    while True:
-        try:
-            dist.all_reduce(torch.ones(1), group=group)
-        except Exception as error:
-            return type(error).__name__
-        begun.touch()
 
 
 KEPT: list[Any] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import queue as standard
 import threading
 import time
@@ -173,46 +172,6 @@ def test_coroutines(actors: dict[str, Any], queue: Any, request: Any, where: str
     assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [float(LARGE), *range(10)]
 
 
-def test_gathered_puts_keep_the_order_of_the_calls(actors: dict[str, Any], request: Any) -> None:
-    """Also the first ones, while the handle still looks for its queue; large items go another way than small ones."""
-    queue, count = rtr.Queue(request.node.name, home="home", maxsize=100), 2000
-
-    async def act() -> None:
-        items = (torch.full((MIB,), float(number)) if number % 100 == 0 else number for number in range(count))
-        await asyncio.gather(*(queue.aput(item, timeout=60) for item in items))
-        await queue.aclose()
-
-    putting = actors["asynchronous"].arun.remote(act)
-    taken = in_actor(actors["b"], lambda: [int(item if type(item) is int else item[0]) for item in queue.items()])
-    ray.get(putting, timeout=60)
-    assert taken == list(range(count))
-
-
-def test_a_slow_consumer_bounds_the_memory(actors: dict[str, Any], queue: Any) -> None:
-    def put(count: int) -> int:
-        with insides.late_answers():
-            for number in range(count):
-                try:
-                    queue.put(torch.full((LARGE,), float(number)), timeout=1)
-                except rtr.Full:
-                    return number
-        return count
-
-    def drain(count: int) -> None:
-        for number in range(count):
-            assert same(queue.get(), torch.full((LARGE,), float(number)))
-
-    item = 4 * LARGE
-    accepted = in_actor(actors["a"], put, 30)
-    assert accepted == 8
-    most = 128 * MIB // 4 + item
-    lent = in_actor(actors["a"], lambda: wait_until(lambda: used() <= most, 20) and used())
-    assert 0 < lent <= most, "what waits may hold a quarter of the producer's arena"
-    in_actor(actors["b"], drain, accepted)
-    assert in_actor(actors["a"], lambda: wait_until(lambda: used() == 0, 20))
-    assert in_actor(actors["home"], lambda: gc.collect() >= 0 and wait_until(lambda: used() == 0, 20))
-
-
 def test_large_items_stay_where_they_arrived_if_the_home_takes_them(actors: dict[str, Any], queue: Any) -> None:
     in_actor(actors["a"], lambda: queue.put(torch.ones(LARGE)))
 
@@ -235,33 +194,6 @@ def test_a_get_within_a_call_ends_with_it(actors: dict[str, Any], queue: Any) ->
 
     assert in_actor(actors["a"], outer) < 20
     assert in_actor(actors["a"], lambda: wait_until(lambda: queue.stats()["waiting_to_get"] == 0, 20))
-
-
-def test_two_learners_get_whole_batches_of_what_comes_one_by_one(actors: dict[str, Any], queue: Any) -> None:
-    def learn() -> list[int]:
-        return [int(number) for number in next(queue.batches(12))]
-
-    learners = [actors[name].run.remote(learn) for name in ("a", "b")]
-    waiting = lambda: queue.stats()["waiting_to_get"] == 2  # noqa: E731
-    assert in_actor(actors["home"], lambda: wait_until(waiting, 20))
-    in_actor(actors["home"], lambda: [queue.put(number, 20) for number in range(24)])
-    assert sorted(ray.get(learners, timeout=60)) == [list(range(12)), list(range(12, 24))]
-
-
-def test_a_thousand_queues_that_were_closed_are_freed(actors: dict[str, Any]) -> None:
-    def work() -> None:
-        for number in range(1000):
-            queue = rtr.Queue(f"job {number}", home="home")
-            queue.put(number)
-            assert queue.get() == number
-            queue.close(force=True)
-        assert list(rtr.Queue("job 7", home="home")) == []
-
-    def there() -> int:
-        return len([name for name in insides.served("queue") if name.startswith("job")])
-
-    in_actor(actors["a"], work)
-    assert in_actor(actors["home"], there) == 0
 
 
 # --- deaths --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A reader, or a home, that stands still: nobody gets a mixture of weights, and every timeout is kept."""
+"""A home of queues, topics and weights that stands still, or has nothing to give: every timeout is kept."""
 
 from __future__ import annotations
 
@@ -11,29 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.lanes.shm.lane import ShmLane
-from raytorchrpc.patterns.weights import published
-from raytorchrpc.patterns.weights.feeds import KIND as RELAYED
-from raytorchrpc.patterns.weights.versions import KIND
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import allowed, stands_still, suspend, wait_until
+from tests.polling import allowed, suspend
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
-#: Elements of each tensor: above what travels in a message.
-LARGE = 1 << 19
 #: What an operation may take beyond its timeout here (seconds).
 SLACK = 5.0
 
 
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    return {name: spawn_for_module(Peer) for name in ("home", "leader", "reader")}
+    return {name: spawn_for_module(Peer) for name in ("home", "reader")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,84 +42,6 @@ def stopped(pid: int) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-# --- a reader ------------------------------------------------------------------------------------------------
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {name: torch.full((LARGE,), value) for name in ("a", "b", "c")}
-
-
-def end_leases_soon() -> None:
-    published.LINGER_S = 1.0
-
-
-def pull_and_stop_in_the_middle(store: rtr.WeightStore) -> tuple[str, set[float]]:
-    """As if somebody sent a SIGSTOP when one tensor of three is copied; what the pull raised, and what came."""
-    model, move, copies = weights(0.0), ShmLane.move, []
-
-    def stop_before_the_second(lane: ShmLane, target: int, source: int, size: int) -> None:
-        copies.append(size)
-        if len(copies) == 2:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        move(lane, target, source, size)
-
-    ShmLane.move = stop_before_the_second  # type: ignore[method-assign]
-    try:
-        store.pull(model, timeout=4)
-    except rtr.RpcTimeout as error:
-        return str(error), {float(tensor[0]) for tensor in model.values()}
-    finally:
-        ShmLane.move = move  # type: ignore[method-assign]
-    return "", {float(tensor[0]) for tensor in model.values()}
-
-
-@pytest.mark.parametrize("source", ["home", "leader"])
-def test_a_pull_that_outlasts_its_lease_fails(actors: dict[str, Any], group: rtr.Group, source: str) -> None:
-    """What it has not copied by then is of another version. From the home, or from the member that pulled first."""
-    store, pids = rtr.WeightStore(f"from {source}", home="home"), {m.name: m.pid for m in group.members}
-
-    def publish(value: int) -> None:
-        store.publish(weights(float(value)), value)
-
-    def pull() -> bool:
-        model = weights(0.0)
-        return all(bool((tensor == value).all()) for value in [store.pull(model)] for tensor in model.values())
-
-    def nobody_reads(kind: str, name: str) -> bool:
-        found = next(served for known, served in insides.served(kind).items() if known.startswith(name))
-        return wait_until(lambda: found.pool.readers == 0, 60)
-
-    here = group.members[0].node_id
-    nodes = dict.fromkeys(("leader", "reader"), "two" if source == "leader" else here)
-    try:
-        for actor in actors.values():
-            in_actor(actor, end_leases_soon)
-            in_actor(actor, insides.pretend, nodes)
-        in_actor(actors["home"], publish, 1)
-        if source == "leader":
-            assert in_actor(actors["leader"], pull)
-        reads = actors["reader"].run.remote(pull_and_stop_in_the_middle, store)
-        assert wait_until(lambda: stands_still(pids["reader"]), 20)
-        assert in_actor(actors[source], nobody_reads, KIND if source == "home" else RELAYED, store.name), (
-            "the lease ends"
-        )
-        for value in range(2, 6):
-            in_actor(actors["home"], publish, value)
-            assert in_actor(actors["leader"], pull)
-        os.kill(pids["reader"], signal.SIGCONT)
-        error, values = ray.get(reads, timeout=60)
-        assert {1.0, 5.0} <= values, "it did read tensors of two versions"
-        assert "was suspended" in error and "pull again" in error
-        assert in_actor(actors["reader"], pull)
-    finally:
-        os.kill(pids["reader"], signal.SIGCONT)
-        for actor in actors.values():
-            in_actor(actor, insides.pretend, dict.fromkeys(nodes, here))
-
-
-# --- a home ----------------------------------------------------------------------------------------------------
 
 
 def timed(operations: Collection[Callable[[], Any]]) -> list[tuple[str, float]]:
@@ -198,16 +113,3 @@ def test_a_home_that_lives_says_in_time_that_nothing_came(actors: dict[str, Any]
     outcomes = in_actor(actors["reader"], wait_in_vain)
     assert [outcome for outcome, _ in outcomes] == ["Empty"] * 4 + ["Full", "Empty", "Full"]
     assert all(0.9 < elapsed < 1 + allowed(SLACK) for _, elapsed in outcomes[:5]), outcomes
-
-
-# --- a member, while others are added ------------------------------------------------------------------------
-
-
-def test_it_finds_who_was_added_meanwhile(actors: dict[str, Any], group: rtr.Group, spawn: Spawn) -> None:
-    late = spawn(Peer)
-    assert in_actor(late, insides.group_name) is None  # it has started
-    with stopped(in_actor(actors["reader"], os.getpid)):
-        group.add({"late": late})
-        answers = [actors["reader"].call.remote(target, "double", 21) for target in (late, "late")]
-    assert ray.get(answers, timeout=60) == [42, 42]
-    group.remove(["late"])

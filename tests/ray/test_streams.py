@@ -123,9 +123,3 @@ def test_a_queued_call_is_dropped_and_a_running_one_left_alone(group: dict[str, 
     rtr.rpc_sync("plain").release()
     last.wait()
     assert log_of("plain") == ["waited", "last"]
-
-
-def test_a_coroutine_is_cancelled_along_its_chain(group: dict[str, Any]) -> None:
-    running = rtr.rpc_async("other").stay_at("looping")
-    rtr.rpc_sync("looping").begun()
-    assert running.cancel() and log_of("looping") == ["left"]

@@ -4,9 +4,6 @@ calls before the actor is back in its group.
 
 from __future__ import annotations
 
-import os
-import queue
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +15,10 @@ import torch
 
 import raytorchrpc as rtr
 from tests import insides
-from tests.polling import suspend, wait_until
+from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
-from tests.ray.plain import Plain
-from tests.ray.retried import Alone, AsyncRetried, Retried, form
+from tests.ray.retried import Alone, AsyncRetried, Retried
 
 RETRIED = {"max_restarts": -1, "max_task_retries": -1}
 
@@ -70,22 +66,16 @@ def test_an_interrupted_method_that_calls_a_peer_ends_well_when_it_runs_again(
     assert ray.get(members.peer.call.remote(kind, "double", 4), timeout=60) == 8
 
 
-@pytest.mark.parametrize("kind", ["sync", pytest.param("threaded", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "result"),
     [
-        ("async_call_of_a_thread", 42),
         ("remote_call", 42),
-        ("membership", (None, 1)),
-        ("through_queue", (7, None)),
-        ("through_weights", (0, None, "retried")),
+        ("through_queue", (7, "sync")),
+        ("through_weights", (0, "sync", "retried")),
     ],
 )
-def test_every_way_into_the_group_waits_for_the_return(
-    members: Members, marker: str, kind: str, method: str, result: Any
-) -> None:
-    got = ray.get(getattr(getattr(members, kind), method).remote(marker), timeout=90)
-    assert got == (tuple(kind if part is None else part for part in result) if isinstance(result, tuple) else result)
+def test_every_way_into_the_group_waits_for_the_return(members: Members, marker: str, method: str, result: Any) -> None:
+    assert ray.get(getattr(members.sync, method).remote(marker), timeout=90) == result
 
 
 def test_a_coroutine_waits_for_the_return_without_holding_up_its_loop(members: Members, marker: str) -> None:
@@ -106,18 +96,6 @@ def test_a_restarted_actor_is_back_though_its_method_goes_on_and_makes_no_call(
     assert ray.get(members.peer.call.remote("sync", "pid"), timeout=60)
     latch.release(held)
     assert ray.get(ran, timeout=60) == "released"
-
-
-def test_an_actor_whose_class_has_never_heard_of_the_package_is_back_too(spawn: Spawn) -> None:
-    """Its new process loads the package when the group asks it to."""
-    plain, peer = spawn(Plain, max_restarts=-1), spawn(Peer)
-    with rtr.init_group({"plain": plain, "peer": peer}) as group:
-        news: queue.Queue[Any] = queue.Queue()
-        group.on_change(news.put)
-        os.kill(ray.get(plain.pid.remote()), signal.SIGKILL)
-        while news.get(timeout=60)[:2] != ("back", ("plain",)):
-            pass
-        assert ray.get(plain.call_peer.remote("peer", 21), timeout=60) == 42
 
 
 def test_nothing_is_left_in_rays_store(members: Members, marker: str) -> None:
@@ -161,15 +139,3 @@ def test_a_restarted_actor_that_is_in_no_group_is_told_at_once(spawn: Spawn, mar
     error, seconds = ray.get(actor.attempt.remote(marker), timeout=90)
     assert error == "NotAMember" and seconds < 20
     assert ray.get(actor.restarted.remote())
-
-
-def test_who_waits_for_a_group_that_does_not_take_it_back_is_told_by_its_deadline(spawn: Spawn, marker: str) -> None:
-    """Whoever looks after the group stands still."""
-    former, peer, actor = spawn(Peer), spawn(Peer), spawn(Retried, **RETRIED)
-    pid = ray.get(former.run.remote(form, {"peer": peer, "actor": actor}), timeout=90)
-    suspend(pid)
-    try:
-        text, seconds = ray.get(actor.impatient.remote(marker), timeout=90)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert "restarted" in text and "'default'" in text and 1 <= seconds < 20

@@ -116,16 +116,3 @@ def test_what_cannot_work_is_refused(actors: dict[str, Any], request: Any) -> No
             subscribed.get()
 
     in_actor(actors["a"], act)
-
-
-def test_a_subscriber_that_dies_holds_nobody_up(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:
-    subscriber = spawn(Peer)
-    group.add({"subscriber": subscriber})
-    topic = rtr.Topic("dying", home="home")
-    in_actor(subscriber, lambda: subscribe(topic, maxsize=1))
-    in_actor(actors["a"], topic.publish, 1)
-    waits = actors["a"].run.remote(topic.publish, 2)
-    assert in_actor(actors["b"], lambda: wait_until(lambda: topic.stats()["waiting_to_put"] == 1, 20))
-    ray.kill(subscriber)
-    assert ray.get(waits, timeout=60) is None
-    assert in_actor(actors["home"], topic.stats)["subscribers"] == 0

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import operator
 import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
@@ -20,7 +17,6 @@ import torch.distributed.rpc as rpc
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import suspend, wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -117,52 +113,3 @@ def test_a_route_that_needs_it_starts_it(actors: dict[str, Any]) -> None:
         assert running(actors) == []
         in_actor(actors["a"], call, "b")
         assert running(actors) == ["a", "b"]
-
-
-def test_both_may_begin_at_once(group: rtr.Group, actors: dict[str, Any]) -> None:
-    pairs = [(one, other) for one in actors for other in actors if one != other]
-    ray.get([actors[one].run.remote(by_rref, other) for one, other in pairs], timeout=60)
-    assert running(actors) == ["a", "b", "c"]
-
-
-def test_after_the_group_torchs_api_starts_none(actors: dict[str, Any]) -> None:
-    with rtr.init_group(actors):
-        pass
-    with pytest.raises(ray.exceptions.RayTaskError, match="RPC has not been initialized"):
-        in_actor(actors["a"], lambda: rpc.get_worker_info("x"))
-    with rtr.init_group(actors):
-        in_actor(actors["a"], by_rref, "b")
-
-
-def test_a_member_that_stands_still_keeps_no_other_from_connecting(group: rtr.Group, actors: dict[str, Any]) -> None:
-    """Who accepts a connection asks all members of the host whose it is."""
-    frozen = in_actor(actors["c"], os.getpid)
-    in_actor(actors["b"], insides.await_vouchers, 50.0)
-    suspend(frozen)
-    try:
-        began = time.monotonic()
-        in_actor(actors["a"], by_rref, "b")
-        assert time.monotonic() - began < 40, "it waited for the one that stands still"
-    finally:
-        os.kill(frozen, signal.SIGCONT)
-
-
-def test_who_dies_while_it_connects_leaves_the_listener_as_it_was(
-    group: rtr.Group, actors: dict[str, Any], spawn: Spawn
-) -> None:
-    host, port = in_actor(actors["b"], insides.agent_address)
-    in_actor(actors["a"], by_rref, "b")
-    for said in (b"", b"\x40", b"\x40" + bytes(7) + b"x"):
-        dying = spawn(Peer)
-        group.add({"dying": dying})
-        in_actor(dying, connect_and_say, host, port, said)
-        ray.kill(dying)
-        assert wait_until(lambda: len(group.members) == 3, 60), "the dead leave by themselves"
-    in_actor(actors["c"], by_rref, "b")
-
-
-def connect_and_say(host: str, port: int, said: bytes) -> None:
-    import socket
-
-    insides.saved.sock = socket.create_connection((host, port))
-    insides.saved.sock.sendall(said)

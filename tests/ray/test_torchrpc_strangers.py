@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import pwd
-import shutil
 import socket
 import struct
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ import raytorchrpc as rtr
 from tests import insides
 from tests.conformance.peers import Process
 from tests.insides import in_actor
-from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 
@@ -190,79 +185,6 @@ def test_strangers_that_connect_while_members_do(group: rtr.Group, actors: dict[
     assert nobody.result() > 0
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_flood_of_connections_keeps_no_member_out(
-    group: rtr.Group, actors: dict[str, Any], nobody: Process, count: int
-) -> None:
-    assert in_actor(actors["a"], works, "b")
-    (first, *_) = nobody.run(answering, torchrpc_ports(actors["b"]))
-    before = in_actor(actors["b"], descriptors)
-    nobody.begin(flood, first, count)
-    for _ in range(5):
-        assert in_actor(actors["a"], works, "b")
-    assert nobody.result() == count
-    assert in_actor(actors["c"], works, "b")
-    assert in_actor(actors["b"], descriptors) < before + 1000, "strangers fill the descriptors of a member"
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def flood(where: tuple[str, int], count: int) -> int:
-    with ExitStack() as held:
-        for number in range(count):
-            with suppress(OSError):
-                sock = held.enter_context(socket.create_connection(where, timeout=2))
-                if number % 3:
-                    sock.sendall(b"x")
-            if number % 400 == 399:
-                held.close()
-    return count
-
-
-def test_the_port_of_a_dead_member_makes_no_member(
-    group: rtr.Group, actors: dict[str, Any], nobody: Process, spawn: Spawn
-) -> None:
-    dying = spawn(Peer)
-    group.add({"d": dying})
-    assert in_actor(dying, works, "b")
-    ports = in_actor(dying, ports_to, torchrpc_ports(actors["b"]))
-    assert ports
-    ray.kill(dying)
-    assert wait_until(lambda: len(group.members) == len(actors), 60), "the dead leave by themselves"
-    for mine, where in ports:
-        assert nobody.run(speak_from, mine, where) in ("closed", "refused")
-    assert in_actor(actors["a"], works, "b")
-
-
-def ports_to(where: list[tuple[str, int]]) -> list[tuple[tuple[str, int], tuple[str, int]]]:
-    """This process's connections to these addresses: here, there."""
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            sock = socket.socket(fileno=os.dup(int(entry)))
-            with sock:
-                if sock.type == socket.SOCK_STREAM and sock.getpeername() in where:
-                    found.append((sock.getsockname(), sock.getpeername()))
-    return found
-
-
-def speak_from(mine: tuple[str, int], where: tuple[str, int]) -> str:
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.settimeout(15)
-        try:
-            sock.bind(mine)
-            sock.connect(where)
-        except OSError:
-            return "refused"
-        sock.sendall(GARBAGE["zeros"])
-        with suppress(ConnectionError):
-            assert sock.recv(1) == b""
-        return "closed"
-
-
 def test_networks_in_torchrpc_from_are_let_in_unasked(nobody: Process, spawn: Spawn, tmp_path: Path) -> None:
     """Addresses are translated there, so no member knows its own."""
     tmp_path.chmod(0o777)
@@ -277,82 +199,6 @@ def test_networks_in_torchrpc_from_are_let_in_unasked(nobody: Process, spawn: Sp
             assert bool(said) is error, said
             stranger.kill()
     assert in_actor(actors["b"], os.path.exists, str(tmp_path / "made"))
-
-
-def test_gloo_and_its_subgroups_form_while_strangers_call_themselves_members(
-    group: rtr.Group, actors: dict[str, Any], nobody: Process
-) -> None:
-    pids = [in_actor(actor, os.getpid) for actor in actors.values()]
-    host, over, formed = in_actor(actors["a"], node_ip), threading.Event(), 0
-    known = {address for pid in pids for address in listening(pid, host)}
-    with ThreadPoolExecutor(1) as pool:
-        claims = pool.submit(claim_at_new_listeners, nobody, pids, host, known, over)
-        try:
-            while formed < 3:
-                with suppress(rtr.BootstrapError):  # a stranger was there before the guard
-                    group.process_group("gloo")
-                    formed += 1
-                    sums = ray.get([actor.run.remote(summed) for actor in actors.values()], timeout=60)
-                    assert sums == [[3.0, 2.0]] * 3
-        finally:
-            over.set()
-        assert claims.result(60) > 0
-    assert [in_actor(actor, os.getpid) for actor in actors.values()] == pids
-
-
-def summed() -> list[float]:
-    """Over the process group, and over a subgroup of two."""
-    import torch.distributed as dist
-
-    ones = [torch.ones(2), torch.ones(2) if dist.get_rank() < 2 else torch.full((2,), 2.0)]
-    dist.all_reduce(ones[0])
-    pair = dist.new_group([0, 1])
-    if dist.get_rank() < 2:
-        dist.all_reduce(ones[1], group=pair)
-    return [float(each[0]) for each in ones]
-
-
-def claim_at_new_listeners(
-    nobody: Process, pids: list[int], host: str, known: set[tuple[str, int]], over: threading.Event
-) -> int:
-    """Have a stranger connect to each listener that appears in these processes, and in no others: other tests run
-    beside this one. Returns how often it could.
-    """
-    count, is_last = 0, False
-    while not is_last:
-        is_last = over.is_set()
-        if new := {address for pid in pids for address in listening(pid, host)} - known:
-            count += nobody.run(claim_to_be_members, sorted(new))
-    return count
-
-
-def claim_to_be_members(where: list[tuple[str, int]]) -> int:
-    """Connect as gloo's peers do: with a number of a member; how often."""
-    count = 0
-    for address in where:
-        for number in range(3):
-            with suppress(OSError):
-                sock = socket.create_connection(address, timeout=0.05)
-                sock.sendall(struct.pack("<q", number))
-                _open.append(sock)
-                count += 1
-    while len(_open) > 100:
-        _open.pop(0).close()
-    return count
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nmap") is None, reason="nmap is not installed")
-def test_a_port_scanner_harms_nobody(group: rtr.Group, actors: dict[str, Any]) -> None:
-    for _ in range(2):
-        ports = ",".join(str(port) for _, port in torchrpc_ports(actors["b"]))
-        host = in_actor(actors["b"], node_ip)
-        scan = ["nmap", "-Pn", "-n", "-sT", "-sV", "--version-all", "--host-timeout", "60s", "-p", ports, host]
-        running = subprocess.Popen(scan, stdout=subprocess.PIPE, text=True)
-        while running.poll() is None:
-            assert in_actor(actors["a"], works, "b")
-        assert "Nmap done" in running.communicate()[0]
-    assert in_actor(actors["c"], works, "b")
 
 
 def test_a_group_that_has_ended_listens_to_nobody(nobody: Process, spawn: Spawn) -> None:

@@ -99,26 +99,6 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
     assert in_actor(actors["learner"], at_rest)
 
 
-def test_the_last_of_the_names_that_are_one_tensor_stays(actors: dict[str, Any], request: Any) -> None:
-    """Both with the answer that brings tensors in place, and with a known plan."""
-    store = store_in_learner(request)
-
-    def publish_both() -> int:
-        return store.publish({"embed": torch.full((LARGE,), 1.0), "head": torch.full((LARGE,), 2.0)})
-
-    def pull_into_one() -> list[float]:
-        one, pulled = torch.zeros(LARGE), []
-        for _ in range(2):
-            store.pull({"embed": one, "head": one})
-            pulled += one.unique().tolist()
-            one.zero_()
-        return pulled
-
-    in_actor(actors["learner"], publish_both)
-    assert in_actor(actors["a"], pull_into_one) == in_actor(actors["learner"], pull_into_one) == [2.0, 2.0]
-    assert in_actor(actors["learner"], no_readers, store)
-
-
 def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], request: Any) -> None:
     """A pull that asked, and then had parts sent, would take several times as long between two GPUs."""
     store = store_in_learner(request)
@@ -192,44 +172,6 @@ def test_inside_a_distributed_autograd_context(actors: dict[str, Any], request: 
             assert not torch.distributed.autograd.get_gradients(context)
 
     in_actor(actors["a"], follow)
-
-
-def test_one_of_each_host_pulls_and_the_others_from_it(
-    spawn: Spawn, actors: dict[str, Any], group: rtr.Group, request: Any
-) -> None:
-    """With simulated hosts: what is decided comes from the node ids alone."""
-    leader = spawn(Peer)
-    group.add({"leader": leader})
-    far = {"leader": leader, "b": actors["b"], "c": actors["c"]}
-    everybody = {**far, "learner": actors["learner"], "a": actors["a"]}
-    here = group.members[0].node_id
-    try:
-        nodes = {name: "two" if name in far else here for name in everybody}
-        ray.get([actor.run.remote(insides.pretend, nodes) for actor in everybody.values()], timeout=60)
-        store, size = store_in_learner(request), 4 * LARGE
-        before = {name: in_actor(far[name], came_from) for name in far}
-        for value in (1, 2):
-            in_actor(actors["learner"], publish, store, value)
-            pulls = [actor.run.remote(pull, store, value) for actor in (*far.values(), actors["a"])]
-            assert ray.get(pulls, timeout=60) == [value] * 4
-
-        def came(name: str, peer: str) -> int:
-            return in_actor(far[name], came_from).get(peer, 0) - before[name].get(peer, 0)
-
-        from_home = sum(came(name, "learner") for name in far)
-        assert 2 * size <= from_home < 3 * size, "each version crossed once for the three of them"
-        assert 4 * size <= sum(came(name, other) for name in far for other in far) < 5 * size
-        in_actor(actors["learner"], publish, store, 3)
-        known = came("b", "leader")
-        for name in ("leader", "b"):
-            assert in_actor(far[name], pull, store, 3) == 3
-        assert came("b", "leader") >= known + size
-        ray.kill(leader)
-        assert in_actor(actors["c"], pull, store, 3) == 3, "though the one that had it is gone"
-    finally:
-        del everybody["leader"]
-        here_again = [actor.run.remote(insides.pretend, dict.fromkeys(nodes, here)) for actor in everybody.values()]
-        ray.get(here_again, timeout=60)
 
 
 def test_readers_that_die_and_a_home_that_does(spawn: Spawn, actors: dict[str, Any], group: rtr.Group) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import re
 import signal
-import weakref
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import ray
 import torch
@@ -164,74 +160,6 @@ def test_a_busy_store_has_memory_for_two_versions_when_it_rests(actors: dict[str
         its = found[reader]
         assert dict(its.sources).keys() == set(PUBLISHERS) and not its.held and its.mapped >= 2 * PIECE
         assert sum(size for _, size in its.sources) == its.bytes_in
-
-
-def pull_into_shards(store: rtr.WeightStore, times: int) -> None:
-    model = {name: shard(name, 0, 0, 1) for name in SHAPES}
-    for _ in range(times):
-        store.pull(model)
-
-
-def test_a_pull_asks_each_publisher_once(group: rtr.Group, actors: dict[str, Any], store: rtr.WeightStore) -> None:
-    publish_all(actors, store, 1)
-
-    def requests() -> Counter[str]:
-        found = Counter[str]()
-        for row in group.stats().methods:
-            if store.name in row.method:
-                found[row.method.rpartition(".")[2]] += row.calls
-        return found
-
-    ray.get(actors["g0"].run.remote(pull_into_shards, store, 1))
-    before = requests()
-    ray.get(actors["g0"].run.remote(pull_into_shards, store, 3))
-    new = requests() - before
-    assert new["lease"] == 3 * len(PUBLISHERS) and not new["pieces"] and not new["tensors"], new
-
-
-def is_let_go(store: rtr.WeightStore) -> bool:
-    """Whether memory that a model had at its pull is freed once the model has other memory."""
-    array = numpy.zeros(SHAPES["matrix"])
-    alive = weakref.ref(array)
-    tensor = torch.from_numpy(array)
-    del array
-    model = {"matrix": rtr.Shard(tensor, SHAPES["matrix"], (0, 0))}
-    for _ in range(2):
-        store.pull(model, strict=False)
-    tensor.data = torch.zeros(SHAPES["matrix"], dtype=torch.float64)
-    gc.collect()
-    return alive() is None and store.pull(model, strict=False) == 1 and torch.equal(tensor, whole("matrix", 1))
-
-
-def test_a_handle_keeps_no_memory_of_a_model(actors: dict[str, Any], store: rtr.WeightStore) -> None:
-    publish_all(actors, store, 1)
-    assert ray.get(actors["g0"].run.remote(is_let_go, store), timeout=60)
-
-
-def pulls_into_changing_memory(store: rtr.WeightStore) -> list[str]:
-    """Names of what is wrong after pulls between which the model's tensors get other memory, and their old one back."""
-    model = {name: shard(name, 1, 0, 2) for name in SHAPES}
-    tensors = {name: value.tensor if isinstance(value, rtr.Shard) else value for name, value in model.items()}
-    own = {name: tensor.data for name, tensor in tensors.items()}
-    others = {name: torch.empty_like(tensor) for name, tensor in own.items()}
-    turned = {name: torch.empty_like(tensor.mT).mT if tensor.dim() > 1 else tensor for name, tensor in own.items()}
-    wrong: list[str] = []
-    for memory in (own, own, others, own, others, turned, own, turned, turned):
-        for name, tensor in tensors.items():
-            tensor.data = memory[name].fill_(-1.0)
-        version = store.pull(model)
-        wrong += [name for name in SHAPES if not _same(model[name], shard(name, 1, 0, 2, version))]
-        wrong += [name for name in SHAPES if tensors[name].data_ptr() != memory[name].data_ptr()]
-    tensors["matrix"].data = torch.zeros((), dtype=torch.float64).expand(own["matrix"].shape)
-    with pytest.raises(rtr.ConfigurationError, match=r"'matrix' .* is expanded"):
-        store.pull(model)
-    return wrong
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_the_memory_of_a_model_may_change(actors: dict[str, Any], store: rtr.WeightStore, dimension: int) -> None:
-    publish_all(actors, store, 1, dimension)
-    assert ray.get(actors["g1"].run.remote(pulls_into_changing_memory, store), timeout=60) == []
 
 
 def remember(store: rtr.WeightStore) -> str:

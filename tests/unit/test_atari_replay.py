@@ -47,29 +47,6 @@ def test_a_ring_that_is_full_forgets_the_oldest() -> None:
     assert all(frames == list(range(action - 3, action + 2)) for action, frames in seen.items())
 
 
-def test_players_do_not_mix_and_are_drawn_as_often_as_they_have_rows() -> None:
-    replay = Replay(2, 200, 2, 3, seed=0)
-    replay.add(0, rows([31], first=0))
-    replay.add(1, rows([91], first=100))
-    for action, frames in drawn(replay).items():
-        assert all((frame >= 100) == (action >= 100) for frame in frames)
-    share = float((replay.sample(10_000).actions >= 100).float().mean())
-    assert share == pytest.approx(0.75, abs=0.03)
-    assert len(replay) == 120
-
-
-def test_the_same_seed_draws_the_same_and_memory_that_is_given_is_used() -> None:
-    memories = [Replay(1, 100, 2, 3, seed=seed) for seed in (1, 1, 2)]
-    for memory in memories:
-        memory.add(0, rows([60]))
-    out = torch.zeros((16, STACK + 1, 2, 3), dtype=torch.uint8)
-    first = memories[0].sample(16, out=out)
-    assert first.frames.data_ptr() == out.data_ptr()
-    same, other = memories[1].sample(16), memories[2].sample(16)
-    assert torch.equal(first.frames, same.frames)
-    assert not torch.equal(first.actions, other.actions)
-
-
 def test_a_memory_without_a_transition_says_so() -> None:
     replay = Replay(1, 100, 2, 3, seed=0)
     with pytest.raises(ValueError, match="no transition yet"):
@@ -98,20 +75,3 @@ def test_a_network_gives_a_value_for_each_action_and_learns(net: str) -> None:
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 4
     assert all(parameter.grad is None for parameter in target.parameters())
-
-
-def test_the_loss_is_the_one_of_dqn() -> None:
-    torch.manual_seed(0)
-    network, target = Network("tiny", 3), Network("tiny", 3)
-    frames = torch.randint(256, (2, STACK + 1, SIDE, SIDE), dtype=torch.uint8)
-    batch = Batch(frames, torch.tensor([2, 0]), torch.tensor([1.0, -1.0]), torch.tensor([False, True]))
-    loss, value = td_loss(network, target, batch, 0.5)
-    mine = network(frames[:, :STACK])[[0, 1], [2, 0]]
-    wanted = torch.stack([1 + 0.5 * target(frames[:1, 1:]).max(), torch.tensor(-1.0)])  # nothing follows an end
-    assert loss.item() == pytest.approx(torch.nn.functional.huber_loss(mine, wanted).item())
-    assert value.item() == pytest.approx(mine.mean().item(), rel=1e-5)  # float32
-
-
-def test_an_unknown_network_is_refused() -> None:
-    with pytest.raises(ValueError, match="net 'huge' is unknown; known: nature, small, tiny"):
-        Network("huge", 6)

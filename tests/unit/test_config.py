@@ -12,17 +12,11 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 
-def test_defaults_need_nothing() -> None:
-    config = GroupConfig()
-    assert config.rpc_timeout_s == 60
-    assert config.lanes is None and config.device_maps is None and config.transports is None
-
-
 def test_is_immutable_and_survives_a_pickle() -> None:
     config = GroupConfig(lanes=("-socket",), rpc_timeout_s=3, device_maps={"a": "1_0_0"})
     assert pickle.loads(pickle.dumps(config)) == config
     assert replace(config, rpc_timeout_s=4) == GroupConfig(**{**vars(config), "rpc_timeout_s": 4})
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ConfigurationError, match=r"GroupConfig is frozen: create another one with rpc_timeout_s=5$"):
         config.rpc_timeout_s = 5  # type: ignore[misc]
 
 
@@ -75,11 +69,6 @@ def test_sizes_may_have_units(text: str, size: int) -> None:
     assert GroupConfig.from_env({"RAYTORCHRPC_SHM_BYTES": text}).shm_bytes == size
 
 
-def test_an_assignment_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigurationError, match=r"GroupConfig is frozen: create another one with tls=True$"):
-        GroupConfig().tls = True  # type: ignore[misc]
-
-
 def test_from_env_reads_every_form() -> None:
     config = GroupConfig.from_env(
         {
@@ -100,11 +89,6 @@ def test_from_env_reads_every_form() -> None:
         device_maps={"learner": "1_0_1", "1": {"learner": {"0": 1}}},
         torchrpc_threads=8,
     )
-
-
-def test_from_env_reads_the_process_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYTORCHRPC_RPC_TIMEOUT_S", "7")
-    assert GroupConfig.from_env().rpc_timeout_s == 7
 
 
 def test_code_wins_over_the_environment() -> None:

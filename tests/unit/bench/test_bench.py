@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks import page
-from raytorchrpc.bench import contestants, patterns, tables
+from raytorchrpc.bench import patterns, tables
 from raytorchrpc.bench.cases import Device, Figure, show_size
 from raytorchrpc.bench.contestants import CALLS, LINKS, choose
-from raytorchrpc.bench.patterns import PATTERNS, Pattern, Shape, make_options, parse_size, shape, variants
+from raytorchrpc.bench.patterns import PATTERNS, Pattern, make_options, parse_size, variants
 from raytorchrpc.bench.results import Result, published, read_result, write_file
 from raytorchrpc.bench.site import Host, Site, find_node, free_memory, obstacle, size_obstacle
 from raytorchrpc.config import GroupConfig
@@ -60,14 +60,6 @@ def test_a_run_covers_everything_unless_told_otherwise() -> None:
         "memcpy",
     ]
     assert (some.sizes, some.devices) == ((1000, 10**6), ("cpu",))
-
-
-@pytest.mark.parametrize(("cores", "rows"), [(2, contestants.QUICK_FEW), (32, contestants.QUICK)])
-def test_a_quick_run_starts_few_actors_where_there_are_few_cores(cores: int, rows: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(patterns.os, "cpu_count", lambda: cores)
-    quick = make_options(quick=True)
-    assert {one.name for one in quick.contestants} == set(rows)
-    assert quick.budget_s < 60
 
 
 def test_patterns_contestants_and_payloads_are_chosen_by_name() -> None:
@@ -235,14 +227,6 @@ def test_one_that_has_no_such_calls_says_why(name: str, pattern: Pattern, device
     assert reason is None if says is None else says in (reason or "")
 
 
-def test_ray_actors_can_be_called_while_they_call() -> None:
-    auto, ray = choose(["auto", "ray"], CALLS)
-    together = Pattern(members=4, is_together=True)
-    assert shape(ray, together) == Shape(4, 16) and shape(ray, Pattern(busy="Python")) == Shape(2, 16)
-    assert shape(ray, Pattern()) == shape(auto, Pattern()) == Shape(2, 1)
-    assert shape(auto, together) == Shape(4, 1)
-
-
 def test_sizes_beyond_a_lane_or_the_memory_are_not_tried() -> None:
     here = site(place(free_bytes=10 * GB, store_bytes=GB))
     assert size_obstacle(BY_NAME["auto"], "cpu", 10**6, here) is None
@@ -340,11 +324,6 @@ def test_the_longer_of_contestants_and_sizes_goes_down() -> None:
     (across,) = tables.tables(result(*(figure(name, size, 2.0) for name in ("auto", "ray") for size in (1, 2, 3))))
     assert across.heads == ["", "auto", "ray"] and across.rows[0] == ["1 B", "2", "2 x1"]
     assert across.markdown().splitlines()[:3] == ["|  | auto | ray |", "| --- | ---: | ---: |", "| 1 B | 2 | 2 x1 |"]
-
-
-def test_turns_that_differ_much_are_marked() -> None:
-    noisy = Figure(case="x", contestant="auto", size=1, median=1.0, low=0.9, high=1.6, turns=5)
-    assert tables.tables(result(noisy))[0].rows == [["1 B", "1~"]]
 
 
 def test_published_figures_stand_beside_those_of_the_run(tmp_path: Path) -> None:

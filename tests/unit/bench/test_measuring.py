@@ -114,12 +114,6 @@ def test_contestants_alternate_and_the_first_turn_does_not_count() -> None:
     assert (a.median, a.low, a.high, a.turns) == (2, 1, 3, 3) and (b.median, b.low, b.high) == (20, 10, 30)
 
 
-def test_one_that_is_apart_takes_its_turns_at_once() -> None:
-    turns = Turns(lambda name, size: 1)
-    turns.take((1,), rounds=2, apart=("b",))
-    assert turns.log == ["a 1", "b 1", "b 1", "b 1", "a 1", "a 1"]
-
-
 def test_one_that_fails_keeps_its_figures_and_says_why_from_there() -> None:
     turns = Turns(lambda name, size: Failed("it broke") if (name, size) == ("a", 2) else 1)
     figures = turns.take((1, 2, 3))
@@ -244,11 +238,6 @@ def test_one_that_is_stuck_loses_its_actors_and_starts_anew_with_the_next_case(r
     assert figures["ray", "one", 0].reason == figures["ray", "one", 1250].reason == "no answer within 60 s"
     assert figures["auto", "one", 0].median == 1.0
     assert ScriptedTeam.log.count("start ray") == 2 and ScriptedTeam.log.count("start auto") == 1
-
-
-def test_a_large_tensor_is_freed_at_the_end_of_each_turn(run: Any) -> None:
-    run(["auto"], sizes=(1250, 600_000_000))
-    assert ScriptedTeam.log.count("drop") == 3
 
 
 def test_what_cannot_run_here_starts_no_actors_and_says_why(run: Any) -> None:

@@ -17,7 +17,6 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc import Future
-from raytorchrpc.calls.spans import Tracer
 from tests.polling import wait_until
 from tests.unit.callees import Awaited, Exposed, Gate, Rejoin, exposed
 from tests.unit.members import Members, in_thread
@@ -56,16 +55,8 @@ class Actor:
     async def pass_on(self, _: None, target: str) -> Any:
         return await rtr.rpc_async(target).stay()
 
-    async def insist(self, _: None) -> str:
-        self.began.set()
-        try:
-            await asyncio.sleep(LONG)
-        except asyncio.CancelledError:
-            self.log.append("ignored")
-        return "insisted"
-
     def methods(self) -> dict[str, Exposed]:
-        coroutines = {name: getattr(self, name) for name in ("stay", "pass_on", "insist")}
+        coroutines = {name: getattr(self, name) for name in ("stay", "pass_on")}
         return {
             "hold": exposed(self.hold, concurrent=False),
             "hold_beside": exposed(self.hold),
@@ -108,14 +99,6 @@ def is_cancelled(future: Future[Any]) -> None:
 # --- the method ----------------------------------------------------------------------------------------------
 
 
-def test_a_cancelled_call_is_in_the_trace_of_its_callee(members: Members, actor: Actor) -> None:
-    tracer = Tracer(0, 100)
-    members.members["home"].trace(tracer)
-    running = rtr.rpc_async("home").hold()
-    assert actor.began.wait(LONG) and running.cancel()
-    assert wait_until(lambda: [event.kind for event in tracer.taken()[0]] == ["serve"], LONG)
-
-
 def test_a_running_sync_method_is_left_alone(members: Members, actor: Actor) -> None:
     running = rtr.rpc_async("home").hold("result")
     assert actor.began.wait(LONG) and running.cancel()
@@ -137,14 +120,6 @@ def test_a_coroutine_is_cancelled(members: Members, actor: Actor) -> None:
     assert following.result() == 1, "it has given its admission back"
     assert actor.log == ["the caller of home.stay cancelled it", "left", "noted"]
     assert wait_until(lambda: in_flight(members) == (0, 0), LONG)
-
-
-def test_a_coroutine_that_ignores_it_runs_on(members: Members, actor: Actor) -> None:
-    running = rtr.rpc_async("home").insist()
-    assert actor.began.wait(LONG) and running.cancel()
-    assert wait_until(lambda: actor.log == ["ignored"], LONG)
-    is_cancelled(running)
-    assert rtr.rpc_sync("home").note(1) == 1
 
 
 def test_a_coroutine_that_waits_for_its_turn_never_begins(members: Members, actor: Actor) -> None:
@@ -202,20 +177,6 @@ def test_a_call_that_is_done_keeps_its_result(members: Members) -> None:
     assert done.result() == 1 and not done.cancel()
 
 
-def test_a_call_whose_deadline_has_passed_is_done(members: Members, actor: Actor) -> None:
-    late = rtr.rpc_async("home", timeout=0.01).hold()
-    assert wait_until(late.done, LONG) and not late.cancel()
-    with pytest.raises(rtr.RpcTimeout):
-        late.result()
-
-
-def test_twice_is_as_once(members: Members, actor: Actor) -> None:
-    running = rtr.rpc_async("home").hold()
-    assert running.cancel() and running.cancel()
-    is_cancelled(running)
-    assert dict(members.members["a"].counters.rows("a")[0].errors) == {"CancelledError": 1}
-
-
 def test_the_call_or_its_cancellation_wins_and_that_stays(members: Members, actor: Actor) -> None:
     actor.go.set()
     won = {True: 0, False: 0}
@@ -264,16 +225,6 @@ def test_a_waiting_thread_is_woken(members: Members, actor: Actor) -> None:
     waiting = in_thread(wait_for_it)
     assert actor.began.wait(LONG) and running.cancel()
     assert waiting() is rtr.CancelledError and not actor.go.is_set()
-
-
-def test_callbacks_run(members: Members, actor: Actor) -> None:
-    running = rtr.rpc_async("home").hold()
-    called: list[bool] = []
-    running.add_done_callback(lambda future: called.append(future.cancelled()))
-    running.cancel()
-    assert wait_until(lambda: called == [True], LONG)
-    running.add_done_callback(lambda future: called.append(future.cancelled()))
-    assert wait_until(lambda: called == [True, True], LONG)
 
 
 def test_awaits_raise_the_error_of_asyncio(members: Members, actor: Actor) -> None:
@@ -350,44 +301,6 @@ def test_what_cancels_its_task_cancels_the_call(
 
     asyncio.run(run())
     assert wait_until(lambda: "left" in actor.log, LONG)
-
-
-def test_shield_keeps_the_call(members: Members, actor: Actor) -> None:
-    async def run() -> None:
-        running = rtr.rpc_async("home").hold("result")
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(running), 0.05)
-        assert not running.done()
-        actor.go.set()
-        assert await running == "result"
-
-    asyncio.run(run())
-
-
-def test_gather_returns_results_and_errors(members: Members, actor: Actor) -> None:
-    async def run() -> None:
-        calls = [rtr.rpc_async("home").note(number) for number in range(3)]
-        assert await asyncio.gather(*calls) == [0, 1, 2]
-        outcomes = await asyncio.gather(
-            rtr.rpc_async("home").note(), rtr.rpc_async("home").note(1), return_exceptions=True
-        )
-        assert isinstance(outcomes[0], TypeError) and outcomes[1] == 1
-
-    asyncio.run(run())
-
-
-def test_wait_takes_ensured_futures(members: Members, actor: Actor) -> None:
-    async def run() -> None:
-        held, noted = rtr.rpc_async("home").hold_beside(), rtr.rpc_async("home").note(1)
-        tasks = [asyncio.ensure_future(held), asyncio.ensure_future(noted)]
-        done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=LONG)
-        assert done == {tasks[1]} and tasks[1].result() == 1 and pending == {tasks[0]}
-        tasks[0].cancel()
-        assert (await asyncio.wait(tasks, timeout=LONG))[1] == set() and held.cancelled()
-        calls = [rtr.rpc_async("home").note(number) for number in range(3)]
-        assert {await done for done in asyncio.as_completed(calls, timeout=LONG)} == {0, 1, 2}
-
-    asyncio.run(run())
 
 
 @pytest.mark.skipif("sys.version_info < (3, 11)", reason="asyncio.wait wraps awaitables itself")

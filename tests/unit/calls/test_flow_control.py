@@ -58,17 +58,6 @@ def test_who_waits_is_served_in_order_and_before_later_ones() -> None:
     assert (window.calls, window.bytes) == (0, 0)
 
 
-def test_who_gave_up_is_skipped() -> None:
-    window = CreditWindow(1, 10)
-    first = taken(window, 1)
-    gone, stays = window.enqueue(1), window.enqueue(1)
-    window.cancel(gone)
-    first.give_back()
-    assert stays[1].wait(5) and not gone[1].done
-    window.cancel(stays)
-    assert (window.calls, window.bytes) == (0, 0)
-
-
 def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
     windows = CreditWindows(GroupConfig(max_calls_in_flight=3), 100)
     inside, most = 0, 0

@@ -42,10 +42,6 @@ def test_rows_add_up_methods_and_methods_add_up_callers() -> None:
     assert again == stats and again.methods == stats.methods
 
 
-def test_the_text_of_a_group_without_calls_has_only_the_heads() -> None:
-    assert len(str(GroupStats()).splitlines()) == 3
-
-
 def test_a_service_is_counted_under_the_name_of_its_object() -> None:
     assert counted_name("update", ("queue", "x")) == "update"
     assert counted_name("raytorchrpc.put", ("queue", "batches", 7)) == "queue batches.put"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -147,55 +145,6 @@ def test_calls_that_wait_for_a_peer_take_no_thread_from_those_that_are_served(me
     with members.acting("b"):
         assert rtr.rpc_async("a", timeout=60).f().result() == "its result"
     assert not any(future.done() for future in waiting)
-
-
-def test_a_call_that_was_never_sent_is_not_counted(members: Members) -> None:
-    members.mark_away("a", "home", "its node restarts")
-    future = called(members, 1, ran=False, timeout=0.5)
-    with pytest.raises(RpcTimeout):
-        future.wait()
-    assert not members.members["a"].counters.rows("a")
-
-
-def test_a_call_that_cannot_be_sent_again_for_lack_of_memory_fails_at_once(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    future = called(members, 1, ran=True)
-
-    def call(*args: Any, **options: Any) -> Pending:
-        raise MemoryError("no room for the request")
-
-    monkeypatch.setattr(members.lanes["a"], "call", call)
-    with pytest.raises(MemoryError, match="no room"):
-        future.result(10)
-
-
-def test_a_repeated_call_stays_in_its_autograd_context_and_follows_its_streams(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context, sent = threading.local(), []
-    lane = members.lanes["a"]
-    call = lane.call
-
-    @contextmanager
-    def entered(number: int) -> Iterator[None]:
-        context.number = number
-        yield
-        context.number = None
-
-    def noting(*args: Any, **options: Any) -> Pending:
-        sent.append((getattr(context, "number", None), getattr(context, "follows", None)))
-        return call(*args, **options)
-
-    follows = partial(setattr, context, "follows", 1)
-    monkeypatch.setattr("raytorchrpc.calls.client.outgoing.follow_thread", lambda: follows)
-    monkeypatch.setattr(lane, "call", noting)
-    monkeypatch.setattr("raytorchrpc._compat.torch_internals.current_autograd_context", lambda: 7)
-    monkeypatch.setattr("raytorchrpc._compat.torch_internals.autograd_context", entered)
-    future = called(members, 1, ran=True)
-    lane.release()
-    assert future.wait() == "its result"
-    assert sent == [(None, None), (7, 1)]
 
 
 def refused(tensor_lanes: dict[str, Any]) -> BaseException:

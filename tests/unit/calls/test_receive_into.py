@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import threading
 from typing import Any
 
 import numpy
@@ -14,7 +13,7 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.receive_into import Buffers, Window
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Part
-from raytorchrpc.tensors.codec import Codec, Encoded, layouts
+from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.dtypes import OutOfBounds
 from tests.freed import FREED, freed
 
@@ -70,14 +69,6 @@ def test_whatever_it_is_made_of_is_made_once() -> None:
     assert result[0].state["t"] is buffers[0] and result[0].state["more"][0] is buffers[1]
     assert buffers[0].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert (result[0].state["set"], result[1]["closure"](), result[2][0] is buffers[2]) == ({1, (2, 3)}, 3, True)
-
-
-def test_the_layouts_of_tensors_are_read_without_making_anything() -> None:
-    before = Odd.made
-    locked = CODEC.encode([torch.ones(2, 3).T, Odd(), threading.Lock, torch.ones(2, 3)])
-    assert layouts(locked) == {0: ((3, 2), (1, 3)), 1: ((3, 2), (1, 3))}
-    assert Odd.made == before
-    assert layouts(CODEC.encode(None)) == {}
 
 
 @pytest.mark.parametrize("turned", ["tensor", "buffer", "both"])
@@ -244,24 +235,11 @@ def test_strided_parts_outside_of_a_message_are_refused(offset: int, strides: tu
     assert not target.any()
 
 
-def test_parts_that_nobody_wants_are_left() -> None:
-    assert spread((5, [torch.ones(9)]), lambda result: None)[1][0] == 5
-    assert spread(None, lambda result: None)[1] is None
-
-
 def test_parts_go_to_a_tensor_made_under_inference_mode() -> None:
     with torch.inference_mode():
         target = torch.zeros(4, dtype=torch.uint8)
     spread([torch.arange(8, dtype=torch.uint8)], lambda result: [[Part(4, target)]])
     assert target.tolist() == [4, 5, 6, 7]
-
-
-def test_what_a_plan_raises_comes_out() -> None:
-    def plan(result: Any) -> None:
-        raise ConfigurationError("it does not fit")
-
-    with pytest.raises(ConfigurationError, match="it does not fit"):
-        spread([torch.ones(9)], plan)
 
 
 def window(obj: Any) -> tuple[Window, list[int]]:

@@ -343,34 +343,6 @@ def test_losing_the_callee_raises_after_the_items_that_have_arrived(
     assert list(stream) == []
 
 
-def test_cancelling_the_task_that_reads_closes_the_generator(members: Members, actor: Actor, gate: Gate) -> None:
-    async def read() -> None:
-        async for _ in await rtr.rpc_async("home").acount(2):
-            await asyncio.sleep(LONG)
-
-    async def run() -> None:
-        task = asyncio.create_task(read())
-        assert await asyncio.to_thread(wait_until, lambda: actor.made == 2, LONG)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
-    gc.collect()
-    is_closed(members, actor, gate)
-
-
-def test_a_generator_that_waits_for_its_turn_can_be_cancelled(members: Members, actor: Actor) -> None:
-    actor.go.clear()
-    first = opened("count", 1)
-    queued = rtr.rpc_async("home").count(5)
-    assert queued.cancel()
-    actor.go.set()
-    assert numbers(first) == [0]
-    assert wait_until(lambda: members.members["a"].outgoing.in_flight()["home"] == (0, 0), LONG), "it is confirmed"
-    assert rtr.rpc_sync("home").note(1) == 1 and actor.made == 1
-
-
 # --- called through Ray, or by another method of the actor ---------------------------------------------------
 
 

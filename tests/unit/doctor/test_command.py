@@ -82,12 +82,6 @@ def test_a_terminal_gets_lines_that_fit(
     assert "".join(out.split()) == "".join(whole.split()), "nothing is cut off"
 
 
-def test_a_healthy_machine_is_called_that(tmp_path: Path) -> None:
-    laptop(tmp_path)
-    code, out, _ = told(tmp_path)
-    assert (code, out.splitlines()[-1]) == (0, "healthy (4 notes)")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

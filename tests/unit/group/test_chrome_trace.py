@@ -46,11 +46,6 @@ def test_a_call_and_its_method_are_joined_by_an_arrow() -> None:
     assert {"a (pid 100)", "b (pid 101)", "worker"} <= names
 
 
-def test_an_arrow_needs_both_ends() -> None:
-    result = made(member("a", 0, event("call", 1, 2, mark=5)), member("b", 1, event("serve", 1, 2, mark=6)))
-    assert not phase(result, "s") and not phase(result, "f")
-
-
 def test_clocks_of_other_hosts_are_brought_to_ours() -> None:
     clocks = {"b": Clock(offset_s=1000.0, error_s=25e-6)}
     caller = member("a", 0, event("call", 10.0, 10.004, thread=7, mark=5))
@@ -73,10 +68,6 @@ def test_what_overlaps_has_tracks_of_its_own_and_gives_them_back() -> None:
     assert {one["tid"] for one in phase(result, "X") if one["cat"] == "serve"}.isdisjoint(by_track)
 
 
-def test_an_empty_trace_is_a_trace() -> None:
-    assert phase(made(member("a", 0)), "X") == []
-
-
 def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
     tracer = Tracer(0, 3)
     for number in range(5):
@@ -86,11 +77,6 @@ def test_a_full_ring_forgets_the_oldest_and_says_how_many() -> None:
     assert list(threads) == [events[0].thread]
     result = made(MemberTrace("a", 0, 1, events, dropped, threads))
     assert result["otherData"]["dropped"] == {"a": 2}
-
-
-def test_no_two_members_give_the_same_mark() -> None:
-    marks = {Tracer(rank, 1).call("b.f", caller_waits=True).mark for rank in range(300)}
-    assert len(marks) == 300
 
 
 def test_the_main_thread_alone_has_the_number_of_its_process() -> None:

@@ -23,13 +23,11 @@ from ray.exceptions import ActorUnavailableError, PendingCallsLimitExceeded, Ray
 from raytorchrpc._compat import ray_internals
 from raytorchrpc._compat.ray_internals import ActorState
 from raytorchrpc.calls import protocol
-from raytorchrpc.errors import BootstrapError, PeerLost, RayTorchRpcError
+from raytorchrpc.errors import BootstrapError, RayTorchRpcError
 from raytorchrpc.group import restarts
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.formation import Formation
 from raytorchrpc.group.restarted import Process
 from raytorchrpc.group.restarts import RestartedActors
-from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.base import Message, Reply
 from raytorchrpc.lanes.common import connections as lane_connections
 from raytorchrpc.lanes.common.handshake import Credentials
@@ -37,8 +35,6 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from tests.polling import wait_until
-from tests.unit import clusters
-from tests.unit.group.test_roster import formed, probes_of
 
 # --- processes of restarted actors ----------------------------------------------------------------------------------
 
@@ -270,39 +266,6 @@ def test_watching_many_members_takes_no_time_while_nothing_happens(monkeypatch: 
         assert min(shares) < 0.05, "other threads of the process may have worked meanwhile"
         group.listener.close()
         assert {group.ended.get(timeout=PATIENCE_S) for _ in group.names} == {*group.names}
-
-
-def test_a_restarted_member_does_not_return_in_the_place_of_another_with_its_name() -> None:
-    """A user has removed it meanwhile, and has added another under its name."""
-    cluster = clusters.hosts_of(1, 4)
-    roster, _ = formed(cluster)
-    probes = probes_of(cluster)
-    both = ["worker_1", "worker_2"]
-    attempt, adding = (Formation(roster, dict.fromkeys(names), 1.0) for names in (both, both[:1]))
-    attempt._probes, adding._probes = ({name: probes[name] for name in each.participants} for each in (attempt, adding))
-    attempt._elsewhere = adding._elsewhere = 0
-    attempt.assign(roster)
-    host: Any = SimpleNamespace(
-        roster=roster.without(["worker_1"]), _assigned={attempt: None}, _check_present=lambda _: None
-    )
-    Supervisor._assign(host, adding)
-    assert adding.ranks == {"worker_1": 4} and attempt.ranks == {"worker_1": 1, "worker_2": 2}
-    host.roster = host.roster.with_members(adding.roster, adding.ranks)
-    with pytest.raises(BootstrapError, match="worker_1 left the group meanwhile"):
-        Supervisor._check_present(host, attempt)
-
-
-def test_a_connection_that_breaks_as_it_is_made_is_the_cause_of_the_loss() -> None:
-    """Not the error's whole message, which tells whether a call may have run there."""
-
-    def watch(name: str, patience_s: float) -> None:
-        raise PeerLost(name, "connection broke: reset")
-
-    found: list[Any] = []
-    host = SimpleNamespace(_connections=SimpleNamespace(watch=watch), _report=lambda event: found.extend(event.args))
-    host._core = SimpleNamespace(dialled=lambda *_, **__: None)
-    Supervisor._connect(host, "an actor", "learner", (0, 0), PATIENCE_S)  # type: ignore[arg-type]
-    assert found == ["learner", (0, 0), "connection broke: reset"]
 
 
 @pytest.fixture

@@ -165,29 +165,6 @@ def test_while_it_forms_members_are_waited_for_longer_than_in_a_collective() -> 
     assert asked == [60.0, 1.0]
 
 
-def test_a_store_whose_python_part_is_gone_raises() -> None:
-    wrapped = PrefixStore("prefix", store_of(key_table()))
-    operations: list[Callable[[], Any]] = [lambda: wrapped.check(["key"]), lambda: wrapped.set("key", "value")]
-    for operation in operations:
-        with pytest.raises(RuntimeError):
-            operation()
-
-
-def test_counters_of_many_threads_lose_nothing() -> None:
-    table = key_table()
-
-    def count(store: MemberStore) -> None:
-        for _ in range(200):
-            store.add("count", 1)
-
-    threads = [threading.Thread(target=count, args=(store_of(table),)) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert table.operate(30.0, "add", "count", 0) == 1600
-
-
 def reduced(ranks: int, look_at: Callable[[bytes], bool], requests: list[str]) -> dict[int, float]:
     """What each rank has of the sum of all ranks, on threads of one process: torch's C++ calls the stores without the
     interpreter lock. No rank goes on before all have published their addresses.

@@ -93,35 +93,6 @@ def test_departures_are_kept_for_those_that_have_not_followed_them() -> None:
     assert group.view.since(2).base == 2, "who has followed gets no more than the change"
 
 
-def test_a_name_that_a_dead_member_had_may_come_again() -> None:
-    group = Group(1)
-    member = group.follower()
-    group.view.remove({6: Absence("its actor died", True, True)})
-    group.roster = group.roster.without(["worker_6"])
-    (peer,) = group.restarted("worker_6")
-    assert peer.member.rank == 8
-    group.view.admit([peer])
-    member.follow(group.view.since(1))
-    member.check(group.view)
-
-
-def test_a_name_whose_admission_failed_may_be_tried_again_under_a_new_rank() -> None:
-    group = Group(1)
-    member = group.follower()
-    group.roster = group.roster.without(["worker_6", "worker_7"])
-    before = group.roster
-    group.view.remove({6: None, 7: None})
-    for _ in range(2):
-        group.roster = before.after_failure(group.roster, ["worker_6"])
-        (peer,) = group.restarted("worker_6")
-        group.view.admit([peer], JOINING)
-        member.follow(group.view.since(member.table.version))
-        group.view.remove({peer.member.rank: None})
-        member.follow(group.view.since(member.table.version))
-        member.check(group.view)
-    assert (peer.member.rank, peer.member.incarnation) == (9, 0)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_members_that_follow_now_and_then_end_up_alike(seed: int) -> None:
     chance, group = random.Random(seed), Group(1)
@@ -188,16 +159,3 @@ def test_a_return_costs_each_member_the_same_in_a_group_of_any_size() -> None:
         assert [its.incarnation for its in member.table.info.members[:32]] == [0, *[1] * 30, 0]
     assert slope(times) < 0.3, times
     assert slope(sizes) < 0.05, sizes
-
-
-def test_what_has_changed_is_found_without_a_look_at_the_rest() -> None:
-    took = {}
-    for hosts in (4, 16, 64):
-        view, taken = Group(hosts).view, []
-        for _ in range(200):
-            began = time.thread_time()
-            view.mark({3: Absence("away", False)})
-            view.since(view.version - 1)
-            taken.append(time.thread_time() - began)
-        took[8 * hosts] = min(taken)  # the garbage collector, and a busy machine, take their time of some
-    assert slope(took) < 0.3, took

@@ -10,18 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from raytorchrpc.lanes.base import Message
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.socket.selector import BRIEF_S, SPIN_S, Selector, Spinner
-from raytorchrpc.lanes.torchrpc import lane
-from raytorchrpc.tensors.codec import NOTHING, Encoded
 from tests.polling import wait_until
-from tests.shortage import NO_MEMORY
 
 PATIENCE_S = 20.0
 
@@ -106,45 +100,6 @@ def test_many_brief_methods_do_not_keep_the_leader_from_polling(selector: Select
     assert other.left and other.left[0] > 0
 
 
-class TimerByHand(Timer):
-    """Goes off when the test says so."""
-
-    def __init__(self, after_s: float) -> None:
-        super().__init__(after_s)
-        self.noted: list[float | None] = []
-
-    def set(self, after_s: float | None = None) -> None:
-        self.noted.append(after_s)
-
-    def go_off(self) -> None:
-        super().set(1e-6)
-
-
-@pytest.fixture
-def timers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for before ``selector``."""
-    monkeypatch.setattr("raytorchrpc.lanes.socket.selector.Timer", TimerByHand)
-
-
-def test_requests_that_keep_coming_find_the_timer_set_and_a_long_method_among_them_is_still_replaced(
-    timers_by_hand: None, selector: Selector
-) -> None:
-    """The leader would set it between a request and its method."""
-    timer: Any = selector._takeover
-    served = threading.Semaphore(0)
-    source = add(selector, served.release)
-    found = [None]  # by the first request, it was not
-    for _ in range(5):
-        source.arrive()
-        assert served.acquire(timeout=PATIENCE_S)
-        assert wait_until(lambda: not selector.busy, PATIENCE_S)
-        assert timer.noted == found
-        timer.go_off()
-        found.append(2 * BRIEF_S)  # by a follower, for the next request
-        assert wait_until(lambda: timer.noted == found, PATIENCE_S)
-    meeting(selector, meanwhile=timer.go_off)
-
-
 def test_methods_that_have_arrived_run_though_the_lane_closes() -> None:
     """They may be admitted, and would keep all others out."""
     made = Selector("test", read, lambda fd: True)
@@ -207,26 +162,6 @@ def test_looking_ends_when_there_is_something_and_soon_in_any_case(clock: Iterat
     assert 95 < len(seen) < 105
 
 
-@several_cores
-@pytest.mark.parametrize(("used", "rests"), [(0.5, False), (1.0, True)])
-def test_a_look_that_cost_the_core_to_a_busy_thread_of_the_process_ends_looking_for_long(
-    monkeypatch: pytest.MonkeyPatch, used: float, rests: bool
-) -> None:
-    now, spinner = [0.0], Spinner()
-    ticking = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: used * now[0])
-    monkeypatch.setattr("raytorchrpc.lanes.socket.selector.time", ticking)
-
-    def lose_the_core() -> bool:
-        now[0] += 0.004
-        return False
-
-    spinner.spin(lose_the_core)
-    spinner.slept(0.0)  # the data has arrived meanwhile
-    assert spinner.should_spin() is not rests
-    now[0] += 1.0
-    assert spinner.should_spin()
-
-
 def test_the_timer_goes_off_once_for_each_time_it_is_set() -> None:
     timer = Timer(0.005)
     waiting = select.poll()
@@ -246,25 +181,3 @@ def test_the_timer_goes_off_once_for_each_time_it_is_set() -> None:
     timer.clear()
     timer.clear()
     timer.close()
-
-
-# --- replies of the torchrpc lane ---------------------------------------------------------------------------------
-
-
-def test_a_reply_that_there_is_no_memory_for_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sender learns of it, so that an item of a queue goes back, and can send another one."""
-
-    def fail(tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(NO_MEMORY)
-
-    replies: list[Any] = []
-    serving = SimpleNamespace(devices=[], serve=lambda message, reply: replies.append(reply))
-    monkeypatch.setattr(lane, "_serving", serving)
-    monkeypatch.setattr(lane, "copied", fail)
-    future = lane._serve(("header",), b"", [], [], 0)
-    large = Encoded(b"", [torch.empty(4, dtype=torch.float8_e8m0fnu)], [], 0)
-    with pytest.raises(RuntimeError, match="can't allocate memory"):
-        replies[0](Message(("ok",), large))
-    assert not future.done()
-    replies[0](Message(("no memory",), NOTHING))
-    assert future.wait()[0] == ("no memory",)

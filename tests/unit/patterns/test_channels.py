@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import pickle
 import random
 import sys
@@ -157,37 +156,6 @@ def test_whatever_happens_items_come_once_and_in_order(members: Members, seed: i
         asyncio.run(act())
 
 
-# --- order ---------------------------------------------------------------------------------------------------
-
-
-async def put_all(queue: rtr.Queue, count: int, **how: Any) -> list[Any]:
-    """Together, in order; returns what came of each."""
-    return await asyncio.gather(*(queue.aput(number, **how) for number in range(count)), return_exceptions=True)
-
-
-def test_what_a_producer_has_sent_is_admitted_when_it_is_lost(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def put() -> None:
-        lane.holds = lambda method: method == PUT
-        putting = asyncio.create_task(put_all(queue, 4))
-        await until(lambda: len(lane.held) == 4)
-        for number in (3, 1):
-            lane.release(number)
-        await until(lambda: at_home(members).stats()["waiting_to_put"] == 2)
-        members.part("a")
-        assert all(isinstance(outcome, PeerLost) for outcome in await putting)
-        members.reunite("a")
-        lane.holds = lambda method: False
-        assert await put_all(queue, 2) == [None, None]
-
-    with members.acting("a"):
-        queue = made()
-        asyncio.run(put())
-    with members.acting("b"):
-        assert queue.get_many(9) == [1, 3, 0, 1]
-
-
 # --- what is given back --------------------------------------------------------------------------------------
 
 
@@ -317,28 +285,6 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monke
         assert queue.get(LONG) == 1
 
 
-@pytest.mark.parametrize("consumer", ["home", "a"])
-def test_a_loop_that_ends_with_gets_waiting_loses_nothing(members: Members, consumer: str) -> None:
-    with members.acting(consumer):
-        queue = made()
-        loop = asyncio.new_event_loop()
-        waiting = {loop.create_task(queue.aget()) for _ in range(2)}
-        while at_home(members).stats()["waiting_to_get"] < 2:
-            loop.run_until_complete(asyncio.sleep(0))
-        put_at_home(members, 1)  # for the first of them, which will not run any more
-        loop.close()
-        while waiting:
-            waiting.pop()._log_destroy_pending = False  # type: ignore[attr-defined]
-
-        def given_up() -> bool:
-            gc.collect()
-            numbers = at_home(members).stats()
-            return numbers["items"] == 1
-
-        assert wait_until(given_up, LONG)
-        assert queue.get() == 1
-
-
 # --- what cannot be unpickled --------------------------------------------------------------------------------
 
 MIXED = [0, [Unloadable()], 2, Unloadable(SystemExit), Unloadable(), 5, (6, object), 7]
@@ -372,12 +318,6 @@ def test_an_item_that_cannot_be_unpickled_is_lost_alone(members: Members, consum
             topic.publish_many(MIXED)
             topic.close()
         assert outcomes(lambda: source.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
-
-
-def outcome(take: Callable[[], Any]) -> str:
-    with pytest.raises(rtr.SerializationError):
-        take()
-    return "bad"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -495,7 +435,7 @@ def test_what_waits_keeps_no_threads(members: Members) -> None:
         asyncio.run(act())
 
 
-@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=2.0)], indirect=True)
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=1.0)], indirect=True)
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer(
     members: Members, consumer: str
@@ -505,9 +445,9 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         began = time.monotonic()
         with pytest.raises(rtr.Empty):
             queue.get()
-        assert 1.9 < time.monotonic() - began < LONG / 2
+        assert 0.9 < time.monotonic() - began < LONG / 2
         taking = in_thread(lambda: list(queue))
-        ended = time.monotonic() + 2.5
+        ended = time.monotonic() + 1.5
         while time.monotonic() < ended:  # more than one call of the iteration
             assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
             time.sleep(0.02)

@@ -71,18 +71,6 @@ def test_a_name_with_brackets_is_a_name(members: Members) -> None:
     assert pulled(members, model(0, names[2:]), only=names[2:]) == [1]
 
 
-def test_what_other_tensors_of_the_model_take_is_not_lacking(members: Members) -> None:
-    with members.acting("home"):
-        rtr.WeightStore("w").publish({"a": torch.ones(3), "b": torch.full((3,), 2.0), "d": torch.full((3,), 4.0)})
-    mine = {"a": torch.zeros(3), "b": torch.zeros(3), "d": torch.zeros(3)}
-    with members.acting("a"):
-        store = rtr.WeightStore.find("w")
-        store.pull(mine, only=["a", "d"], mapping={"a": "b", "b": "a"})
-        assert [float(tensor[0]) for tensor in mine.values()] == [2.0, 0.0, 4.0]
-        with pytest.raises(rtr.ConfigurationError, match="the model has no 'a', which was published"):
-            store.pull(mine, only=["a", "d"], mapping={"a": "b"})
-
-
 def test_since_counts_for_the_same_part(members: Members) -> None:
     """A model that has pulled some tensors of a version does not have that version."""
     publish(members, 1)
@@ -97,14 +85,6 @@ def test_since_counts_for_the_same_part(members: Members) -> None:
         mine["base.bias"].fill_(-1)
         store.pull(mine, since=version, only="lora_*")
         assert values(mine) == [1, -1, 1, 1], "a pull of everything has brought the part"
-
-
-def test_the_scales_come_with_their_weights(members: Members) -> None:
-    publish(members, 448)
-    mine = {"lora_a": torch.zeros(3, 4, dtype=torch.float8_e4m3fn), "lora_a_scale_inv": torch.zeros(1, 1)}
-    with members.acting("a"):
-        rtr.WeightStore.find("w").pull(mine, only="lora_a", convert=rtr.BlockFp8())
-    assert bool((mine["lora_a"].float() == 448).all()) and float(mine["lora_a_scale_inv"]) == 1
 
 
 def test_a_prefetch_of_some_swaps_these(members: Members) -> None:

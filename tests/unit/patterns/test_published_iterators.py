@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from tests.unit.members import Members, spied
+from tests.unit.members import Members
 from tests.unit.patterns.weight_values import values
 
 NAMES = tuple(f"layer{number}" for number in range(5))
@@ -72,14 +71,6 @@ def test_a_later_version_takes_its_own_memory_alone(members: Members) -> None:
 def resident(field: str) -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))
-
-
-def test_a_later_version_is_copied_once(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(members, pairs(1))
-    copies = spied(monkeypatch, "raytorchrpc.patterns.weights.drafts.copy_tensors")
-    moves = spied(monkeypatch, "raytorchrpc.patterns.weights.published.copy_tensors")
-    publish(members, pairs(2))
-    assert [len(targets) for targets, *_ in copies] == [1] * 5 and not any(targets for targets, *_ in moves)
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
@@ -176,30 +167,6 @@ def test_other_members_and_other_threads_go_on_meanwhile(members: Members) -> No
             assert store.pull(mine, version) == version and values(mine) == [version] * 5
 
 
-def test_a_layout_that_another_thread_changes_meanwhile(members: Members) -> None:
-    with members.acting("home"):
-        store = rtr.WeightStore("w", keep=2)
-        store.publish(pairs(1))
-
-        def nested() -> Iterator[tuple[str, torch.Tensor]]:
-            yield NAMES[0], torch.full(SHAPE, 3.0)
-            store.publish({"other": torch.full(SHAPE, 2.0)})
-            yield from pairs(3, NAMES[1:])
-
-        assert store.publish(nested()) == 3
-    assert pulled(members) == [3] * 5 and pulled(members, ("other",), version=2) == [2]
-
-
-def test_names_in_another_order_are_the_same_layout(members: Members) -> None:
-    publish(members, pairs(1))
-    with members.acting("a"):
-        layout = rtr.WeightStore.find("w").layout()
-    publish(members, pairs(2, NAMES[::-1]))
-    with members.acting("a"):
-        assert rtr.WeightStore.find("w").layout().tensors == layout.tensors
-    assert pulled(members) == [2] * 5
-
-
 def test_what_is_given_may_be_written_again_for_the_next(members: Members) -> None:
     def reused(first: float) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = torch.zeros(SHAPE)
@@ -211,16 +178,6 @@ def test_what_is_given_may_be_written_again_for_the_next(members: Members) -> No
         assert pulled(members) == [first + value for value in range(5)]
 
 
-def test_tied_tensors(members: Members) -> None:
-    """Names of one tensor are published as tensors of their own, which are equal."""
-    one = torch.full(SHAPE, 3.0)
-    publish(members, iter({"embed": one, "head": one}.items()))
-    tied = torch.zeros(SHAPE)
-    with members.acting("a"):
-        assert rtr.WeightStore.find("w").pull({"embed": tied, "head": tied}) == 1
-    assert torch.equal(tied, one)
-
-
 def test_modules_and_lists_of_pairs(members: Members) -> None:
     layer, mine = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     publish(members, layer.named_parameters())
@@ -229,19 +186,6 @@ def test_modules_and_lists_of_pairs(members: Members) -> None:
     assert torch.equal(mine.weight, layer.weight)
     publish(members, list(pairs(2)))
     assert pulled(members) == [2] * 5
-
-
-def test_views_without_an_order_of_their_own(members: Members) -> None:
-    turned = torch.arange(12.0).view(4, 3).t()
-    conjugated = torch.complex(torch.ones(2), torch.ones(2)).conj()
-    publish(members, iter({"turned": turned, "conjugated": conjugated}.items()))
-    mine = {"turned": torch.zeros(SHAPE), "conjugated": torch.zeros(2, dtype=torch.complex64)}
-    with members.acting("a"):
-        rtr.WeightStore.find("w").pull(mine)
-    assert torch.equal(mine["turned"], turned) and torch.equal(mine["conjugated"], conjugated)
-
-
-# --- with the options of publish and pull -------------------------------------------------------------------------
 
 
 def test_since_brings_what_has_changed(members: Members) -> None:
@@ -318,18 +262,6 @@ def test_a_publisher_whose_iterator_raises_publishes_that_version_later(members:
     with members.acting("b"):
         assert members_store.publish(halves(1, 2.0)) == 2
     assert pulled_rows(members) == (2, [2.0] * 4)
-
-
-def test_the_time_of_an_iterator_is_not_that_of_waiting_for_others(members: Members) -> None:
-    def slow() -> Iterator[tuple[str, Any]]:
-        time.sleep(1.1)
-        yield from halves(0, 1.0)
-
-    with members.acting("a"):
-        assert sharded().publish(slow(), timeout=1) == 1
-    with members.acting("b"):
-        assert sharded().publish(halves(1, 1.0)) == 1
-    assert pulled_rows(members) == (1, [1.0] * 4)
 
 
 def test_only_members_that_publish_ask_for_tensors(members: Members) -> None:

@@ -134,20 +134,6 @@ def test_a_shard_outside_of_its_tensor_is_refused_at_once(members: Members, offs
             use(wrong, timeout=20)
 
 
-def test_a_swap_reaches_the_shard_that_a_model_has_by_then(members: Members, foreign: Any) -> None:
-    """FSDP gives a DTensor another local shard, for instance when its module is moved."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    with members.acting("home"):
-        rtr.WeightStore("one").publish({"w": torch.ones(6, 2)})
-        model: dict[str, Any] = {"w": distribute_tensor(torch.zeros(6, 2), DeviceMesh("cpu", [0]), [Shard(0)])}
-        prefetch = rtr.WeightStore("one").prefetch(model)
-        prefetch.wait()
-        model["w"]._local_tensor = torch.zeros(6, 2)
-        assert prefetch.swap() == 1 and model["w"].to_local().tolist() == [[1.0, 1.0]] * 6
-
-
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from tests.unit.members import LAYOUT, LEASE, TENSORS, WAIT, Members, in_thread
+from tests.unit.members import LAYOUT, LEASE, TENSORS, Members, in_thread
 
 READERS = pytest.mark.parametrize("reader", ["home", "a"])
 
@@ -80,16 +80,6 @@ def test_versions_that_are_not_there(members: Members, reader: str) -> None:
             store.layout(1)
 
 
-def test_a_lost_home_is_named(members: Members) -> None:
-    publish(members)
-    with members.acting("a"):
-        store = rtr.WeightStore.find("w")
-        store.layout()
-        members.part("a")
-        with pytest.raises(rtr.PeerLost, match="it is the home of weight store 'w'"):
-            store.layout()
-
-
 def test_it_is_a_value(members: Members) -> None:
     publish(members)
     with members.acting("a"):
@@ -144,16 +134,6 @@ def test_shards_of_several_publishers(members: Members, reader: str) -> None:
     assert repr(layout) == "<raytorchrpc.StoreLayout of 's': version 1, 4 tensors, 76 bytes>"
 
 
-def test_a_version_that_is_not_complete_has_no_layout(members: Members) -> None:
-    publish_shards(members)
-    with members.acting("a"):
-        sharded().publish({"rows": torch.ones(1)}, timeout=1)
-    with members.acting("home"):
-        assert sharded().layout().version == 1
-        with pytest.raises(rtr.NotFound, match="version 2"):
-            sharded().layout(2)
-
-
 def test_publishers_that_disagree_are_named(members: Members) -> None:
     publish_shards(members, torch.bfloat16)
     with (
@@ -163,23 +143,3 @@ def test_publishers_that_disagree_are_named(members: Members) -> None:
         ),
     ):
         sharded().layout()
-
-
-def test_a_newer_version_is_described_if_a_publisher_has_lost_the_newest(members: Members) -> None:
-    publish_shards(members)
-    members.forget_shards("b")
-    waits: list[str] = []
-
-    def publishes_meanwhile(method: str) -> bool:
-        if method == WAIT:
-            waits.append(method)
-            if len(waits) == 2:
-                publish_shards(members)  # in vain: what was staged before b's restart never exists
-                publish_shards(members)
-        return False
-
-    with members.acting("home"):
-        with pytest.raises(rtr.NotFound):
-            sharded().layout(1)
-        members.lanes["home"].holds = publishes_meanwhile
-        assert sharded().layout().version == 3

@@ -134,21 +134,3 @@ def test_a_publisher_that_is_known_to_be_lost_is_not_asked(members: Members) -> 
         assert asked() == pulls
     with pytest.raises(rtr.PeerLost, match="parted"):
         reader.pull()
-
-
-def test_a_version_that_ends_while_its_new_layout_is_leased_is_followed_by_the_next(members: Members) -> None:
-    def publish_names(*names: str) -> int:
-        with members.acting("a"):
-            return rtr.WeightStore("one", publishers=("a",)).publish({name: torch.ones(4) for name in names})
-
-    publish_names("w")
-    with members.acting("home"):
-        store, model = rtr.WeightStore("one", publishers=("a",)), {"w": torch.zeros(4)}
-        assert store.pull(model, strict=False) == 1
-        publish_names("w", "more")
-        hold_lease(members, 1)  # the one that is asked for once the layout is known
-        pulled = in_thread(lambda: store.pull(model, strict=False))
-        assert wait_until(lambda: bool(members.lanes["home"].held), 10)
-        assert publish_names("w", "more") == 3
-        members.lanes["home"].release()
-        assert pulled() == 3 and model["w"].all()

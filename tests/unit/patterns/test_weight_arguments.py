@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights.model_tensors import ties_of
 from tests.freed import FREED, freed
 from tests.polling import wait_until
 from tests.unit.members import Members
@@ -78,20 +76,6 @@ def test_a_model_that_does_not_fit_is_told_what_to_do(
 
 
 @READERS
-def test_an_invalid_model_is_named_though_there_is_nothing_to_pull(members: Members, reader: str) -> None:
-    with members.acting("home"):
-        publishes = rtr.WeightStore("w")
-        assert publishes.version() == 0
-    with members.acting(reader):
-        for newest in (0, 1):
-            with pytest.raises(rtr.ConfigurationError, match="weights must be a module or tensors by name, not a list"):
-                rtr.WeightStore.find("w").pull([], since=newest)  # type: ignore[arg-type]
-            with members.acting("home"):
-                publishes.publish(model())
-            rtr.WeightStore.find("w").pull(model())
-
-
-@READERS
 def test_tensors_that_a_pull_does_not_write_may_be_expanded(published: Members, reader: str) -> None:
     """The second pull finds other memory than the first."""
     mine = model(z=torch.zeros(1).expand(3))
@@ -135,27 +119,6 @@ def test_copies_that_a_module_makes_are_named(members: Members) -> None:
         assert bool((model.bias == 1).all()), "the copy is not written"
         with pytest.raises(rtr.ConfigurationError, match="'bias' of the weights for 'parts' is a copy"):
             parts.pull(partly, strict=False)
-
-
-class Reusing(torch.nn.Linear):
-    """``state_dict`` makes copies, in memory that was freed a moment ago, as torch's allocators do."""
-
-    def __init__(self, *freed: torch.Tensor) -> None:
-        super().__init__(2, 2, bias=False)
-        self.freed = itertools.cycle(freed)
-
-    def state_dict(self, *args: Any, **options: Any) -> Any:
-        return {"weight": next(self.freed).copy_(self.weight.detach())}
-
-
-def test_copies_are_named_where_a_pull_has_written_before(members: Members) -> None:
-    before, other = torch.zeros(2, 2), torch.zeros(2, 2)
-    with members.acting("home"):
-        store = rtr.WeightStore("w")
-        store.publish({"weight": torch.ones(2, 2)})
-        store.pull({"weight": before})
-        with pytest.raises(rtr.ConfigurationError, match="'weight' of the weights for 'w' is a copy that"):
-            store.pull(Reusing(before, other))
 
 
 def compiled(layers: torch.nn.Sequential) -> torch.nn.Sequential:
@@ -209,15 +172,6 @@ def test_an_argument_of_another_kind_is_named(
     assert message in said and "has no 'x'" not in said
 
 
-def test_numbers_without_dimensions_cannot_be_parts(members: Members) -> None:
-    with members.acting("home"):
-        store = rtr.WeightStore("w")
-        store.publish({"scale": torch.tensor(3.0)})
-        for mine in (torch.zeros(2), torch.tensor(0.0)):
-            with pytest.raises(rtr.ConfigurationError, match=r"made of \(\) \+ \(\)"):
-                store.pull({"both": mine}, mapping={"both": ["scale", "scale"]})
-
-
 def test_version_numbers_are_whole_numbers(members: Members) -> None:
     with members.acting("home"):
         store = rtr.WeightStore("w")
@@ -248,30 +202,6 @@ def test_nested_tensors_are_named(members: Members) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="'w' is not a dense tensor with memory"):
         rtr.WeightStore("w").publish({"x": nested})
-
-
-class Wrapper(torch.Tensor):
-    """Has a tensor inside, and no memory of its own."""
-
-    @staticmethod
-    def __new__(cls, inside: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)  # type: ignore[attr-defined]
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_tensor_without_memory_of_its_own_is_named(published: Members) -> None:
-    mine = model(x=Wrapper(torch.zeros(3, 4)))
-    with published.acting("a"):
-        store = rtr.WeightStore.find("w")
-        for _ in range(2):
-            with pytest.raises(rtr.ConfigurationError, match="'x' of the weights for 'w' is a Wrapper, which has no"):
-                store.pull(mine)
-    assert not mine["y"].any()
 
 
 @pytest.mark.parametrize("call", ["publish", "pull", "prefetch"])
@@ -357,12 +287,6 @@ def test_a_model_is_pulled_into_again_once_it_has_its_storage(published: Members
                 store.prefetch(module).swap()
         freed(module.x, 48)
         assert store.pull(module) == 1 and holds({"x": module.x, "y": module.y})
-
-
-def test_two_freed_views_at_one_offset_are_not_one_tensor() -> None:
-    """Their addresses are equal: null and the offset."""
-    views = {name: freed(torch.ones(8)[3:]) for name in "ab"}
-    assert ties_of(views) == []
 
 
 @pytest.mark.parametrize("call", ["publish", "pull", "prefetch"])

@@ -369,6 +369,18 @@ def test_what_the_twin_holds_counts_for_the_same_options_only(members: Members, 
             store.prefetch(model).swap()
 
 
+def test_a_twin_that_holds_fp8_is_filled_again_without_scales(members: Members) -> None:
+    with members.acting("home"):
+        rtr.WeightStore("w").publish({"weight": torch.full((4, 4), 6.0)})
+    model = {"weight": torch.zeros(4, 4, dtype=torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(1, 1)}
+    with members.acting("a"):
+        store = store_of(members)
+        assert store.prefetch(model, convert=rtr.BlockFp8()).swap() == 1
+        assert model["weight"].float().unique().item() == 448.0
+        assert store.prefetch(model, convert=True, strict=False).swap() == 1
+        assert model["weight"].float().unique().item() == 6.0
+
+
 def test_since_the_newest_brings_nothing(members: Members) -> None:
     publish(members, 1.0)
     model = Net(-1.0)

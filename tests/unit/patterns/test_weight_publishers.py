@@ -73,23 +73,6 @@ def test_what_was_staged_while_a_publisher_was_lost_never_exists_after_its_resta
         coordinator.look(2)
 
 
-def test_a_publisher_that_goes_on_just_then_does_not_give_its_version_up(coordinator: Coordinator) -> None:
-    for version in (1, 2):
-        coordinator.staged(FIRST, version, until())
-    waiting = coordinator.staged(FIRST, 3, until())
-    assert isinstance(waiting, DeferredReply)
-    coordinator._behind._waiting.clear()  # just settled
-    waiting.cancel()  # as at its deadline, before it is settled
-    assert 3 in coordinator._staged
-
-
-def test_after_the_end_nobody_waits(coordinator: Coordinator) -> None:
-    error = rtr.NotAMember("left")
-    coordinator.close(error)
-    with pytest.raises(rtr.NotAMember):
-        coordinator.staged(FIRST, 1, until())
-
-
 # --- with members --------------------------------------------------------------------------------------------
 
 
@@ -169,18 +152,6 @@ def test_publishers_that_are_late_are_named(members: Members, timeout: float) ->
             rtr.WeightStore("w", publishers=BOTH).wait(number + 1, timeout)
 
 
-def test_publishers_that_restart_again_and_again_cost_no_memory(members: Members) -> None:
-    publish(members, None, 1.0)
-    for turn in range(1, 6):  # no version is completed
-        with members.acting("a"):
-            for _ in range(2):
-                rtr.WeightStore("w", publishers=BOTH).publish(half(0, 2.0))
-        members.forget_shards("b")
-        with members.acting("b"):
-            rtr.WeightStore("w", publishers=BOTH).publish(half(1, 2.0), 1000 * turn)
-    assert len(members.shards("a")[0]._versions) <= 3
-
-
 def pulled(members: Members, mine: rtr.WeightStore, model: dict[str, Any], **options: Any) -> int:
     with members.acting("home"):
         return mine.pull(model, **options)
@@ -247,28 +218,6 @@ def test_the_memory_of_shards_ends_with_the_process_of_the_first_publisher(membe
     mine.keep_only(1, "a again")
     gc.collect()
     assert memory() is None and not any(mine.pool._spare.values())
-
-
-def test_a_handle_of_a_store_that_has_ended_keeps_nothing(members: Members) -> None:
-    publish(members, 1, 1.0)
-    mine = store(members, "b")
-    with members.acting("b"):
-        mine.publish(half(1, 1.0), 2)
-        members.members["a"].services._served.clear()
-        with pytest.raises(rtr.NotFound):
-            mine.publish(half(1, 1.0), 3)
-    assert [len(each._versions) for each in members.shards("b")] == [0]
-
-
-def test_memory_of_another_layout_is_freed(members: Members) -> None:
-    with members.acting("a"):
-        mine = rtr.WeightStore("w")
-        mine.publish({"matrix": torch.zeros(1000)})
-        weights: Any = mine._object(members.members["a"])
-        memory = weakref.ref(next(iter(weights._versions.values())).memory)
-        mine.publish({"matrix": torch.zeros(2000)})
-    gc.collect()
-    assert memory() is None
 
 
 def test_a_shard_of_the_version_that_is_there(members: Members) -> None:

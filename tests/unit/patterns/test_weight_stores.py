@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pydoc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotFound, PeerLost
 from tests.polling import wait_until
-from tests.unit.members import TENSORS, Members, in_thread, spied
+from tests.unit.members import TENSORS, Members, in_thread
 from tests.unit.patterns.weight_values import values
 
 #: Bytes of each tensor.
@@ -75,11 +73,6 @@ def test_a_module_is_filled_in_place(members: Members, reader: str) -> None:
     assert all(parameter.requires_grad and parameter.is_leaf for parameter, _ in parameters)
     published, pulled = (module.state_dict() for module in modules)
     assert all(torch.equal(published[name], pulled[name]) for name in published)
-
-
-def test_only_the_home_publishes(members: Members) -> None:
-    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="lives in member 'home': publish there"):
-        rtr.WeightStore("w", home="home").publish(model(1.0))
 
 
 @pytest.mark.parametrize("reader", ["home", "a"])
@@ -155,83 +148,6 @@ def test_since_counts_after_a_pull_that_failed_before_it_wrote(members: Members)
         mine["layer0"].fill_(7.0)
         assert store.pull(mine, since=1) == 1
     assert values(mine) == [7.0, 1.0, 1.0, 1.0, 1.0], "nothing was brought"
-
-
-def test_one_handle_pulls_into_several_models_by_plans_of_their_own(
-    members: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also with other options. A plan is made once for models that are alike; the last ones are kept."""
-    planned = spied(monkeypatch, "raytorchrpc.patterns.weights.model_pull.make_plan")
-    publish(members, 1.0)
-    models = [model(0.0), model(0.0), model(0.0, count=2), {"layer3": torch.zeros(100, dtype=torch.float64)}]
-    with members.acting("a"):
-        store = rtr.WeightStore.find("w")
-
-        def pull_all() -> None:
-            for mine in models:
-                store.pull(mine, convert=len(mine) == 1, strict=len(mine) == 5)
-
-        for value in (1.0, 2.0, 3.0):
-            pull_all()
-            assert [values(mine) for mine in models] == [[value] * len(mine) for mine in models]
-            assert [len(request.targets) for request, *_ in planned] == [5, 2, 1], "the second model is like the first"
-            with members.acting("home"):
-                publish(members, value + 1)
-        models = [model(0.0, count) for count in (1, 2, 3, 4, 5, 5)]
-        for _ in range(2):
-            pull_all()
-        assert [values(mine) for mine in models] == [[4.0] * len(mine) for mine in models]
-        assert len(store._memory.plans) == 4
-
-
-def test_a_pull_goes_from_state_to_state(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leases once, unless what was published has another layout than the last plan was made for."""
-    kind, states = pydoc.locate("raytorchrpc.patterns.weights.model_pull.ModelPull"), list[str]()
-    advance = vars(kind)["advance"]
-
-    def note(pull: Any) -> None:
-        states.append(pull.state.name)
-        advance(pull)
-
-    monkeypatch.setattr(kind, "advance", note)
-    target = model(0.0)
-
-    def states_of_pull(value: float, **options: Any) -> list[str]:
-        states.clear()
-        with members.acting("a"):
-            store.pull(target, **options)
-        assert values(target) == [value] * 5
-        return [*states]
-
-    publish(members, 1.0)
-    with members.acting("a"):
-        store = rtr.WeightStore.find("w")
-    assert states_of_pull(1.0) == states_of_pull(1.0) == ["FIND", "LEASE", "PLAN", "MOVE"]
-    assert states_of_pull(1.0, since=1) == ["FIND", "LEASE"]
-    with members.acting("home"):
-        rtr.WeightStore("w").publish(dict(reversed(model(2.0).items())))
-    assert states_of_pull(2.0) == ["FIND", "LEASE", "PLAN", "LEASE", "PLAN", "MOVE"]
-    target = {name: tensor.clone() for name, tensor in target.items()}
-    assert states_of_pull(2.0) == ["FIND", "LEASE", "PLAN", "MOVE"], "its memory is another, and its form is not"
-
-
-def test_plans_of_like_models_end_with_their_layout(members: Members) -> None:
-    publish(members, 1.0)
-    models = [model(0.0) for _ in range(3)]
-    with members.acting("a"):
-        store = rtr.WeightStore.find("w")
-        for mine in models:
-            store.pull(mine)
-        with members.acting("home"):
-            rtr.WeightStore("w").publish(dict(reversed(model(2.0).items())))
-        for mine in (*models, model(0.0)):
-            store.pull(mine)
-            assert values(mine) == [2.0] * len(mine)
-        with members.acting("home"):
-            rtr.WeightStore("w").publish(model(3.0))
-        another = model(0.0)
-        store.pull(another)
-        assert values(another) == [3.0] * len(another), "no pull into this very model has come before"
 
 
 def test_waiting_for_versions(members: Members) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import raytorchrpc as rtr
 from tests.polling import wait_until
-from tests.unit.members import LAYOUT, Members
+from tests.unit.members import Members
 
 LONG = 20.0
 #: Of a tensor, so that a version does not fit into a message.
@@ -179,14 +179,6 @@ def test_after_its_release_a_view_has_nothing(sharing: Members, reader: str) -> 
 
 
 @READERS
-def test_a_view_waits_for_the_first_version(sharing: Members, reader: str) -> None:
-    with sharing.acting("home"):
-        rtr.WeightStore("w")
-    with sharing.acting(reader), pytest.raises(rtr.Empty):
-        rtr.WeightStore.find("w").view(timeout=0.05)
-
-
-@READERS
 def test_a_view_outlives_a_clear_of_its_store(sharing: Members, reader: str) -> None:
     publish(sharing, 1.0)
     with sharing.acting(reader):
@@ -210,34 +202,6 @@ def test_a_view_outlives_its_group(sharing: Members, reader: str) -> None:
     gc.collect()
     assert is_all(view["layers.0"], 1) and is_all(view["layers.1"], 1)
     view.release()
-
-
-def test_a_reader_that_is_lost_keeps_the_version_while_it_lives(
-    sharing: Members, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._CHECK_S", 0.01)
-    ended: list[int] = []
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published.has_ended", lambda pid: bool(ended))
-    publish(sharing, 1.0)
-    with sharing.acting("a") as a:
-        view = rtr.WeightStore.find("w").view()
-        rank = a.me.rank
-    weights = sharing.served("weight store", "w")
-    weights.lose(rank)
-    for value in (2.0, 3.0, 4.0):
-        publish(sharing, value)
-    assert is_all(view["layers.0"], 1) and readers_of(sharing) == 1
-    ended.append(rank)
-    assert wait_until(lambda: readers_of(sharing) == 0, LONG)
-
-
-def test_a_lease_that_ended_before_it_was_held_makes_no_view(sharing: Members, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a reader that was suspended for longer than a pull may take."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", -LONG)
-    publish(sharing, 1.0)
-    with sharing.acting("a"), pytest.raises((rtr.NotFound, rtr.RpcTimeout)):
-        rtr.WeightStore.find("w").view(timeout=LONG / 2)
-    assert wait_until(lambda: readers_of(sharing) == 0, LONG)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------
@@ -280,21 +244,3 @@ def test_small_versions_come_in_the_message(sharing: Members) -> None:
     for value in (2.0, 3.0, 4.0):
         publish(sharing, value, {"weight": torch.full((10,), value)})
     assert is_all(view["weight"], 1)
-
-
-def test_a_newer_version_is_copied_if_the_newest_is_retired_meanwhile(members: Members) -> None:
-    publish(members, 1.0)
-    asked: list[str] = []
-
-    def publishes_meanwhile(method: str) -> bool:
-        asked.append(method)
-        if asked.count(LAYOUT) == 1 and method != LAYOUT:
-            asked.append(LAYOUT)
-            publish(members, 2.0)
-        return False
-
-    with members.acting("a"):
-        store = rtr.WeightStore.find("w")
-        members.lanes["a"].holds = publishes_meanwhile
-        view = store.view()
-    assert view.version == 2 and is_all(view["layers.0"], 2)

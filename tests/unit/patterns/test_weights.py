@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from raytorchrpc.errors import ConfigurationError, NotFound
-from raytorchrpc.lanes.base import PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
-from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import Borrower, Lender
 from raytorchrpc.patterns.weights.drafts import Draft
 from raytorchrpc.patterns.weights.published import PublishedWeights
 from raytorchrpc.patterns.weights.relays import Advice, RelayPlan
-from raytorchrpc.patterns.weights.snapshots import VersionMemory, equal_bits
+from raytorchrpc.patterns.weights.snapshots import equal_bits
 from tests.polling import wait_until
 from tests.unit.callees import Deadlines
 from tests.unit.members import spied
@@ -85,26 +83,6 @@ def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlin
     assert weights.pool.readers == 0
 
 
-def test_memory_that_is_used_in_turns_is_kept_and_freed_once_it_is_not(deadlines: Deadlines, monkeypatch: Any) -> None:
-    weights, made = store(deadlines), list[object]()
-    monkeypatch.setattr("raytorchrpc.patterns.weights.snapshots._UNUSED_S", 10 * LONG)
-    allocate = VersionMemory.__init__
-    monkeypatch.setattr(VersionMemory, "__init__", lambda self, *args: (made.append(self), allocate(self, *args))[1])
-    for _ in range(3):
-        leases = [(publish(weights, model(1)), look(weights).lease)[1] for _ in range(5)]  # slow readers
-        publish(weights, model(1))
-        for lease in leases:
-            weights.pool.release(lease)
-    assert len(made) == 6, "each reader had a version, one more was the newest"
-    size = weights.held // len(made)
-    made.clear()
-    monkeypatch.setattr("raytorchrpc.patterns.weights.snapshots._UNUSED_S", 0.05)
-    publish(weights, model(1))
-    assert wait_until(lambda: weights.held == 2 * size, LONG), "the newest version, and memory for the next"
-    publish(weights, model(1))
-    assert not made
-
-
 def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:
     weights = store(deadlines, keep=2)
     assert look(weights) is None
@@ -156,21 +134,6 @@ def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines,
         assert all(bool((tensor == 1).all()) for tensor in held)
     assert wait_until(lambda: weights.pool.leases_of(1) == set() and weights.pool.leases_of(2) == {far.lease}, LONG)
     assert bool((read(weights, far.lease)[0] == 1).all())
-
-
-def test_a_read_within_the_home_has_no_limit(deadlines: Deadlines, monkeypatch: Any) -> None:
-    """The home itself is certain to release it."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published.LINGER_S", 0.0)
-    weights = store(deadlines)
-    publish(weights, model(1))
-    limited, own = weights.lease(1, None, None, 0, 0.0), weights.lease(0, None, None, 0, None)
-    assert limited is not None and own is not None and wait_until(lambda: weights.pool.readers == 1, LONG)
-    (held,) = read(weights, own.lease)
-    for value in range(2, 5):
-        publish(weights, model(value))
-    assert bool((held == 1).all())
-    weights.pool.release(own.lease)
-    assert weights.pool.readers == 0
 
 
 def test_changes_are_seen_however_they_were_made(deadlines: Deadlines) -> None:
@@ -267,13 +230,6 @@ def test_one_reader_of_each_gpu_takes_its_turn() -> None:
     assert relays.take_turn(2, "s", "gpu 1", 2) is None, "no other GPU is left"
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    relays = RelayPlan()
-    for what in range(1000):
-        relays.ask(what, "x", 1, 16)
-    assert len(relays._rounds) < 500
-
-
 # --- memory that is lent ------------------------------------------------------------------------------------------
 
 
@@ -323,33 +279,3 @@ def test_memory_that_is_lent_no_more_is_freed_for_those_that_have_it_mapped() ->
     mapped(lender.make(1 << 12))  # whoever lends another piece may have dropped some
     assert len(borrower._mapped) == 2 and borrower.mapped("other") == 0
     lender.close()
-
-
-def test_the_shm_lane_gives_copies_of_what_is_lent() -> None:
-    sender, receiver = ShmLane(16 << 20, 1), ShmLane(16 << 20, 1)
-    try:
-        receiver.connect([PeerAddress("s", sender.open())])
-        receiver.open()
-        piece = sender.lend(1 << 21)
-        assert piece is not None
-        lent = [piece[:1024].view(torch.float32).view(16, 16), piece[1 << 20 :].view(torch.int64)]
-        for tensor in lent:
-            tensor.fill_(7)
-        export = sender.export(lent, "r", {})
-        assert sender._arena.used == 0
-        shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in lent]
-        strided, whole = torch.zeros(16, 32)[:, ::2], torch.zeros(1 << 17, dtype=torch.int64)
-        first, second = receiver.fetch("s", export.descriptor, shapes, [strided, whole])
-        assert first is strided and second is whole and bool((strided == 7).all()) and bool((whole == 7).all())
-        fresh = receiver.fetch("s", export.descriptor, shapes)
-        fresh[0].zero_()
-        assert bool((lent[0] == 7).all()), "nobody else writes there"
-        receiver.discard("s", export.descriptor)
-        export.cancel()
-        own = sender.export([*lent, torch.ones(3)], "r", {})
-        assert sender._arena.used > 0, "not all of these are lent: they are copied"
-        own.cancel()
-    finally:
-        sender.close()
-        receiver.close()
-    assert bool((lent[0] == 7).all()), "the memory lives on with its tensors"

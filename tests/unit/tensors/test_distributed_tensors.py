@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import raytorchrpc as rtr
 from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import ConfigurationError, SerializationError
-from raytorchrpc.patterns.queues.items import decode_items, encode_items
 from raytorchrpc.tensors.codec import Codec, Encoded
 
 World = Callable[[int, int], None]
@@ -63,14 +62,6 @@ def test_the_local_shard_alone_travels_and_arrives_on_the_registered_mesh(world:
     assert (found.shape, found.stride(), found.placements) == (torch.Size([6, 4]), (4, 1), (Shard(0),))
     assert torch.equal(found.to_local(), tensor.to_local())
     assert not found.requires_grad
-
-
-def test_an_uneven_shard_keeps_its_global_shape(world: World) -> None:
-    world(1, 2)
-    mesh = rtr.register_device_mesh(init_device_mesh("cpu", (2,)))
-    local = torch.ones(2, 4)  # rank 0 has three of five rows
-    tensor = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size([5, 4]), stride=(4, 1))
-    assert arrived(Codec().encode(tensor)).shape == (5, 4)
 
 
 def test_gradients_parameters_and_attributes(world: World) -> None:
@@ -188,14 +179,6 @@ def test_a_mesh_of_others_alone_is_not_used(world: World) -> None:
     assert arrived(encoded).device_mesh is own is not others
 
 
-def test_a_mesh_that_is_dropped_is_forgotten(world: World) -> None:
-    world(0, 2)
-    encoded = Codec().encode(sharded(rtr.register_device_mesh(init_device_mesh("cpu", (2,)))))
-    gc.collect()
-    with pytest.raises(SerializationError, match="registered: none"):
-        arrived(encoded)
-
-
 def test_of_several_meshes_the_one_with_the_senders_coordinate_then_with_its_ranks(world: World) -> None:
     world(2, 4)
     first = rtr.register_device_mesh(DeviceMesh("cpu", [2, 3]))
@@ -240,14 +223,6 @@ def test_into_takes_the_local_tensor(world: World) -> None:
     _, (found, plain) = Buffers(buffers).receive(Codec(), body, [], "the call", False)
     assert torch.equal(target.to_local(), tensor.to_local())
     assert found.to_local().data_ptr() == buffers[0].data_ptr() and plain is buffers[1]
-
-
-def test_an_item_of_a_queue(world: World) -> None:
-    world(0, 2)
-    mesh = rtr.register_device_mesh(init_device_mesh("cpu", (2,)))
-    items = encode_items(Codec(), [sharded(mesh), {"weight": sharded(mesh)}], 1 << 20)
-    first, second = decode_items(Codec(), items)
-    assert first.device_mesh is mesh and torch.equal(second["weight"].to_local(), sharded(mesh).to_local())
 
 
 def test_what_an_asynchronous_collective_returns_is_waited_for() -> None:

@@ -221,15 +221,6 @@ def test_unpickling_that_exits_ends_in_a_remote_error(callees_module: Any, kind:
     assert "Exits: on purpose" in arrived[0].traceback_text
 
 
-@pytest.mark.parametrize("kind", EXITS, ids=lambda kind: kind.__name__)
-def test_own_unpickling_that_exits_at_the_callee_already_is_left_out(
-    callees_module: Any, kind: type[BaseException]
-) -> None:
-    callees_module.Exits.kind = kind
-    arrived = decode_exception(Codec(), raised(callees_module.Exits("on purpose")), "learner.update")
-    assert type(arrived) is callees_module.Exits and arrived.args == ("on purpose",)
-
-
 class ReduceFails(Exception):
     def __reduce__(self) -> Any:
         raise SystemExit("in __reduce__")
@@ -268,15 +259,6 @@ def test_a_class_that_stands_in_the_way_costs_the_type_at_most(kind: type[Except
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups of exceptions")
-def test_a_group_arrives_as_one() -> None:
-    group = vars(builtins)["ExceptionGroup"]("several", [ValueError("one"), KeyError("two")])
-    arrived: Any = arrival(group)
-    assert type(arrived) is type(group)
-    assert [type(inner) for inner in arrived.exceptions] == [ValueError, KeyError]
-    assert "KeyError: 'two'" in arrived.__cause__.traceback_text
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.11 has groups of exceptions")
 def test_a_group_keeps_exceptions_that_pickle_cannot_make() -> None:
     made: Any = vars(builtins)["ExceptionGroup"]
     local: Any = type("Local", (Exception,), {"__module__": __name__})
@@ -302,13 +284,6 @@ def test_the_cause_of_a_remote_exception_is_in_its_text() -> None:
         arrived = decode_exception(Codec(), encode_exception(Codec(), error), "learner.update")
     assert type(arrived) is ValueError
     assert "KeyError: 'the cause'" in str(arrived.__cause__)
-
-
-def test_notes_arrive_with_the_exception() -> None:
-    error: Any = Odd(1, 2, tag="t")
-    error.__notes__ = ["while step 3 ran"]  # as add_note of Python 3.11 does
-    arrived: Any = arrival(error)
-    assert (arrived.tag, arrived.__notes__) == ("t", ["while step 3 ran"])
 
 
 def test_what_cannot_travel_in_an_exception_is_lost_alone() -> None:

@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,6 @@ def test_probe_reads_nine_adapters_as_show_gids_prints_them(tmp_path: Path) -> N
     assert endpoint.boot_id == "0b00710d-aaaa-bbbb-cccc-dddddddddddd"
     assert endpoint.namespaces["net"] == "net:[402653183]"
     assert pickle.loads(pickle.dumps(endpoint)) == endpoint
-
-
-def test_adapters_are_listed_in_numeric_order(tmp_path: Path) -> None:
-    for name in ("mlx5_10", "mlx5_2", "mlx5_0"):
-        write(tmp_path / "sys/class/infiniband" / name / "ports/1/state", "4: ACTIVE")
-    names = [hca.name for hca in probe(node_ip="10.0.0.1", root=tmp_path).hcas]
-    assert names == ["mlx5_0", "mlx5_2", "mlx5_10"]
 
 
 def test_an_empty_root_leaves_fields_empty_and_raises_nothing(tmp_path: Path) -> None:
@@ -116,17 +108,6 @@ def test_huge_pages_are_tried_and_not_read_off_the_variable() -> None:
         for when, value in (("first", "1"), ("late", "0"))
     ]
     assert [program.communicate(timeout=60)[0].strip() for program in programs] == ["used", "unused"]
-
-
-def test_probe_takes_little_time() -> None:
-    probe(node_ip="127.0.0.1", wants_gpu=False)
-
-    def once() -> float:
-        start = time.process_time()
-        probe(node_ip="127.0.0.1", wants_gpu=False)
-        return time.process_time() - start
-
-    assert min(once() for _ in range(9)) < 0.050
 
 
 def test_cuda_is_not_touched_for_an_actor_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
