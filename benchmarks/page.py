@@ -12,27 +12,46 @@ from raytorchrpc.bench.tables import section
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "internals" / "measurements.md"
+#: The results that the page shows, in its order, with the contestants or the cases of each; none: all.
+SHOWN: dict[str, tuple[str, ...]] = {
+    "links-h200": ("auto", "torchrpc", "ray", "ray-zero-copy", "bare-nccl", "memcpy"),
+    "links-two-hosts": ("auto", "ray", "bare-socket"),
+    "patterns-32-cores": ("patterns, ms", "patterns, % of a core"),
+    "weights-sharded": ("2 x NVIDIA H100", "2 cores"),
+    "engines": (
+        "vLLM, a Llama of 229 MB",
+        "SGLang, 100 MB, two ranks",
+        "torchrl, 100 MB, two collectors",
+        "TRL, a Llama of 115 MB",
+        "verl, 101 MB under FSDP2, two trainers, two rollouts",
+    ),
+    "objectrefs": (),
+    "observability": (),
+    "protection": (),
+    "scale-32-cores": ("time",),
+    "switch-interval": (),
+}
 #: Of results with many sizes, those that the page shows (bytes).
-SHOWN = (1_250, 1_250_000, 40_000_000, 640_000_000)
+SIZES = (1_250, 40_000_000, 640_000_000)
 _HEAD = """\
 # Measurements
 
 <!-- Written by `python -m benchmarks.page` from benchmarks/results; change those, not this file. -->
 
-Every figure is the median of its turns, of the tree that its part names; x is the figure divided by the first
-contestant's. `raytorchrpc bench` and `python -m benchmarks` take figures again, and `--json` writes such results;
-`raytorchrpc bench --from FILE` shows one with all its sizes."""
+Every figure is the median of its turns; x is the figure divided by the first contestant's. `raytorchrpc bench` and
+`python -m benchmarks` take figures again, and `--json` writes such results. `raytorchrpc bench --from FILE` shows all
+sizes and contestants of one in `benchmarks/results`."""
 
 
 def page() -> str:
-    """The page as it has to be: a part for each result, in the order of the files' names."""
+    """The page as it has to be: a part for each result."""
     parts = [_HEAD]
-    for file in sorted(RESULTS.glob("*.json")):
-        result = read_result(file)
-        if len({one.size for one in result.figures if isinstance(one.size, int)}) > len(SHOWN):
-            some = tuple(one for one in result.figures if one.size in SHOWN)
-            result = result.model_copy(update={"figures": some})
-        parts += section(result)
+    for name, shown in SHOWN.items():
+        result = read_result(RESULTS / f"{name}.json")
+        figures = [one for one in result.figures if not shown or one.contestant in shown or one.case in shown]
+        if len({one.size for one in figures if isinstance(one.size, int)}) > len(SIZES):
+            figures = [one for one in figures if one.size in SIZES]
+        parts += section(result.model_copy(update={"figures": tuple(figures)}))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

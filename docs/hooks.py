@@ -47,7 +47,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def block(file: Path) -> str:
-    return f'```python title="{file.name}"\n{file.read_text(encoding="utf-8").strip()}\n```'
+    kind = {".py": "python"}.get(file.suffix, file.suffix[1:])
+    return f'```{kind} title="{file.name}"\n{file.read_text(encoding="utf-8").strip()}\n```'
 
 
 def cards() -> Iterator[str]:

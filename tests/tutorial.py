@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 FILES = ROOT / "examples" / "tutorial"
 
-_STEP = re.compile(r"^## Step \d: .*?(?=^## )", re.MULTILINE | re.DOTALL)
+_STEP = re.compile(r"^## Step \d: .*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(
     r'^```python title="train.py"(?: hl_lines="(?P<marked>[\d -]+)")?\n(?P<code>.*?)^```$', re.MULTILINE | re.DOTALL
 )

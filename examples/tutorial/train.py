@@ -90,10 +90,10 @@ def train(given, group, learner, players):
         if update == given.kill_at:
             ray.kill(players["player_0"], no_restart=False)
     group.wait_ready(60)  # until every member is back
+    print(group.stats())
     batches.close(force=True)  # ends the players' loops
     ray.get(playing)
     print(*(f"{name}: {count} batches" for name, count in sorted(played.items())), sep="\n")
-    print(group.stats())
     return mean(rewards[-10:])
 
 
