@@ -16,7 +16,7 @@ from raytorchrpc.tensors.kept_errors import again, untraced
 
 
 class Client(Protocol):
-    """This process as a client of one group; see ``group.client``."""
+    """This process as a client of one group; see ``group.joining``."""
 
     @property
     def lasts(self) -> bool:

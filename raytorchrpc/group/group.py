@@ -27,9 +27,9 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
 from raytorchrpc.group import join as _join
 from raytorchrpc.group import joining, tickets
 from raytorchrpc.group.changes import Change
-from raytorchrpc.group.client import Client
 from raytorchrpc.group.detached import DetachedHost, detached_names, find_detached, form_detached
 from raytorchrpc.group.formation import participants_of, with_named_maps
+from raytorchrpc.group.joining import Client
 from raytorchrpc.group.messages import GroupInfo
 from raytorchrpc.group.process_group import ProcessGroupInfo
 from raytorchrpc.group.supervisor import Supervisor, form

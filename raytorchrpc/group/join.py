@@ -30,7 +30,7 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailab
 from raytorchrpc.group import process_group
 from raytorchrpc.group.here import asked_for_gpu, endpoint, place
 from raytorchrpc.group.messages import GroupInfo, JoinSpec, Listening, Prepared, Probe, unpacked
-from raytorchrpc.group.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.group.status import TOTALS_S, Exporter, reading
 from raytorchrpc.group.tickets import Parent, consent
 from raytorchrpc.group.view import JOINING, Answer, Delta, Difference, Table
 from raytorchrpc.group.vouching import vouched

@@ -1,4 +1,4 @@
-"""A process joins a group by itself, with a ticket; see ``tickets``.
+"""A process joins a group by itself: as a member with a ticket (see ``tickets``), or as a client of ``calls.clients``.
 
 It listens, and tells the supervisor where, which then has it join as it does with a restarted actor.
 """
@@ -13,13 +13,16 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import ray
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.member import current_local
+from raytorchrpc.calls import protocol, rejoin
+from raytorchrpc.calls.clients import member_of
+from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
@@ -29,7 +32,9 @@ from raytorchrpc.group.here import place
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.group.restarted import Record, connections_for, record_of
 from raytorchrpc.group.tickets import Ticket
-from raytorchrpc.process.locks import Turn
+from raytorchrpc.lanes.base import Pending
+from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.tensors import thread_modes
 
 logger = logging.getLogger(__name__)
@@ -37,8 +42,8 @@ logger = logging.getLogger(__name__)
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
-#: For a process to become a client (seconds).
-_CLIENT_S = 10.0
+#: For a process to become a client, and for a client to connect to a member for the first time (seconds).
+_CLIENT_S, _CONNECT_S = 10.0, 2.0
 
 
 _entering = Turn()
@@ -144,3 +149,68 @@ def _ask(connections: ControlConnections, record: Record, request: JoinRequest |
 def _default_name(ticket: Ticket, actor_id: str | None) -> str:
     above = ticket.parent or re.sub(r"[^A-Za-z0-9_.:-]", "-", socket.gethostname()) or "process"
     return f"{above[:48]}.{os.getpid()}" if actor_id is None else f"actor-{actor_id[:12]}"
+
+
+# --- this process as a client ----------------------------------------------------------------------------------------
+
+
+class Host(Protocol):
+    """The supervisor of a group, or a handle of it."""
+
+    def admit_client(self, request: JoinRequest) -> None:
+        """Have the process that requests it join as a client. Blocks. Raises BootstrapError."""
+
+
+class Client:
+    """Joins when it is first used. Thread-safe."""
+
+    def __init__(self, host: Host, generation: str) -> None:
+        self._host, self._generation = host, generation
+        self._session_lasts = ray_internals.session_check()
+        self._lock = Lock()
+        self._watches: dict[str, Pending] = {}
+        """By member: a request that keeps a connection open. By its end the member notices that of this process."""
+        fork.register(self)
+
+    def after_fork(self) -> tuple[()]:
+        """See fork.ForkAware."""
+        if (local := join.forget_client(self._generation)) is not None:
+            fork.forked_from(f"a client of group {local.group!r}")
+        return ()
+
+    @property
+    def lasts(self) -> bool:
+        """See ``calls.clients.Client``, also for the other methods."""
+        return self._session_lasts()
+
+    def local(self, home: Any = None) -> LocalMember:
+        with self._lock:
+            if (local := join.client(self._generation)) is None:
+                self._watches.clear()
+                try:
+                    become_client(self._host.admit_client, self._generation)
+                except BootstrapError as error:
+                    raise NotAMember(f"this process is in no group, and cannot be a client of one: {error}") from error
+                if (local := join.client(self._generation)) is None:
+                    raise NotAMember("this process is in no group, and the one that it used has ended just now")
+            member = None if home is None else member_of(local, home)
+            if member is not None and member.name not in self._watches:
+                self._watch(local, member)
+        return local
+
+    def _watch(self, local: LocalMember, member: Member) -> None:
+        """Open a connection to a member. If that fails, the operation that follows reports it."""
+        route = local.peers.route(member.name)
+        try:
+            pending = local.outgoing.control(route, route.calls, protocol.WATCH, _CONNECT_S)
+        except RayTorchRpcError:
+            return
+        self._watches[member.name] = pending
+        pending.add_done_callback(partial(self._ended, member.name, pending))
+
+    def _ended(self, name: str, pending: Pending) -> None:
+        if self._watches.get(name) is pending:
+            del self._watches[name]
+
+    def close(self) -> None:
+        join.leave_client(self._generation)

@@ -36,12 +36,10 @@ from raytorchrpc.group.formation import (
 )
 from raytorchrpc.group.here import endpoint
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
-from raytorchrpc.group.process_group import ProcessGroupInfo
-from raytorchrpc.group.process_groups import check_backend, create_process_group
-from raytorchrpc.group.ray_metrics import reading
+from raytorchrpc.group.process_group import ProcessGroupInfo, check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
+from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status, reading
 from raytorchrpc.group.tickets import consent
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.group.view import Answer
