@@ -118,8 +118,8 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in _LOADED_WHEN_USED:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(_LOADED_WHEN_USED[name]), name)
-        return found
+        value = globals()[name] = getattr(import_module(_LOADED_WHEN_USED[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

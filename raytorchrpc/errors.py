@@ -181,10 +181,10 @@ class RemoteError(RayTorchRpcError):
         self.traceback_text = traceback_text
 
 
-def no_memory(process: str, what: str, cause: BaseException) -> MemoryError:
-    """The error of a process that has no memory to receive, pickle or unpickle ``what``."""
+def no_memory(process: str, subject: str, cause: BaseException) -> MemoryError:
+    """The error of a process that has no memory to receive, pickle or unpickle ``subject``."""
     return MemoryError(
-        f"{process} has no memory for {what} ({shown(cause)}): send less at a time, or raise its limit on memory "
+        f"{process} has no memory for {subject} ({shown(cause)}): send less at a time, or raise its limit on memory "
         f"(ulimit -v, the container's)"
     )
 

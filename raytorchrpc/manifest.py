@@ -133,9 +133,9 @@ class ClusterOptions(BaseModel, frozen=True, extra="forbid"):
         if self.auth == "token" and (missed := requirements.obstacle("token", self.ray_version)):
             raise ValueError(f"auth: {missed} and use --auth disabled")
         memory, shm, head = bytes_of(self.memory), bytes_of(self.shm), bytes_of(self.head_memory)
-        for what, size in (("memory", memory), ("head_memory", head)):
+        for option, size in (("memory", memory), ("head_memory", head)):
             if size < _LEAST_MEMORY:
-                raise ValueError(f"{what} {getattr(self, what)} is too little: Ray and torch need at least 1Gi")
+                raise ValueError(f"{option} {getattr(self, option)} is too little: Ray and torch need at least 1Gi")
         if shm < 64 << 20:
             raise ValueError(f"shm {self.shm} is too little: use at least 64Mi")
         if shm > memory - _LEAST_MEMORY // 2:

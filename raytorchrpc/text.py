@@ -90,21 +90,23 @@ def _problem(item: Any, known: list[str], given: Mapping[str, str]) -> str:
     if kind == "missing":
         return f"{field} is required"
     value = reprlib.repr(item["input"])
-    what = f"{field}{''.join(f'[{step}]' for step in inside)}={value}"
+    subject = f"{field}{''.join(f'[{step}]' for step in inside)}={value}"
     if inside[-1:] == ["[key]"]:
-        what = f"the key {value} in {field}"
+        subject = f"the key {value} in {field}"
     if field in given:
-        what = given[field] + (f": item {value}" if inside else "")
+        subject = given[field] + (f": item {value}" if inside else "")
     if kind in ("tuple_type", "list_type"):
-        return f"{what} must be a list{_as_list(field, item['input'])}"
+        return f"{subject} must be a list{_as_list(field, item['input'])}"
     if kind == "value_error":
         text = str(item["ctx"]["error"])
-        return f"{what} {text}" if text.startswith("must ") else f"{given.get(field, field)}: {text}" if field else text
+        if text.startswith("must "):
+            return f"{subject} {text}"
+        return f"{given.get(field, field)}: {text}" if field else text
     if kind not in _MUST:
-        return f"{what} is not valid: {item['msg']}"
+        return f"{subject} is not valid: {item['msg']}"
     bounds = {name: _number(bound) for name, bound in item.get("ctx", {}).items()}
     unit = " of seconds" if field.endswith("_s") and kind.startswith("float") else ""
-    return f"{what} must {_MUST[kind].format(**bounds)}{unit}"
+    return f"{subject} must {_MUST[kind].format(**bounds)}{unit}"
 
 
 def _as_list(field: str, value: Any) -> str:
@@ -154,17 +156,17 @@ def _broken(cell: str, width: int) -> str:
 def _lines(rows: Sequence[Sequence[str]], right: int) -> list[str]:
     cells = [[cell.split("\n") for cell in row] for row in rows]
     widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(cells[0]))]
-    found: list[str] = []
+    lines: list[str] = []
     for number, row in enumerate(cells):
         for line in range(max(map(len, row))):
             texts = [cell[line] if line < len(cell) else "" for cell in row]
             padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
             if right:
                 padded[-right:] = [t.rjust(w) for t, w in zip(texts[-right:], widths[-right:], strict=True)]
-            found.append("  ".join(padded).rstrip())
+            lines.append("  ".join(padded).rstrip())
         if number == 0:
-            found.append("  ".join("-" * width for width in widths))
-    return found
+            lines.append("  ".join("-" * width for width in widths))
+    return lines
 
 
 def paragraph(head: str, text: str, width: int) -> str:

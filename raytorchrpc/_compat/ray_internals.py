@@ -175,8 +175,8 @@ def worker_lives(worker_id: str, node_id: str) -> bool:
     import ray
     from ray.core.generated import gcs_pb2
 
-    found = _accessor().get_worker_info(_any(ray).WorkerID.from_hex(worker_id))
-    if not found or not _any(gcs_pb2).WorkerTableData.FromString(found).is_alive:
+    record = _accessor().get_worker_info(_any(ray).WorkerID.from_hex(worker_id))
+    if not record or not _any(gcs_pb2).WorkerTableData.FromString(record).is_alive:
         return False
     # A node that has died reports nothing about its workers.
     return any(node["NodeID"] == node_id and node["Alive"] for node in _any(ray).nodes())
@@ -207,11 +207,11 @@ def actor_state(actor_id: str) -> ActorState:
     """The actor's state in Ray's control store; takes about a millisecond. An unknown actor is DEAD."""
     from ray._private.state import actors
 
-    found = actors(actor_id)
-    if not found:
+    actor = actors(actor_id)
+    if not actor:
         return ActorState("DEAD", 0, "", "Ray no longer knows the actor")
-    where, cause = found["Address"]["NodeID"], _death_cause(found.get("DeathCause"))
-    return ActorState(found["State"], int(found["Pid"]), where, cause, int(found["NumRestarts"]))
+    where, cause = actor["Address"]["NodeID"], _death_cause(actor.get("DeathCause"))
+    return ActorState(actor["State"], int(actor["Pid"]), where, cause, int(actor["NumRestarts"]))
 
 
 def _death_cause(cause: Any) -> str:
@@ -225,8 +225,8 @@ def required_resources(actor_id: str) -> dict[str, float]:
     from ray import ActorID
     from ray.core.generated import gcs_pb2
 
-    found = _accessor().get_actor_info(ActorID.from_hex(actor_id))
-    return dict(_any(gcs_pb2).ActorTableData.FromString(found).required_resources) if found else {}
+    record = _accessor().get_actor_info(ActorID.from_hex(actor_id))
+    return dict(_any(gcs_pb2).ActorTableData.FromString(record).required_resources) if record else {}
 
 
 def _any(untyped: Any) -> Any:

@@ -46,8 +46,8 @@ FEATURES: Mapping[str, Feature] = {
 
 def is_older(version: str, than: str) -> bool:
     """Whether a release is older. A version without numbers is a development build, which is not."""
-    found = re.match(r"\d+(\.\d+)*", version)  # what follows, as of a pre-release, does not count
-    return found is not None and tuple(map(int, found[0].split("."))) < tuple(map(int, than.split(".")))
+    numbers = re.match(r"\d+(\.\d+)*", version)  # what follows, as of a pre-release, does not count
+    return numbers is not None and tuple(map(int, numbers[0].split("."))) < tuple(map(int, than.split(".")))
 
 
 def missing(package: Package, version: str) -> list[Feature]:

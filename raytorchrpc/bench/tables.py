@@ -122,12 +122,12 @@ def gaps(result: Result) -> list[str]:
 def conclusion(result: Result) -> str | None:
     """One sentence: the smallest call with a tensor by ours and by Ray; None if the two were not measured."""
     known = {(figure.case, figure.device, figure.contestant, figure.size): figure for figure in result.figures}
-    for (case, device, contestant, size), ours in known.items():
-        rays = known.get((case, device, "ray", size))
-        if contestant == "auto" and isinstance(size, int) and size and ours.median and rays and rays.median:
-            tensor = f"a call with a tensor of {ours.label} takes {show(ours.median)} {ours.unit}"
-            times = f"{rays.median / ours.median:.2g} times as long"
-            return f"Here {tensor}, and {show(rays.median)} {rays.unit} by Ray, {times}."
+    for (case, device, contestant, size), direct in known.items():
+        by_ray = known.get((case, device, "ray", size))
+        if contestant == "auto" and isinstance(size, int) and size and direct.median and by_ray and by_ray.median:
+            tensor = f"a call with a tensor of {direct.label} takes {show(direct.median)} {direct.unit}"
+            times = f"{by_ray.median / direct.median:.2g} times as long"
+            return f"Here {tensor}, and {show(by_ray.median)} {by_ray.unit} by Ray, {times}."
     return None
 
 

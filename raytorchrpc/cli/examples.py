@@ -29,9 +29,9 @@ class Example(NamedTuple):
 def folder() -> Path:
     """The examples: in the installed package, or beside it in a checkout."""
     package = Path(raytorchrpc.__file__).parent
-    for found in (package / "_examples", package.parent / "examples"):
-        if (found / "README.md").is_file():
-            return found
+    for place in (package / "_examples", package.parent / "examples"):
+        if (place / "README.md").is_file():
+            return place
     raise FileNotFoundError(f"there are no examples in {package}, nor beside it; install raytorchrpc again")
 
 

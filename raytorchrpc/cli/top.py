@@ -60,8 +60,8 @@ def _show(out: TextIO, name: str | None, interval_s: float, once: bool, as_json:
         live = Live(Text(tables(list(known.values()))), console=console, auto_refresh=False)
     with live or nullcontext():
         while True:
-            found = _watch(watch, name, max(interval_s, 2 * PERIOD_S) if once else interval_s)
-            known = {status.generation: update(known.get(status.generation), status) for status in found}
+            statuses = _watch(watch, name, max(interval_s, 2 * PERIOD_S) if once else interval_s)
+            known = {status.generation: update(known.get(status.generation), status) for status in statuses}
             if as_json:
                 print(json.dumps([as_data(each) for each in known.values()]), file=out, flush=True)
             elif live is None:
@@ -76,10 +76,10 @@ def _watch(watch: ClusterWatch, name: str | None, seconds: float, until_found: b
     """Watch for so long; returns the latest. ``until_found``: or until there is a group."""
     until = time.monotonic() + seconds
     while True:
-        found, left = watch.groups(name), until - time.monotonic()
-        if left <= 0 or (until_found and found):
-            return found
-        time.sleep(min(left, 0.5))
+        statuses, remaining_s = watch.groups(name), until - time.monotonic()
+        if remaining_s <= 0 or (until_found and statuses):
+            return statuses
+        time.sleep(min(remaining_s, 0.5))
 
 
 def update(before: Update | None, now: GroupStatus) -> Update:

@@ -129,8 +129,8 @@ def environment_of(root: Path) -> dict[str, str]:
 
 
 def _number(file: Path, name: str) -> int | None:
-    found = re.search(rf"^{name}\s*(\d+)", sysfs.read(file) or "", re.MULTILINE)
-    return int(found[1]) if found else None
+    match = re.search(rf"^{name}\s*(\d+)", sysfs.read(file) or "", re.MULTILINE)
+    return int(match[1]) if match else None
 
 
 def _interfaces(root: Path, hcas: Sequence[Hca]) -> tuple[Interface, ...]:
@@ -158,8 +158,8 @@ def _container(root: Path, environ: Mapping[str, str]) -> str | None:
         return "docker"
     if (root / "run/.containerenv").exists():
         return "podman"
-    found = re.search(r"kubepods|docker|containerd|libpod|lxc", sysfs.read(root / "proc/1/cgroup") or "")
-    return {"kubepods": "kubernetes", "libpod": "podman"}.get(found[0], found[0]) if found else None
+    match = re.search(r"kubepods|docker|containerd|libpod|lxc", sysfs.read(root / "proc/1/cgroup") or "")
+    return {"kubepods": "kubernetes", "libpod": "podman"}.get(match[0], match[0]) if match else None
 
 
 def _own_addresses(hostname: str) -> tuple[str, ...] | None:
@@ -250,14 +250,14 @@ def cuda_driver() -> str | None:
 
 def links(gpus: tuple[Gpu, ...], nvml: Nvml) -> tuple[GpuLink, ...]:
     """The link of each pair of this process's GPUs."""
-    found = []
+    pairs = []
     for a, b in combinations(gpus, 2):
         active = nvml.nvlinks.get(a.uuid.removeprefix("GPU-"))
         count = None if active is None else active.get(b.pci_bus_id or "", 0) + active.get("switch", 0)
         directions = (a.index, b.index), (b.index, a.index)
         peer = all(torch.cuda.can_device_access_peer(*way) for way in directions)
-        found.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
-    return tuple(found)
+        pairs.append(GpuLink(a=a.index, b=b.index, nvlinks=count, peer_access=peer))
+    return tuple(pairs)
 
 
 def ask_nvml() -> Nvml:
@@ -282,7 +282,7 @@ def ask_nvml() -> Nvml:
 
 
 def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for link in range(_MAX_NVLINKS):
         try:
             if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
@@ -296,8 +296,8 @@ def _nvlinks(pynvml: Any, handle: Any) -> dict[str, int]:
             switch = kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         except (pynvml.NVMLError, AttributeError):
             switch = False
-        found["switch" if switch else f"{domain[-4:]}:{rest}"] += 1
-    return found
+        counts["switch" if switch else f"{domain[-4:]}:{rest}"] += 1
+    return counts
 
 
 def _text(value: Any) -> str:
@@ -358,13 +358,13 @@ def _actor(name: str) -> Any:
 
 def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> list[Evidence]:
     done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
-    found, failed = [], []
+    evidence, failed = [], []
     for name, ref in asked.items():
         if ref not in done:
             failed.append(f"{kind} {name!r}: no answer within {timeout_s:g} s ({hint})")
             continue
         try:
-            found.append(Evidence.model_validate_json(ray.get(ref)))
+            evidence.append(Evidence.model_validate_json(ray.get(ref)))
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             failed.append(f"{kind} {name!r}: {lines[-1].strip()}")
@@ -372,7 +372,7 @@ def _answers(asked: dict[str, Any], kind: str, timeout_s: float, hint: str) -> l
             failed.append(f"{kind} {name!r}: it runs another release of raytorchrpc")
     if failed:
         raise BootstrapError("; ".join(failed))
-    return found
+    return evidence
 
 
 def _run_in_task(name: str, node_ip: str, hosts: int) -> str:

@@ -147,7 +147,7 @@ def adapters(evidence: Evidence) -> Iterator[Finding]:
     return limit_levels(evidence.endpoint, _findings(evidence.endpoint))
 
 
-def limit_levels(endpoint: Endpoint, found: Iterable[Finding]) -> Iterator[Finding]:
+def limit_levels(endpoint: Endpoint, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Reduces warnings and problems to notes where no lane would use the adapters even if they worked.
 
     In many clouds, a machine's ordinary network card is also a RoCE adapter.
@@ -155,7 +155,7 @@ def limit_levels(endpoint: Endpoint, found: Iterable[Finding]) -> Iterator[Findi
     ports = [port for hca in endpoint.hcas if hca.driver != "efa" for port in hca.ports]
     used = endpoint.gpus or endpoint.nixl or any(port.link_layer == "InfiniBand" for port in ports)
     why = "no lane would use RDMA here: there is no GPU for nccl, no NIXL, and no InfiniBand for torchrpc; "
-    for each in found:
+    for each in findings:
         if not used and each.level not in ("ok", "note"):
             each = each.model_copy(update={"level": "note", "meaning": why + each.meaning})
         yield each
@@ -318,8 +318,8 @@ def _unfit(endpoint: Endpoint, chosen: dict[str, str]) -> Iterator[str]:
     names = [interface.name for interface in endpoint.interfaces if interface.up and interface.addresses]
     ifname = chosen.get(nccl_env.IFNAME, "")
     exact, wanted = ifname.startswith("="), ifname.removeprefix("=").split(",")
-    found = any(name == want if exact else name.startswith(want) for name in names for want in wanted if want)
-    if ifname and not ifname.startswith("^") and names and not found:
+    exists = any(name == want if exact else name.startswith(want) for name in names for want in wanted if want)
+    if ifname and not ifname.startswith("^") and names and not exists:
         yield f"NCCL_SOCKET_IFNAME={ifname} names no interface that is up"
     hca = chosen.get(nccl_env.HCA, "")
     if hca and ports and not any(nccl_env.matches(hca, *port) for port in ports):
@@ -336,7 +336,7 @@ def _gid(endpoint: Endpoint, index: int, filter_text: str) -> Iterator[str]:
             continue
         gid = next((gid for gid in port.gids if gid.index == index), None)
         if gid is None or not gid.routed:
-            what = "empty" if gid is None else "a link-local address" if gid.link_local else gid.kind
+            kind = "empty" if gid is None else "a link-local address" if gid.link_local else gid.kind
             right = nccl_env.gid_index(endpoint, port)
-            yield f"NCCL_IB_GID_INDEX={index}: on {hca.name} that GID is {what}; {right} is the routed one"
+            yield f"NCCL_IB_GID_INDEX={index}: on {hca.name} that GID is {kind}; {right} is the routed one"
             return

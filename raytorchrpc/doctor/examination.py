@@ -112,13 +112,13 @@ def _fabrics(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
 
 
 def _gid_indices(endpoints: dict[str, Endpoint]) -> Iterator[Finding]:
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for end in endpoints.values():
         value = nccl_env.advise(end)[nccl_env.GID].value
         if value is not None:
-            found.setdefault(value, []).append(end.name)
-    if len(found) > 1:
-        each = "; ".join(f"{value} on {some(names)}" for value, names in sorted(found.items()))
+            groups.setdefault(value, []).append(end.name)
+    if len(groups) > 1:
+        each = "; ".join(f"{value} on {some(names)}" for value, names in sorted(groups.items()))
         yield note(
             "together-gid-index-differs",
             f"the right GID index differs: {each}",

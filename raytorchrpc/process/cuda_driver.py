@@ -220,10 +220,10 @@ class Driver:
 
     def address_on_gpus(self, address: int) -> int:
         """Return the address of registered host memory for the GPUs."""
-        found = ctypes.c_uint64()
-        code = self._cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(found), address, 0)
+        mapped = ctypes.c_uint64()
+        code = self._cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), address, 0)
         self._check(code, "cuMemHostGetDevicePointer")
-        return found.value
+        return mapped.value
 
     @property
     def has_words(self) -> bool:
@@ -247,9 +247,9 @@ class Driver:
         """Undo ``register``, before the memory is unmapped. The GPUs must not use it any more."""
         self._cuda.cuMemHostUnregister(address)
 
-    def _check(self, code: int, what: str) -> None:
+    def _check(self, code: int, operation: str) -> None:
         if code != _SUCCESS:
-            raise LaneUnavailable("cuda_ipc", f"{what} failed with driver error {code}")
+            raise LaneUnavailable("cuda_ipc", f"{operation} failed with driver error {code}")
 
 
 class _On:
@@ -353,8 +353,8 @@ class KernelSource:
 def _nvrtc() -> ctypes.CDLL:
     """Raises LaneUnavailable if there is none."""
     name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
-    found = importlib.util.find_spec("nvidia")  # where pip puts it
-    places = [] if found is None else list(found.submodule_search_locations or ())
+    package = importlib.util.find_spec("nvidia")  # where pip puts it
+    places = [] if package is None else list(package.submodule_search_locations or ())
     folders = [os.path.join(place, each, "lib") for place in places for each in os.listdir(place)]
     for folder in ["", *(folder for folder in folders if os.path.exists(os.path.join(folder, name)))]:
         with contextlib.suppress(OSError):
@@ -385,6 +385,6 @@ def _compile(name: str, source: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _check(code: int, what: str) -> None:
+def _check(code: int, operation: str) -> None:
     if code:
-        raise LaneUnavailable("cuda_ipc", f"{what} failed with error {code}")
+        raise LaneUnavailable("cuda_ipc", f"{operation} failed with error {code}")

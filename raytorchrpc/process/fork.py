@@ -45,10 +45,10 @@ def register(thing: ForkAware) -> None:
     _fork_aware.add(thing)
 
 
-def forked_from(what: str) -> None:
+def forked_from(parent: str) -> None:
     """Set the description of the parent, for errors. Called by a ForkAware in the child."""
     global _origin
-    _origin = _origin or what
+    _origin = _origin or parent
 
 
 def forked() -> bool:

@@ -163,15 +163,17 @@ class Guard:
         self._lock, self._thread = Lock(), None
         doors = [door.listener for door in self._doors.values()]
         self._doors, self._silent, self._talking = {}, {}, []
-        found = []
+        addresses = []
         for listener in doors:
             with contextlib.suppress(OSError):
-                found.append(address(listener.getsockname()))
-        return found
+                addresses.append(address(listener.getsockname()))
+        return addresses
 
     def _step(self) -> bool:
         oldest = next(iter(self._silent.values()), None)
         wait_s = None if oldest is None else max(0.0, oldest[2] + _SILENT_S - time.monotonic())
+        if self._talking:  # those that ask may wait for a slow member: another thread asks then
+            wait_s = _ASKS_FOR_S
         is_full = len(self._talking) >= _most_pending()  # once: those that ask empty it meanwhile
         for fd, events in (self._wake_poll if is_full else self._poll).poll(wait_s):
             door = self._doors.get(fd)
@@ -208,9 +210,9 @@ class Guard:
 
     def _read(self, fd: int, *, has_left: bool) -> None:
         """Look, without reading it, whether the first message is there. ``has_left``: no more will come."""
-        if (found := self._silent.get(fd)) is None:
+        if (waiting := self._silent.get(fd)) is None:
             return
-        sock, door, _ = found
+        sock, door, _ = waiting
         needed, head = LONGEST_BYTES + 1, b""
         with contextlib.suppress(OSError):  # the other end has reset it
             try:
@@ -304,7 +306,20 @@ class Guard:
 
 
 class Takeover:
-    """A library's listener under guard. Thread-safe."""
+    """A library's listener under guard. Thread-safe.
+
+    The library goes on with the numbers of its descriptors. The guard changes what they stand for::
+
+        members, strangers --> public listener --> the guard asks whose each is --> a member's connection
+                                                                                         | dup2
+        the guard's maker  --> private listener, under the  -- accepted by the -->  the stand-in's number,
+                               number that the library has      library             which the library polls
+
+    - The private listener admits the one maker that the guard connects, and nobody at other times.
+    - The library has read nothing under a stand-in's number before the member's connection is there.
+    - A number is out of the library's epoll set while what it stands for changes, and returns to it with the events and
+      the data that the library had given. So the library never sees an event of the wrong connection.
+    """
 
     def __init__(self, fd: int, registered: Registered | None) -> None:
         """Exchange the listener under this descriptor, which the library keeps. Raises OSError if nothing polls it."""
@@ -331,30 +346,36 @@ class Takeover:
         """Have the library accept this connection. Blocks for a millisecond. Raises OSError if it does not accept."""
         until = time.monotonic() + _ACCEPT_S
         with self._lock, socket.socket(self.public.family) as maker:
-            where = self._private.getsockname()  # raises OSError after ``close``
-            maker.bind(self._host)
-            self._admit(maker)
-            before = set(_polled(self._epoll))
-            maker.connect(where)
-            stand_in = _await(lambda: self._stand_in(maker.getsockname(), before), until)
-            epoll, events, data = _await(lambda: self._reading(stand_in), until)
-            self._admit()
+            stand_in = self._connect(maker, until)
+            events, data = _await(lambda: self._reads(stand_in), until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tcp.detect_silence(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            tcp.detect_silence(sock)
             _copy_flags(stand_in, sock.fileno())
-            _epoll_ctl(epoll, _DELETE, stand_in)
-            with socket.socket(fileno=os.dup(stand_in)) as replaced:
-                os.dup2(sock.fileno(), stand_in, inheritable=False)
-                self._delivered[stand_in] = os.fstat(stand_in).st_ino
-                replaced.shutdown(socket.SHUT_WR)  # a forked child may have it too
+            _epoll_ctl(self._epoll, _DELETE, stand_in)
             try:
+                with socket.socket(fileno=os.dup(stand_in)) as replaced:
+                    os.dup2(sock.fileno(), stand_in, inheritable=False)
+                    self._delivered[stand_in] = os.fstat(stand_in).st_ino
+                    replaced.shutdown(socket.SHUT_WR)  # a forked child may have it too
                 while said := maker.recv(1 << 16):  # by a library that speaks first, as TensorPipe's ibv
                     sock.sendall(said)
             finally:
-                _epoll_ctl(epoll, _ADD, stand_in, events, data)
+                _epoll_ctl(self._epoll, _ADD, stand_in, events, data)
 
-    def _stand_in(self, maker: tuple[str, int], before: Collection[tuple[int, int]]) -> int | None:
+    def _connect(self, maker: socket.socket, until: float) -> int:
+        """Connect to the private listener; returns the descriptor under which the library has accepted that."""
+        where = self._private.getsockname()  # raises OSError after ``close``
+        maker.bind(self._host)
+        self._admit(maker)
+        try:
+            before = set(_polled(self._epoll))
+            maker.connect(where)
+            return _await(lambda: self._accepted(maker.getsockname(), before), until)
+        finally:
+            self._admit()
+
+    def _accepted(self, maker: tuple[str, int], before: Collection[tuple[int, int]]) -> int | None:
         """The descriptor that is connected to this socket. ``before``: those that the library polled before."""
         for fd, inode in _polled(self._epoll):
             if (fd, inode) not in before:
@@ -363,10 +384,10 @@ class Takeover:
                         return fd
         return None
 
-    def _reading(self, stand_in: int) -> Registered | None:
-        """How the library waits for what the stand-in receives. TensorPipe's ibv waits first until it can send."""
-        found = registered((self._epoll,)).get(stand_in)
-        return found if found is not None and found[1] & select.EPOLLIN else None
+    def _reads(self, stand_in: int) -> tuple[int, int] | None:
+        """The events and data with which the library waits to read there. TensorPipe's ibv first waits to write."""
+        _, events, data = registered((self._epoll,)).get(stand_in, (0, 0, 0))
+        return (events, data) if events & select.EPOLLIN else None
 
     def _admit(self, maker: socket.socket | None = None) -> None:
         """Have the private listener admit this socket alone; None: nobody."""
@@ -409,9 +430,9 @@ def _sockets(known: Mapping[tuple[int, int], Connection | None]) -> Iterator[tup
     """By descriptor and inode: this process's sockets, and what each is an end of. ``known``: found before."""
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it was closed just now, or is connected to nobody
-            found = os.fstat(int(entry))
-            if stat.S_ISSOCK(found.st_mode):
-                which = int(entry), found.st_ino
+            status = os.fstat(int(entry))
+            if stat.S_ISSOCK(status.st_mode):
+                which = int(entry), status.st_ino
                 yield which, known[which] if which in known else _connection(which[0])
 
 
@@ -425,12 +446,12 @@ def made_here(connections: Collection[Connection]) -> list[Connection]:
     """Those of the connections that this process made, and that exist now: the port of one that was reset may be
     another process's, while we have its descriptor.
     """
-    own, found = process_guard().own_connections(), []
+    own, existing = process_guard().own_connections(), []
     for connection in connections:
         with contextlib.suppress(OSError, KeyError):
             if _connection(own[connection]) == connection:
-                found.append(connection)
-    return found
+                existing.append(connection)
+    return existing
 
 
 def address(name: tuple[str, int]) -> fork.Address:
@@ -440,11 +461,11 @@ def address(name: tuple[str, int]) -> fork.Address:
 
 def _await(look: Callable[[], T | None], until: float) -> T:
     """Look again and again: no library says when it has accepted."""
-    while (found := look()) is None:
+    while (seen := look()) is None:
         if time.monotonic() > until:
             raise TimeoutError("the library does not accept connections")
         threads.pause(_ONE_LOOK_S)
-    return found
+    return seen
 
 
 def _copy_flags(source: int, target: int) -> None:
@@ -471,12 +492,12 @@ def _epoll_ctl(epoll: int, operation: int, fd: int, events: int = 0, data: int =
 
 def registered(epolls: Iterable[int] | None = None) -> dict[int, Registered]:
     """By descriptor, the epoll set of this process that holds it, the events, and the data that comes with them."""
-    found = {}
+    entries = {}
     for epoll in _epolls() if epolls is None else epolls:
         with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{epoll}") as file:
             for fd, events, data in _ENTRY.findall(file.read()):
-                found[int(fd)] = epoll, int(events, 16), int(data, 16)
-    return found
+                entries[int(fd)] = epoll, int(events, 16), int(data, 16)
+    return entries
 
 
 def _polled(epoll: int) -> Iterator[tuple[int, int]]:

@@ -31,10 +31,10 @@ class Lock(RLock):  # type: ignore[misc]  # only typeshed calls it final
 
         def _is_owned(self) -> bool: ...
 
-    def once(self: L, what: str = "this operation") -> L:
+    def once(self: L, operation: str = "this operation") -> L:
         """For ``with lock.once():``. Raises RayTorchRpcError if this thread has the lock already."""
         if self._is_owned():
-            raise interrupted(what)
+            raise interrupted(operation)
         return self
 
 
@@ -44,13 +44,14 @@ class Turn(Lock):  # type: ignore[misc]
     __slots__ = ()
 
 
-def interrupted(what: str) -> Exception:
+def interrupted(operation: str) -> Exception:
     """The RayTorchRpcError for an operation that would wait for the code on whose thread it runs."""
     from raytorchrpc.errors import RayTorchRpcError  # not with the module, which everything imports
 
     return RayTorchRpcError(
-        f"{what} would wait for the operation that was interrupted on this thread, by a signal handler or a finalizer, "
-        f"and goes on only after it: set a flag there and do it later, or have a thread that the handler starts do it"
+        f"{operation} would wait for the operation that was interrupted on this thread, by a signal handler or a "
+        f"finalizer, and goes on only after it: set a flag there and do it later, or have a thread that the handler "
+        f"starts do it"
     )
 
 
@@ -69,13 +70,13 @@ def interrupted_frames() -> Iterator[FrameType]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def check_wait(what: str = "this wait") -> None:
+def check_wait(operation: str = "this wait") -> None:
     """To be called before this thread waits for others: raise RayTorchRpcError if an interrupted section keeps a lock
     that those may need.
     """
     for frame in interrupted_frames():
         if any(type(lock) is Lock and lock._is_owned() for lock in _locks_of(frame)):
-            raise interrupted(what)
+            raise interrupted(operation)
 
 
 def condition() -> threading.Condition:

@@ -80,12 +80,12 @@ def is_tcp(sock: socket.socket) -> bool:
 
 def listening() -> dict[int, int]:
     """Return the TCP sockets on which this process listens: descriptor by inode."""
-    found = {}
+    listeners = {}
     for fd, sock in fork.own_sockets():
         with contextlib.suppress(OSError):  # another thread has closed it
             if is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found[os.fstat(fd).st_ino] = fd
-    return found
+                listeners[os.fstat(fd).st_ino] = fd
+    return listeners
 
 
 def networks(texts: Iterable[str]) -> tuple[Network, ...]:
@@ -136,11 +136,11 @@ def _program(version: int, admitted: tuple[Network, ...]) -> tuple[tuple[int, in
         words = struct.unpack(f"!{size}I", network.network_address.packed)
         masks = struct.unpack(f"!{size}I", network.netmask.packed)
         compared = [(index, word, mask) for index, (word, mask) in enumerate(zip(words, masks, strict=True)) if mask]
-        for left, (index, word, mask) in zip(range(len(compared) - 1, -1, -1), compared, strict=True):
+        for remaining, (index, word, mask) in zip(range(len(compared) - 1, -1, -1), compared, strict=True):
             program += [
                 (_LOAD, 0, 0, _NETWORK_HEADER + _SENDER[version] + 4 * index),
                 (_AND, 0, 0, mask),
-                (_JUMP_EQUAL, 0, 3 * left + 1, word),  # else continue with the next network
+                (_JUMP_EQUAL, 0, 3 * remaining + 1, word),  # else continue with the next network
             ]
         program.append((_RETURN, 0, 0, _EVERYTHING))
     program.append((_RETURN, 0, 0, _NOTHING))

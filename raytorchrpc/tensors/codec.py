@@ -204,8 +204,8 @@ class Codec:
                 return self.explain(f"{place} of {label}", value, error)
         return f"an argument of {label} cannot be pickled: {error}"
 
-    def explain(self, what: str, value: Any, error: Exception) -> str:
-        """The message for a ``value`` that ``error`` kept from being pickled; ``what`` names it.
+    def explain(self, subject: str, value: Any, error: Exception) -> str:
+        """The message for a ``value`` that ``error`` kept from being pickled; ``subject`` names it.
 
         Pickles parts of the value again, to find the one that fails.
         """
@@ -217,7 +217,7 @@ class Codec:
                     break
                 path, part = path + failing[0], failing[1]
         where = f", because of its {path.lstrip(' .')} ({_type(part)})" if path else ""
-        return f"{what} ({_type(value)}) cannot be pickled{where}: {error}"
+        return f"{subject} ({_type(value)}) cannot be pickled{where}: {error}"
 
     def _can_encode(self, value: Any) -> bool:
         try:

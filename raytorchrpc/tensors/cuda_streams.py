@@ -34,9 +34,9 @@ def handoff_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
 
     def make_current() -> None:
         follow()
-        for device, its_tensors in kept.items():
+        for device, on_device in kept.items():
             stream = torch.cuda.current_stream(device)
-            for tensor in its_tensors:
+            for tensor in on_device:
                 tensor.record_stream(stream)
 
     return make_current

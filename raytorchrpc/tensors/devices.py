@@ -17,7 +17,7 @@ def check_mapped(tensors: Sequence[Any], peer: str, mapping: Mapping[Any, Device
     """Raise LaneUnavailable for a CUDA tensor that is not in the device map to ``peer`` (own -> its)."""
     for index in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
         if index not in mapping:
-            shown = ", ".join(f"{_shown(mine)} -> {_shown(its)}" for mine, its in mapping.items()) or "empty"
+            shown = ", ".join(f"{_shown(local)} -> {_shown(target)}" for local, target in mapping.items()) or "empty"
             raise LaneUnavailable(
                 lane,
                 f"a tensor on cuda:{index} has no mapping to member {peer!r} (device map: {shown}); map it with "

@@ -110,8 +110,8 @@ def _world() -> Any | None:
 def _usable() -> list[DeviceMesh]:
     """The registered meshes of torch's present process group in which this process has a place."""
     world = _world()
-    found = [one.mesh() for one in list(_registered) if world is not None and one.world() is world]
-    return [mesh for mesh in found if mesh is not None and _place(mesh) is not None]
+    meshes = [one.mesh() for one in list(_registered) if world is not None and one.world() is world]
+    return [mesh for mesh in meshes if mesh is not None and _place(mesh) is not None]
 
 
 def _place(mesh: DeviceMesh) -> MeshPlace | None:
@@ -139,28 +139,28 @@ def _views(mesh: DeviceMesh, names: tuple[str, ...] | None) -> Iterator[DeviceMe
 def _arrival(*described: Any) -> _Arrival:
     """Find this process's mesh for DTensors of the sender's mesh. Raises SerializationError."""
     sender = MeshPlace(*described)
-    found: list[_Arrival] = []
+    arrivals: list[_Arrival] = []
     for registered in _usable():
         for mesh in _views(registered, sender.dim_names):
             place = _place(mesh)
-            if place is not None and place[:3] == sender[:3] and all(mesh != other.mesh for other in found):
-                found.append(_Arrival(mesh, place, sender))
+            if place is not None and place[:3] == sender[:3] and all(mesh != other.mesh for other in arrivals):
+                arrivals.append(_Arrival(mesh, place, sender))
     for preferred in ("coordinate", "ranks"):
-        alike = [one for one in found if getattr(one.own, preferred) == getattr(sender, preferred)]
-        found = alike or found
-    if len(found) > 1:
+        alike = [one for one in arrivals if getattr(one.own, preferred) == getattr(sender, preferred)]
+        arrivals = alike or arrivals
+    if len(arrivals) > 1:
         raise SerializationError(
-            f"a DTensor of the device mesh {sender} arrived, and {len(found)} registered meshes match: give them "
+            f"a DTensor of the device mesh {sender} arrived, and {len(arrivals)} registered meshes match: give them "
             f"different mesh_dim_names, {_OTHERWISE}"
         )
-    if not found:
+    if not arrivals:
         known = ", ".join(str(_place(mesh)) for mesh in _usable()) or "none"
         raise SerializationError(
             f"a DTensor of the device mesh {sender} arrived, and no such mesh is registered in this process "
             f"(registered: {known}): create it here with init_device_mesh{sender}, keep it, and call "
             f"raytorchrpc.register_device_mesh(mesh), {_OTHERWISE}"
         )
-    return found[0]
+    return arrivals[0]
 
 
 # --- tensors ------------------------------------------------------------------------------------------------------

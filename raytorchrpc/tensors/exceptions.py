@@ -33,8 +33,8 @@ def encode_exception(codec: Codec, error: BaseException) -> Encoded:
     """
     name, text = _type_name(error), traceback_text(error)
     with contextlib.suppress(BaseException):  # whatever a user's class raises, the fallback is the same
-        if (found := _loadable(codec, error)) is not None:
-            encoded = found[1]
+        if (loadable := _loadable(codec, error)) is not None:
+            encoded = loadable[1]
             return encoded._replace(payload=pickle.dumps((encoded.payload, name, text), 5))
     return Encoded(pickle.dumps((b"", name, text), 5), (), (), 0)
 
@@ -158,8 +158,8 @@ class _Inner:
     """An exception in another one. It is loaded as itself; as a RemoteError if it cannot be."""
 
     def __init__(self, codec: Codec, error: Exception, within: tuple[Any, ...]) -> None:
-        if (found := _loadable(codec, error, within)) is not None:
-            self._described = found[0]
+        if (loadable := _loadable(codec, error, within)) is not None:
+            self._described = loadable[0]
         else:
             text = traceback_text(error)
             self._described = RemoteError(text, type_name=_type_name(error), traceback_text=text)

@@ -39,15 +39,15 @@ def encoded(obj: Any, own: bool) -> tuple[bytes, Sequence[torch.Tensor]] | None:
     tensors: list[torch.Tensor] = []
     names: tuple[str, ...] = ()
     if kind is tuple and len(obj) == 2 and type(obj[0]) is tuple and type(obj[1]) is dict:
-        what, (values, named) = _CALL, obj
+        shape, (values, named) = _CALL, obj
         if named:
             names, values = tuple(named), (*values, *named.values())
     elif kind is tuple or kind is list:
-        what, values = _TUPLE if kind is tuple else _LIST, obj
+        shape, values = _TUPLE if kind is tuple else _LIST, obj
     elif kind is dict:
-        what, names, values = _DICT, tuple(obj), obj.values()
+        shape, names, values = _DICT, tuple(obj), obj.values()
     else:
-        what, values = _VALUE, (obj,)
+        shape, values = _VALUE, (obj,)
     if len(values) >= MANY or set(map(type, names)) - {str}:
         return None
     simple = _without_tensors(values, tensors)
@@ -55,7 +55,7 @@ def encoded(obj: Any, own: bool) -> tuple[bytes, Sequence[torch.Tensor]] | None:
         return None
     if not own:
         tensors = [tensor.detach() for tensor in tensors]
-    return marshal.dumps((what, names, simple)), tensors
+    return marshal.dumps((shape, names, simple)), tensors
 
 
 def _without_tensors(values: Iterable[Any], tensors: list[torch.Tensor]) -> list[Any] | None:
@@ -80,18 +80,18 @@ def is_plain(payload: bytes) -> bool:
 
 def decoded(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """Reverse ``encoded``. The object contains the given tensors themselves."""
-    what, names, values = marshal.loads(payload)
+    shape, names, values = marshal.loads(payload)
     if tensors:
         following = iter(tensors)
         values = [next(following) if value is ... else value for value in values]
-    if what == _CALL:
+    if shape == _CALL:
         count = len(values) - len(names)
         return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
-    if what == _VALUE:
+    if shape == _VALUE:
         return values[0]
-    if what == _DICT:
+    if shape == _DICT:
         return dict(zip(names, values, strict=True))
-    return tuple(values) if what == _TUPLE else values
+    return tuple(values) if shape == _TUPLE else values
 
 
 # --- containers of many tensors ------------------------------------------------------------------------------------
@@ -140,19 +140,19 @@ def gathered(obj: Any) -> Any | None:
     any object may occur twice, because a pickler preserves identity.
     """
     seen: list[int] = []
-    found: list[Bulk] = []
+    bulks: list[Bulk] = []
     try:
-        gone_over = _gather(obj, _DEPTH, seen, found)
+        gone_over = _gather(obj, _DEPTH, seen, bulks)
     except _NotSimple:
         return None
-    return gone_over if found and len(set(seen)) == len(seen) else None
+    return gone_over if bulks and len(set(seen)) == len(seen) else None
 
 
 class _NotSimple(Exception):
     pass
 
 
-def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
+def _gather(obj: Any, depth: int, seen: list[int], bulks: list[Bulk]) -> Any:
     kind = type(obj)
     if kind in _ATOMS:
         return obj
@@ -169,9 +169,9 @@ def _gather(obj: Any, depth: int, seen: list[int], found: list[Bulk]) -> Any:
         members = list(values)
         bulk = _bulk(obj, kind, members)
         seen += map(id, members)
-        found.append(bulk)
+        bulks.append(bulk)
         return bulk
-    below = [_gather(value, depth - 1, seen, found) for value in values]
+    below = [_gather(value, depth - 1, seen, bulks) for value in values]
     if kind is OrderedDict:
         raise _NotSimple  # a small one, which may have attributes
     if kind is not dict:

@@ -192,8 +192,8 @@ def kinds_of(
 
     ``apart``: members whose pid counts too.
     """
-    found: dict[Hashable, tuple[Endpoint, list[str]]] = {}
+    kinds: dict[Hashable, tuple[Endpoint, list[str]]] = {}
     for name, endpoint in endpoints.items():
         common = endpoint.changed(OWN | {"pid": endpoint.pid} if name in apart else OWN)
-        found.setdefault(common.key(), (common, []))[1].append(name)
-    return found
+        kinds.setdefault(common.key(), (common, []))[1].append(name)
+    return kinds

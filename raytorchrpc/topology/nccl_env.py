@@ -126,11 +126,11 @@ def matches(filter_text: str, hca: Hca, port: HcaPort) -> bool:
     entries = [entry.split(":") for entry in text.removeprefix("=").split(",") if entry.split(":")[0]]
     if not entries:
         return True
-    found = any(
+    is_named = any(
         (hca.name == name if exact else hca.name.startswith(name)) and (not rest or rest[0] in ("", str(port.number)))
         for name, *rest in entries
     )
-    return found is not without
+    return is_named is not without
 
 
 def gid_index(endpoint: Endpoint, port: HcaPort) -> int | None:
@@ -202,10 +202,10 @@ def _gid_index(endpoint: Endpoint, roce: list[_Port], own: Mapping[str, str]) ->
     by_hand = next((name for name in _OTHER_GIDS if own.get(name)), None)
     if by_hand:
         return Advice(None, f"{by_hand} is set, and NCCL uses it instead")
-    found = {f"{hca.name}:{port.number}": gid_index(endpoint, port) for hca, port in roce}
-    values = set(found.values())
+    indices = {f"{hca.name}:{port.number}": gid_index(endpoint, port) for hca, port in roce}
+    values = set(indices.values())
     if len(values) > 1:
-        each = ", ".join(f"{name} {index}" for name, index in found.items())
+        each = ", ".join(f"{name} {index}" for name, index in indices.items())
         return Advice(None, f"the adapters need different ones ({each}), and NCCL (2.21 and newer) finds each itself")
     (value,) = values
     example = next(gid for gid in roce[0][1].gids if gid.index == value)

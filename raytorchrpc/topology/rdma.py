@@ -163,13 +163,13 @@ def _rdma_alone(endpoint: Endpoint, cuda: bool) -> str | None:
 
 def _fabrics(endpoint: Endpoint) -> set[str]:
     """The networks of the usable ports: InfiniBand subnets, and "RoCE" (routed, so one for all)."""
-    found: set[str] = set()
+    fabrics: set[str] = set()
     for _hca, port in usable_ports(endpoint):
         if port.link_layer == "InfiniBand":
-            found |= {_prefix(gid) for gid in port.gids[:1]}
+            fabrics |= {_prefix(gid) for gid in port.gids[:1]}
         else:
-            found.add("RoCE")
-    return found
+            fabrics.add("RoCE")
+    return fabrics
 
 
 def usable_ports(endpoint: Endpoint) -> list[tuple[Hca, HcaPort]]:

@@ -53,8 +53,8 @@ def listing(path: Path) -> list[str]:
 
 def namespaces(root: Path) -> dict[str, str]:
     """This process's namespaces, kind -> inode as the kernel prints it; without the unreadable ones."""
-    found = {kind: link_name(f"{root}/proc/self/ns/{kind}") for kind in NAMESPACES}
-    return {kind: inode for kind, inode in found.items() if inode}
+    inodes = {kind: link_name(f"{root}/proc/self/ns/{kind}") for kind in NAMESPACES}
+    return {kind: inode for kind, inode in inodes.items() if inode}
 
 
 def memlock_bytes(root: Path) -> int | None:
@@ -126,23 +126,23 @@ def ipv4_addresses() -> list[tuple[str, str]]:
             if used < len(buffer):
                 break
             room *= 2  # the kernel silently truncates the list to what fits
-    found = []
+    pairs = []
     for start in range(0, used, _IFREQ_BYTES):
         entry = buffer[start : start + _IFREQ_BYTES].tobytes()
         label = entry[:16].split(b"\0", 1)[0].decode(errors="replace")
         # An address label such as eth0:1 belongs to the interface eth0.
-        found.append((label.split(":", 1)[0], socket.inet_ntoa(entry[20:24])))
-    return found
+        pairs.append((label.split(":", 1)[0], socket.inet_ntoa(entry[20:24])))
+    return pairs
 
 
 def ipv6_addresses(root: Path) -> list[tuple[str, str]]:
     """(interface, address) for every IPv6 address, from /proc/net/if_inet6."""
-    found = []
+    pairs = []
     for line in (read(root / "proc/net/if_inet6") or "").splitlines():
         fields = line.split()
         if len(fields) == 6 and len(fields[0]) == 32:
-            found.append((fields[5], str(ipaddress.IPv6Address(int(fields[0], 16)))))
-    return found
+            pairs.append((fields[5], str(ipaddress.IPv6Address(int(fields[0], 16)))))
+    return pairs
 
 
 def interfaces_up() -> dict[str, bool]:

@@ -12,6 +12,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ray import cloudpickle
 from typing_extensions import Self
 
 from raytorchrpc.config import GroupConfig
+from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
@@ -130,25 +132,30 @@ class Node:
 
     def serve(self, message: Message, reply: Reply) -> Callable[[], None] | None:
         what = message.header[0]
+
+        def send(answer: Message) -> None:
+            with suppress(PeerLost):  # the caller has gone, as a member's server finds as well
+                reply(answer)
+
         if what == "echo":
-            reply(Message(message.header, message.body))
+            send(Message(message.header, message.body))
         elif what == "work":
-            return lambda: reply(Message(message.header, message.body))
+            return lambda: send(Message(message.header, message.body))
         elif what == "hold":
             self.held.append(reply)
             self.arrived.release()
         elif what == "meet":  # each waits for the other: done only if both run at once
-            return lambda: (self.meeting.wait(PATIENCE_S), reply(Message(message.header, EMPTY)))[-1]
+            return lambda: (self.meeting.wait(PATIENCE_S), send(Message(message.header, EMPTY)))[-1]
         elif what == "overwrite":
             for tensor in message.body.tensors:
                 tensor.fill_(7)
-            reply(Message(("overwritten",), message.body))
+            send(Message(("overwritten",), message.body))
         elif what == "keep":
             self.served.append(message)
-            reply(Message(("kept",), EMPTY))
+            send(Message(("kept",), EMPTY))
         elif what == "sink":  # take a large one, and tell whether it came whole
             whole = all(is_huge(tensor) for tensor in message.body.tensors)
-            reply(Message(("sunk", whole, len(message.body.payload), sum(message.body.payload[-3:])), EMPTY))
+            send(Message(("sunk", whole, len(message.body.payload), sum(message.body.payload[-3:])), EMPTY))
         elif what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         else:

@@ -430,7 +430,7 @@ def test_an_event_loop_goes_on_while_its_peer_reads_nothing(fresh: Pair) -> None
 
 def _much() -> torch.Tensor:
     """More than any connection holds."""
-    return torch.empty(20_000_000, dtype=torch.uint8)
+    return torch.empty(12_000_000, dtype=torch.uint8)
 
 
 def _send_much_on_a_loop_body() -> None:

@@ -187,7 +187,9 @@ def prefetch(name: str) -> None:
 
 CALLS: dict[str, Callable[[], object]] = {
     **{f"{way.__name__} {each.__name__}": (lambda way=way, each=each: way(each.__name__))  # type: ignore[misc]
-       for way in (call, call_later, call_back, gather) for each in FAIL},
+       for way in (call, call_later) for each in FAIL},
+    **{f"{way.__name__} {each.__name__}": (lambda way=way, each=each: way(each.__name__))  # type: ignore[misc]
+       for way in (call_back, gather) for each in (fail_by_name, give_unloadable)},
     **{f"{way.__name__} into": (lambda way=way: way("give", into=wrong_buffers()))  # type: ignore[misc]
        for way in (call, call_later)},
     **{each.__name__: (lambda each=each: each(""))  # type: ignore[misc]
