@@ -756,6 +756,25 @@ def test_an_iteration_keeps_its_place_from_request_to_request(
         assert taking() == [0, 1, 2, 3] and small() == 4
 
 
+def test_a_request_that_comes_after_its_withdrawal_keeps_nobody_waiting(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> Any:
+        lane.holds = lambda method: method in (TAKE, WITHDRAW)
+        getting = asyncio.create_task(queue.aget_many(9, 10 * LONG, min=9))
+        await until(lambda: len(lane.held) == 1)
+        getting.cancel()
+        await until(lambda: len(lane.held) == 2)
+        lane.release(1)
+        lane.release()
+        return await queue.aget()
+
+    with members.acting("a"):
+        queue = made()
+        queue.put(1)
+        assert asyncio.run(act()) == 1
+
+
 # --- what is over --------------------------------------------------------------------------------------------
 
 

@@ -244,26 +244,6 @@ def test_shards_of_several_publishers(members: Members) -> None:
         assert pulled_rows(members) == (value, [value] * 4)
 
 
-def test_a_publisher_whose_iterator_raises_publishes_that_version_later(members: Members) -> None:
-    def breaks() -> Iterator[tuple[str, Any]]:
-        yield from halves(1, 7.0)
-        raise ValueError("no more")
-
-    for number, name in enumerate(PUBLISHERS):
-        with members.acting(name):
-            sharded().publish(halves(number, 1.0))
-    with members.acting("a"):
-        assert sharded().publish(halves(0, 2.0)) == 2
-    with members.acting("b"):
-        with pytest.raises(ValueError, match="no more"):
-            sharded().publish(breaks())
-        assert pulled_rows(members) == (1, [1.0] * 4)
-        members_store = sharded()
-    with members.acting("b"):
-        assert members_store.publish(halves(1, 2.0)) == 2
-    assert pulled_rows(members) == (2, [2.0] * 4)
-
-
 def test_only_members_that_publish_ask_for_tensors(members: Members) -> None:
     def unasked() -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError

@@ -15,7 +15,6 @@ from raytorchrpc.patterns.weights.model_tensors import shards_of
 from raytorchrpc.patterns.weights.plan import Transfer, plan
 from raytorchrpc.patterns.weights.shards import Box, Shard, strides_of
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
-from tests.unit.members import spied
 
 
 def divided(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
@@ -72,24 +71,6 @@ def test_every_element_arrives_once_whatever_the_layouts(seed: int) -> None:
         target = asked.targets["w"].tensor
         assert move(moves, whole, boxes, target) == box.size
         assert torch.equal(target, at(whole, box))
-
-
-def test_tensors_that_are_alike_are_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the layers of a model are, except for those of which several publishers have the same."""
-    shape, sharded = (8, 8), divided((8, 8), [[3], []])
-    parts = {"v": sharded, "w": sharded, "copied": [Box((0, 0), shape)] * 2}
-    names = [f"{layer}.{name}" for layer in range(20) for name in parts]
-    boxes = [[parts[name.partition(".")[2]][end] for name in names] for end in range(2)]
-    rows = [
-        [(name, "float64", box.shape, (shape, box.offset)) for name, box in zip(names, its, strict=True)]
-        for its in boxes
-    ]
-    targets = {name: Shard(torch.zeros(8, 5, dtype=torch.float64), shape, (0, 3)) for name in names}
-    divisions = spied(monkeypatch, "raytorchrpc.patterns.weights.plan._divide")
-    asked = Request("store", targets, Options.of(), ["a", "b"])
-    found = plan(asked, [KnownLayout(1, its) for its in rows], [0, 0], 0)
-    assert len(divisions) == 3, "one of the shards, and one for each end that may be the first"
-    assert [len(its) for its in found] == [50, 50]
 
 
 def test_readers_spread_over_equal_holders_and_prefer_near_ones() -> None:

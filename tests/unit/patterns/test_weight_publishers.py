@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,19 +129,6 @@ def test_a_publisher_that_was_late_catches_up_without_waiting(members: Members) 
     assert model["matrix"].unique().tolist() == [7.0]
 
 
-def test_threads_of_a_publisher_publish_one_after_the_other(members: Members) -> None:
-    """Each gets a number of its own, as in a store with one home."""
-    mine = store(members, "a", ("a",))
-    with members.acting("a"), ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda value: mine.publish({"matrix": torch.full((100, 100), value)}), range(40)))
-        assert sorted(found) == list(range(1, 41))
-        lock = members.shards("a")[0]._staging
-        pool.submit(lock.acquire).result()
-        with pytest.raises(rtr.RpcTimeout, match="this one published nothing"):
-            mine.publish({"matrix": torch.zeros(100, 100)}, timeout=0.01)
-        assert mine.version() == 40
-
-
 @pytest.mark.parametrize("timeout", [0, 0.05])
 def test_publishers_that_are_late_are_named(members: Members, timeout: float) -> None:
     for number, newest in enumerate(("b 0, a 1", "a 1, b 1")):
@@ -218,32 +204,6 @@ def test_the_memory_of_shards_ends_with_the_process_of_the_first_publisher(membe
     mine.keep_only(1, "a again")
     gc.collect()
     assert memory() is None and not any(mine.pool._spare.values())
-
-
-def test_a_shard_of_the_version_that_is_there(members: Members) -> None:
-    """Of whole tensors of one home."""
-    with members.acting("a"):
-        rtr.WeightStore("w").publish({"matrix": torch.full((8, 4), 3.0)}, 3)
-    with members.acting("home"):
-        mine = rtr.WeightStore.find("w")
-        model = {"matrix": rtr.Shard(torch.zeros(2, 4), (8, 4), (2, 0))}
-        for since in (None, 3):
-            assert mine.pull(model, 3, since=since) == 3
-        assert model["matrix"].tensor.unique().tolist() == [3.0]
-        empty = {"matrix": rtr.Shard(torch.zeros(0, 4), (8, 4), (2, 0))}
-        assert [mine.pull(empty) for _ in range(2)] == [3, 3]
-
-
-def test_a_tensor_that_was_transposed_in_place_is_filled_by_its_indices(members: Members) -> None:
-    with members.acting("a"):
-        rtr.WeightStore("w").publish({"matrix": torch.arange(16.0).view(4, 4)})
-    with members.acting("home"):
-        mine, matrix = rtr.WeightStore.find("w"), torch.zeros(4, 4)
-        model = {"matrix": matrix}
-        for _ in range(2):
-            mine.pull(model, mapping={"matrix": "matrix"})
-            assert torch.equal(matrix, torch.arange(16.0).view(4, 4))
-            matrix.t_()
 
 
 def test_a_pull_of_a_version_that_is_gone_for_good_does_not_wait(members: Members) -> None:

@@ -227,15 +227,6 @@ def test_an_interval_that_the_program_has_set_is_left_alone(clock: Clock, own: f
     assert interval() == own
 
 
-def test_an_interval_that_the_program_sets_while_it_is_short_stays(clock: Clock) -> None:
-    switch_interval = SwitchInterval(SHORT, clock)
-    call(switch_interval)
-    sys.setswitchinterval(0.002)
-    clock.pass_lease()
-    clock.pass_lease()
-    assert interval() == 0.002
-
-
 def test_its_end_restores_the_interval_for_good(clock: Clock) -> None:
     switch_interval = SwitchInterval(SHORT, clock)
     call(switch_interval)
