@@ -162,13 +162,6 @@ def group_name() -> str | None:
     return None if info is None else info.name
 
 
-def leave_group() -> None:
-    """Leave the group that this process is in, unasked; has no effect if it is in none."""
-    info = join.group_info()
-    if info is not None:
-        join.leave(None, info.generation)
-
-
 def peers_elsewhere() -> int:
     """How many peers are on other nodes."""
     local = process_member()

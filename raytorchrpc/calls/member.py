@@ -22,7 +22,7 @@ from raytorchrpc.calls.server.services import Services
 from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.base import MessageLane, TensorLane, windows
+from raytorchrpc.lanes.base import MessageLane, TensorLane
 from raytorchrpc.process import fork
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 from raytorchrpc.tensors.codec import Codec
@@ -76,7 +76,7 @@ class LocalMember:
         self.services.open("stream", "", lambda: callee.streams)
 
     def _mapped(self, peer: str) -> int:
-        return sum(lane.mapped(peer) for lane in windows(self.tensor_lanes))
+        return sum(lane.mapped(peer) for lane in tuple(self.tensor_lanes.values()))
 
     @property
     def tracer(self) -> Tracer | None:

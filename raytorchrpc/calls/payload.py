@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,7 +16,7 @@ import torch
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Export, MessageLane, Part, TensorLane, WindowLane
+from raytorchrpc.lanes.base import Arrived, Copies, Export, MessageLane, TensorLane, arrived
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.codec import Encoded, as_tensor
@@ -219,7 +220,7 @@ class Payloads:
     def unpack(
         self, body: Encoded, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
     ) -> Encoded:
-        """The body of a message with all its tensors, on the thread that will use them. Blocks while they are fetched.
+        """The body of a message with all its tensors, on the thread that will use them. Blocks while they are read.
 
         Args:
             pending: what ``receive`` returned.
@@ -275,62 +276,40 @@ def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple
 
 
 class PendingTensors:
-    """Out-of-band tensors to be fetched. They are discarded if the message is dropped before."""
+    """Out-of-band tensors to be read. They are released if the message is dropped before."""
 
-    __slots__ = ("_descriptor", "_lane", "_leave", "_manifest", "_peer")
+    __slots__ = ("_descriptor", "_is_taken", "_lane", "_leave", "_peer", "_runs", "positions")
 
     def __init__(
         self, lane: TensorLane, peer: str, manifest: TensorManifest, leave: Callable[..., object] = _at_once
     ) -> None:
-        self._lane, self._peer, self._leave = lane, peer, leave
-        self._manifest: TensorManifest | None = manifest
-        self._descriptor = manifest[3]
+        self._lane, self._peer, self._leave, self._is_taken = lane, peer, leave, False
+        _, self.positions, self._runs, self._descriptor = manifest
+        """Of the tensors in the body; None: all of it."""
 
     @property
-    def contents(self) -> tuple[tuple[int, ...] | None, list[Shape]]:
-        """The tensors' positions in the body (None: all of it), dtypes and shapes."""
-        if self._manifest is None:
-            raise LaneUnavailable(self._lane.name, "these tensors have been fetched already")
-        _, positions, runs, _ = self._manifest
-        return positions, shapes_of(runs)
+    def shapes(self) -> list[Shape]:
+        """The tensors' dtypes and shapes."""
+        return shapes_of(self._runs)
 
-    def unpack(
-        self, into: Sequence[torch.Tensor | None] | None = None
-    ) -> tuple[tuple[int, ...] | None, list[torch.Tensor]]:
-        """Fetch, on the thread that will use the tensors. Blocks. Returns positions (None: all) and tensors.
+    def _take(self) -> tuple[str, Any, list[Shape]]:
+        if self._is_taken:
+            raise LaneUnavailable(self._lane.name, "these tensors have been read already")
+        shapes = self.shapes
+        self._is_taken = True
+        return self._peer, self._descriptor, shapes
 
-        ``into``: for each tensor of the body, a tensor to be filled and returned instead, or None.
-        """
-        positions, shapes = self.contents
-        self._manifest = None
-        if into is None:
-            return positions, self._lane.fetch(self._peer, self._descriptor, shapes)
-        mine = into if positions is None else [into[position] for position in positions]
-        return positions, copy_into(mine, self._lane.fetch(self._peer, self._descriptor, shapes, mine))
-
-    def scatter_into(self, parts: Sequence[Sequence[Part]]) -> None:
-        """As ``unpack``, for parts of flat tensors: copy each part into its target."""
-        _, shapes = self.contents
-        self._manifest = None
-        if isinstance(self._lane, WindowLane):
-            sizes = [shape[0] for _, shape in shapes]
-            left = self._lane.scatter_into(self._peer, self._descriptor, sizes, parts)
-            copy_into([target for target, _ in left], [source for _, source in left])
-        else:
-            scatter_into(self._lane.fetch(self._peer, self._descriptor, shapes), parts)
+    def read(self, copies: Copies | None = None) -> Arrived:
+        """Read, on the thread that will use the tensors. Blocks. See ``TensorLane.read``."""
+        return self._lane.read(*self._take(), copies)
 
     def view(self) -> list[torch.Tensor] | None:
         """Flat tensors in the sender's memory, read-only; None if the lane has no such memory."""
-        _, shapes = self.contents
-        if not isinstance(self._lane, WindowLane):
-            return None
-        self._manifest = None
-        return self._lane.view(self._peer, self._descriptor, [shape[0] for _, shape in shapes])
+        return self._lane.view(*self._take())
 
     def prepare(self) -> None:
-        """Others in the same memory will be fetched soon."""
-        if isinstance(self._lane, WindowLane):
-            self._lane.prepare(self._peer, self._descriptor)
+        """Others in the same memory will be read soon."""
+        self._lane.prepare(self._peer, self._descriptor)
 
     def used(self) -> None:
         """The method that was called with these tensors has returned, on this thread."""
@@ -338,9 +317,9 @@ class PendingTensors:
 
     def __del__(self) -> None:
         # A reply that arrives after its caller's deadline may be dropped in many places, but is finalized in one.
-        if self._manifest is not None and not fork.forked():  # then it is the parent's
+        if not self._is_taken and not fork.forked():  # then it is the parent's
             with suppress(Exception):
-                self._leave(self._lane.discard, self._peer, self._manifest[3])
+                self._leave(self._lane.release, self._peer, self._descriptor)
 
 
 def owned(body: Encoded) -> Encoded:
@@ -369,37 +348,59 @@ def snapshot(body: Encoded) -> Encoded:
     return body._replace(tensors=tensors)
 
 
-def scatter_into(tensors: Sequence[torch.Tensor], parts: Sequence[Sequence[Part]]) -> None:
-    """Copy parts of flat uint8 tensors into their targets."""
-    for tensor, its in zip(tensors, parts, strict=True):
-        copy_into([part.target for part in its], [part.view_of(tensor) for part in its])
-
-
 def kinds(body: Encoded, pending: Sequence[PendingTensors]) -> list[Shape]:
-    """The dtypes and shapes of all tensors of a body, before any is fetched."""
+    """The dtypes and shapes of all tensors of a body, before any is read."""
     stayed = [(tensor.dtype, tuple(tensor.shape)) for tensor in body.tensors]
-    return _in_places((fetching.contents for fetching in pending), stayed)
+    return _in_places([(tensors.positions, tensors.shapes) for tensors in pending], stayed)
 
 
-def joined(
-    body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None] | None = None
-) -> Encoded:
-    """The body with all its tensors in their places. Blocks while they are fetched. ``into``: see PendingTensors."""
+def joined(body: Encoded, pending: Sequence[PendingTensors]) -> Encoded:
+    """The body with all its tensors in their places. Blocks while they are read."""
     if not pending:
         return body
-    return body._replace(tensors=_in_places((fetching.unpack(into) for fetching in pending), body.tensors))
+    read = [(tensors.positions, cast(list[torch.Tensor], tensors.read())) for tensors in pending]
+    return body._replace(tensors=_in_places(read, body.tensors))
 
 
-def filled(body: Encoded, pending: Sequence[PendingTensors], into: Sequence[torch.Tensor | None]) -> Encoded:
-    """As ``joined``, with each tensor copied into the tensor of ``into`` in its place, if there is one."""
-    body = joined(body, pending, into)
-    return body._replace(tensors=copy_into(into, body.tensors))  # those that stayed in the message
+def read_into(body: Encoded, pending: Sequence[PendingTensors], copies: Copies) -> Arrived:
+    """Make copies out of the tensors of a body, in their places. Blocks. Returns what has no target, by the copy."""
+    if not pending:
+        return _copied(copies, arrived(body.tensors, copies))
+    if pending[0].positions is None:
+        return _copied(copies, pending[0].read(copies))
+    reads: list[tuple[Sequence[int], Callable[[Copies], Arrived]]]
+    reads = [(tensors.positions or (), tensors.read) for tensors in pending]
+    count = len(body.tensors) + sum([len(positions) for positions, _ in reads])
+    stayed = sorted(set(range(count)).difference(*[positions for positions, _ in reads]))
+    reads.append((stayed, partial(arrived, body.tensors)))
+    filled: Arrived = [None] * len(copies)
+    for positions, read in reads:
+        sources = {position: source for source, position in enumerate(positions)}
+        indices = [index for index, copy in enumerate(copies) if copy.source in sources]
+        if indices:
+            described = [copies[index]._replace(source=sources[copies[index].source]) for index in indices]
+            some = Copies(described, [copies.target(index) for index in indices])
+            for index, tensor in zip(indices, _copied(some, read(some)), strict=True):
+                filled[index] = tensor
+    return filled
 
 
-def _in_places(fetched: Iterable[tuple[Sequence[int] | None, list[T]]], stayed: Sequence[T]) -> list[T]:
-    """What was fetched (positions, None for all, and things) and what stayed, in the order of the body."""
+def _copied(copies: Copies, arrived: Arrived) -> Arrived:
+    """Make the copies that a lane has left; returns what has no target."""
+    targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+    for index, tensor in enumerate(arrived):
+        if tensor is not None and (target := copies.target(index)) is not None:
+            targets.append(target)
+            sources.append(tensor)
+            arrived[index] = None
+    copy_into(targets, sources)
+    return arrived
+
+
+def _in_places(beside: Sequence[tuple[Sequence[int] | None, list[T]]], stayed: Sequence[T]) -> list[T]:
+    """What came out of band (positions, None for all, and things) and what stayed, in the order of the body."""
     placed: dict[int, T] = {}
-    for positions, things in fetched:
+    for positions, things in beside:
         if positions is None:
             return things
         placed.update(zip(positions, things, strict=True))

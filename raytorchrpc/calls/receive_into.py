@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from raytorchrpc._compat import torch_internals
-from raytorchrpc.calls.payload import PendingTensors, filled, kinds, owned, scatter_into
+from raytorchrpc.calls.payload import PendingTensors, kinds, owned, read_into
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
-from raytorchrpc.lanes.base import Part, Parts
+from raytorchrpc.lanes.base import Arrived, Copies
 from raytorchrpc.tensors.codec import Codec, Encoded, Layout, body_bytes, layouts, memory_order, overlaps
 from raytorchrpc.tensors.dtypes import FREED, Shape, as_copyable, dense_obstacle, is_freed, unrecorded
 
@@ -31,26 +30,37 @@ class Receiver(ABC):
     def receive(
         self, codec: Codec, body: Encoded, pending: list[PendingTensors], label: str, keep: bool
     ) -> tuple[int, Any]:
-        """The bytes that crossed, and the result. Blocks while tensors are fetched.
+        """The bytes that crossed, and the result. Blocks while tensors are read.
 
-        ``pending``: the out-of-band tensors. ``label``: of the call, for errors. ``keep``: copy each array of the
-        result into memory of its own.
+        ``pending``: the out-of-band tensors, which this takes out of the list: an error holds the frames that it
+        passes, which must not hold the sender's memory. ``label``: of the call, for errors. ``keep``: copy each array
+        of the result into memory of its own.
         """
+
+
+def _read(body: Encoded, pending: Sequence[PendingTensors], copies: Copies) -> Arrived:
+    """See ``read_into``. Autograd learns what the lanes write."""
+    filled = copies.filled
+    with unrecorded(filled):
+        try:
+            return read_into(body, pending, copies)
+        finally:
+            increment_version(filled)
 
 
 class Window(Receiver):
     """Receives the flat tensors in a result: copied in parts into existing tensors, at once or later, or as views.
 
-    The result that the caller gets has empty tensors in their places. What is neither copied nor viewed is discarded
+    The result that the caller gets has empty tensors in their places. What is neither copied nor viewed is released
     with this object.
     """
 
     result: Any = None
     """What the caller gets, once it is received."""
 
-    def __init__(self, plan: Callable[[Any], Sequence[Sequence[Part]] | None] | None = None) -> None:
-        """``plan(result)`` returns the parts of each flat tensor that are wanted at once, or None for none; the caller
-        of the call gets what it raises. Without a plan nothing is copied at once.
+    def __init__(self, plan: Callable[[Any], Copies | None] | None = None) -> None:
+        """``plan(result)`` returns the copies that are wanted at once, or None for none; the caller of the call gets
+        what it raises. Without a plan nothing is copied at once.
         """
         self._plan = plan
         self._pending: list[PendingTensors] = []
@@ -65,14 +75,14 @@ class Window(Receiver):
             self.result = codec.decode(*body._replace(tensors=places), as_given=True)
             self._pending, self._body = [*pending], body
         finally:
-            pending.clear()  # an error holds this frame, which must not hold the sender's memory
+            pending.clear()
         size = len(body.payload)
         if self._plan is not None:
             try:
-                if (parts := self._plan(self.result)) is not None:
-                    size += self._scatter(parts)
+                if (copies := self._plan(self.result)) is not None:
+                    size += self._make(copies)
             finally:
-                self._drop()  # what is not wanted is discarded
+                self._drop()  # what is not wanted is released
         return size, self.result
 
     @property
@@ -85,31 +95,23 @@ class Window(Receiver):
         for tensors in self._pending:
             tensors.prepare()
 
-    def copy_into(self, parts: Sequence[Sequence[Part]]) -> None:
-        """Copy the wanted parts of each flat tensor, each into an existing tensor; to be called once. Blocks."""
+    def make(self, copies: Copies) -> None:
+        """Make copies out of the flat tensors; to be called once. Blocks."""
         try:
-            size = self._scatter(parts)
+            size = self._make(copies)
         except RayTorchRpcError as error:
             if self.error_of(error) is error:
                 raise
             raise self.error_of(error) from error
         self.count(size)
 
-    def _scatter(self, parts: Sequence[Sequence[Part]]) -> int:
-        """Returns the bytes of all parts."""
-        targets, size = _filled_by(parts)
-        try:
-            with unrecorded(targets):
-                try:
-                    for tensors in self._pending:  # at most one, which has them all
-                        tensors.scatter_into(parts)
-                    if not self._pending and self._body is not None:
-                        scatter_into(self._body.tensors, parts)
-                finally:
-                    increment_version(targets)  # autograd does not see what lanes write
-        finally:
-            self._drop()
-        return size
+    def _make(self, copies: Copies) -> int:
+        """Returns the bytes of all targets."""
+        pending, body = self._pending, self._body
+        self._drop()
+        if body is not None:
+            _read(body, pending, copies)
+        return copies.nbytes
 
     def _drop(self) -> None:
         self._pending, self._body = [], None
@@ -125,22 +127,6 @@ class Window(Receiver):
         return (pending[0].view() if len(pending) == 1 and not (body and body.tensors) else None), False
 
 
-def _filled_by(parts: Sequence[Sequence[Part]]) -> tuple[list[torch.Tensor], int]:
-    """The tensors that parts write to, and the bytes of all parts."""
-    targets: list[torch.Tensor] = []
-    size = 0
-    for its in parts:
-        if isinstance(its, Parts):
-            targets += its.filled
-            size += its.nbytes
-        else:
-            mine = [part.target for part in its]
-            targets += mine
-            size += sum(map(_nbytes, mine))
-    return targets, size
-
-
-_nbytes = attrgetter("nbytes")
 _EMPTY = torch.empty(0, device="cpu")
 
 
@@ -161,26 +147,19 @@ class Buffers(Receiver):
     ) -> tuple[int, Any]:
         """See Receiver. Raises ConfigurationError for a mismatch, before any buffer is changed."""
         try:
-            lifted = kinds(body, pending)
+            lifted, by_place = kinds(body, pending), layouts(body)
             split = len(lifted) - body.buffers
-            by_place = layouts(body)
             targets = self._targets(lifted[:split], by_place, label)
-            with unrecorded(self._given):
-                try:
-                    body = filled(body, pending, [*targets, *[None] * body.buffers])
-                    for place, target in enumerate(targets):
-                        if target is None:
-                            as_copyable(self._given[place]).copy_(
-                                as_copyable(body.tensors[place].as_strided(*by_place[place]))
-                            )
-                finally:
-                    increment_version(self._given)  # autograd does not see what lanes write
-        except BaseException:
-            pending.clear()  # the error holds this frame, which must not hold the sender's memory
-            raise
-        arrays = body.tensors[split:]
+            tensors = _read(body, pending, Copies.whole([*targets, *[None] * body.buffers]))
+        finally:
+            pending.clear()
+        for place, target in enumerate(targets):
+            if target is None and (tensor := tensors[place]) is not None:
+                with unrecorded([self._given[place]]):
+                    as_copyable(self._given[place]).copy_(as_copyable(tensor.as_strided(*by_place[place])))
+        arrays = [tensor for tensor in tensors[split:] if tensor is not None]
         if keep:
-            arrays = owned(body._replace(tensors=arrays)).tensors
+            arrays = [*owned(body._replace(tensors=arrays)).tensors]
         body = body._replace(tensors=[*self._given, *arrays])
         return body_bytes(body), codec.decode(*body, as_given=True)
 

@@ -137,7 +137,7 @@ class Patience:
 
 def _loaded_modules(handles: Mapping[str, Any]) -> dict[str, int]:
     """How many modules have been loaded in the processes of those of these actors that load now, by name."""
-    names = {ray_internals.actor_id_of(handle): name for name, handle in handles.items()}
+    names = {ray_internals.actor_id_of(handle): name for name, handle in handles.items() if handle is not None}
     try:
         found = _loading.loaded_modules(names)
     except Exception as error:  # Ray's control store may be busy
@@ -147,7 +147,10 @@ def _loaded_modules(handles: Mapping[str, Any]) -> dict[str, int]:
 
 
 def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = None) -> dict[str, str]:
-    """Why these actors do not answer, by name. ``loading``: those that load modules, if that is known."""
+    """Why these members do not answer, by name; this process has the handle None.
+
+    ``loading``: those that load modules, if that is known.
+    """
     if not handles:
         return {}
     try:
@@ -156,11 +159,14 @@ def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = Non
         logger.debug("Ray does not say what its actors run: %s", error)
         running = {}
     loading = _loaded_modules(handles) if loading is None else loading
-    actors = {name: ray_internals.actor_id_of(handle) for name, handle in handles.items()}
-    return {
-        name: _LOADING if name in loading else _why_silent(actor_id, running.get(actor_id))
-        for name, actor_id in actors.items()
-    }
+
+    def reason(name: str, handle: Any) -> str:
+        if handle is None:
+            return "still starting, in this process"
+        actor_id = ray_internals.actor_id_of(handle)
+        return _LOADING if name in loading else _why_silent(actor_id, running.get(actor_id))
+
+    return {name: reason(name, handle) for name, handle in handles.items()}
 
 
 def _why_silent(actor_id: str, method: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The contracts of lanes: messages, tensors of messages, windows; and the data that crosses them.
+"""The contracts of lanes for messages and for tensors, and the data that crosses them.
 
 Each member opens a lane once per group, connects it to its peers, and closes it with the group. A lane never imports
 another lane, the group or the member: ``LaneSetup`` and these interfaces give it all it needs.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -135,7 +136,7 @@ class PeerLane(ABC):
     name: ClassVar[str]
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:  # noqa: B027 - some lanes have no connections
-        """Make these peers reachable. May connect lazily; then the first call or fetch fails if a peer is gone."""
+        """Make these peers reachable. May connect lazily; then the first call or read fails if a peer is gone."""
 
     def reach(self, tcp_host: str | None, by_tcp: frozenset[str]) -> Any:
         """Replace ``LaneSetup.tcp_host`` and ``by_tcp``, because members joined.
@@ -191,7 +192,7 @@ class MessageLane(PeerLane):
         return PeerLost(peer, GONE, may_have_run=False)
 
 
-# --- tensor lanes ------------------------------------------------------------------------------------------
+# --- what a tensor lane can do, and what its peers may send ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -202,10 +203,12 @@ class TensorCapabilities:
     """Device types it carries: "cpu", "cuda"."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
+    in_place: bool = False
+    """``read`` copies out of the sender's own memory, and only what is asked for; see ``TensorLane.lend``."""
 
 
 def never_fetched(peer: str) -> PeerLost:
-    """The error that ``fetch`` raises for tensors of a process that is gone."""
+    """The error that ``read`` raises for tensors of a process that is gone."""
     return PeerLost(peer, "its process ended, or left the group, before its tensors were fetched")
 
 
@@ -215,7 +218,7 @@ MALFORMED = (TypeError, ValueError, LookupError, OverflowError, ctypes.ArgumentE
 
 
 def checked(method: F) -> F:
-    """Decorate a lane's ``fetch`` or ``scatter_into``: invalid descriptors raise LaneUnavailable with the peer."""
+    """Decorate a lane's ``read`` or ``view``: invalid descriptors raise LaneUnavailable with the peer."""
 
     @functools.wraps(method)
     def call(lane: Any, peer: str, *args: Any) -> Any:
@@ -233,28 +236,169 @@ def checked(method: F) -> F:
     return cast(F, call)
 
 
+# --- copies ------------------------------------------------------------------------------------------------
+
+#: Smaller copies take longer to request than to make (bytes).
+SMALL = 256 << 10
+
+
+class Target(NamedTuple):
+    """Where a copy goes: memory by its address, because to view the tensors of a model takes longer than to queue
+    copies to them.
+    """
+
+    address: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Target:
+        return Target(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device)
+
+
+class Copy(NamedTuple):
+    """One copy of a read: all of an exported tensor, or a region of one that is flat uint8. Holds no memory."""
+
+    source: int
+    """Which of the exported tensors."""
+    target: Target | None
+    """With any strides, on any device. None: all of the tensor, in memory of its own, which the lane provides."""
+    offset: int = 0
+    """Where the region begins, in bytes."""
+    strides: tuple[int, ...] | None = None
+    """Where its elements lie, from ``offset`` on: a stride for each dimension of the target, in elements of its dtype,
+    not negative. None: contiguous.
+    """
+
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View what the target is to receive of the exported tensor. Raises OutOfBounds."""
+        _, target, offset, strides = self
+        is_whole = not offset and strides is None
+        if target is None or (is_whole and tensor.dtype is target.dtype and tensor.shape == target.shape):
+            return tensor
+        return view_at(tensor, offset, (target.dtype, target.shape), strides)
+
+
+class Copies(Sequence[Copy]):
+    """The copies of one read, and the tensors that they fill. Those of a model come again for each version: what a lane
+    has worked out about them once, it keeps here; see ``prepared``.
+    """
+
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        targets: Sequence[torch.Tensor | None],
+        filled: Sequence[torch.Tensor] | None = None,
+        known: dict[Hashable, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            copies: they hold no memory, so they may be kept for as long as addresses stay the same.
+            targets: the tensor that each copy fills, without autograd; None where the lane provides it.
+            filled: tensors that have the memory of all targets, if not the targets themselves.
+            known: what lanes have worked out about the same copies before.
+        """
+        self._copies, self._targets, self._filled = copies, targets, filled
+        self._known: dict[Hashable, Any] = {} if known is None else known
+
+    @classmethod
+    def whole(cls, targets: Sequence[torch.Tensor | None]) -> Copies:
+        """Each exported tensor goes to the target in its place."""
+        described = [None if target is None else Target.of(target) for target in targets]
+        return cls(list(map(Copy, range(len(targets)), described)), targets)
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._copies[index]
+
+    def __iter__(self) -> Iterator[Copy]:
+        return iter(self._copies)
+
+    def target(self, index: int) -> torch.Tensor | None:
+        """The tensor that a copy fills."""
+        return self._targets[index]
+
+    @property
+    def filled(self) -> Sequence[torch.Tensor]:
+        """Tensors that have the memory of all targets."""
+        if self._filled is None:
+            self._filled = [target for target in self._targets if target is not None]
+        return self._filled
+
+    @property
+    def nbytes(self) -> int:
+        """Of all targets."""
+        return self.prepared("nbytes", self._count_bytes)
+
+    def _count_bytes(self) -> int:
+        return sum([size_of((target.dtype, target.shape)) for _, target, _, _ in self._copies if target is not None])
+
+    def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return ``make()``, or what it returned before for this key. It must not hold the targets' memory."""
+        if key not in self._known:
+            self._known[key] = make()
+        prepared: T = self._known[key]
+        return prepared
+
+
+def size_of(shape: Shape) -> int:
+    """Bytes of a tensor of that dtype and shape."""
+    dtype, extents = shape
+    return math.prod(extents) * dtype.itemsize
+
+
+#: For each copy of a read: None if the lane has made it; else a tensor, on any device and with any strides, with what
+#: the target is to receive. Without a target, the tensor that arrived.
+Arrived = list[torch.Tensor | None]
+
+
+def arrived(tensors: Sequence[torch.Tensor], copies: Copies | None) -> Arrived:
+    """What ``read`` returns where the tensors of the export have arrived as a whole, some perhaps in a target."""
+    if copies is None:
+        return list(tensors)
+    views = [(copy.target, copy.view_of(tensors[copy.source])) for copy in copies]
+    return [None if target is not None and target.address == view.data_ptr() else view for target, view in views]
+
+
+def whole_targets(copies: Copies | None, shapes: Sequence[Shape], device: torch.device) -> list[torch.Tensor | None]:
+    """For each exported tensor, the contiguous target on ``device`` that is to receive all of it, if there is one."""
+    found: list[torch.Tensor | None] = [None] * len(shapes)
+    if copies is None:
+        return found
+    for index, (source, target, offset, strides) in enumerate(copies):
+        if target is not None and target.device == device and not offset and strides is None:
+            tensor = copies.target(index)
+            if tensor is not None and tensor.is_contiguous() and tensor.nbytes == size_of(shapes[source]):
+                found[source] = tensor
+    return found
+
+
+# --- tensor lanes ------------------------------------------------------------------------------------------
+
+
 class Export(NamedTuple):
-    """Tensors that one peer may fetch once."""
+    """Tensors that one peer may read once."""
 
     descriptor: Any
     """Travels in the message. Builtins only (int, str, bytes, tuples of them)."""
     cancel: Callable[[], object]
     """Withdraws the export, because the message with the descriptor was not sent."""
     finished: Callable[[], object] = nothing
-    """Called when the call is over, so the receiver has fetched the tensors, on the thread that exported them.
+    """Called when the call is over, so the receiver has read the tensors, on the thread that exported them.
 
     CUDA work that this thread queues afterwards follows the receiver's copy.
     """
 
 
-#: For each tensor of a message, the receiver's tensor for it or None; see ``TensorLane.fetch``.
-Into = Sequence[torch.Tensor | None] | None
-
-
 class TensorLane(PeerLane):
-    """Carries tensors out of band. The sender exports, the receiver fetches.
+    """Carries tensors out of band: the sender exports, the receiver reads or releases.
 
-    The sender keeps an export until the receiver has fetched or discarded it, or is gone.
+    The sender keeps an export until then, or until the receiver is gone. The methods behind ``release`` have a meaning
+    only for lanes that read in place, or that share the memory of a GPU.
     """
 
     capabilities: ClassVar[TensorCapabilities]
@@ -268,13 +412,32 @@ class TensorLane(PeerLane):
         """Make all tensors of one message available to ``peer``.
 
         Afterwards the caller may drop the tensors. It may change CPU tensors at once, and CUDA tensors after
-        ``Export.finished``.
+        ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before it is read.
 
         ``devices``: where tensors arrive, this process's GPU -> the peer's. Either may be "cpu"; such entries concern
         only lanes whose capabilities have ``takes_cuda``.
 
         Raises LaneUnavailable if it cannot (no room, or memory that it cannot share); then another lane carries them.
         """
+
+    @abstractmethod
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
+        """Receive the tensors, on the thread that will use them. Called once per descriptor.
+
+        ``shapes``: of the exported tensors. ``copies``: what to receive, and where; None: all of each tensor, in a
+        storage of its own. The lane makes those copies that it can make without an intermediate one, after the work
+        that this thread has queued on the targets. It returns tensors for the others, which the caller copies and
+        drops. After this returns or raises, only work queued on this thread's streams writes to the targets.
+
+        A region outside of its tensor raises LaneUnavailable before anything is copied. Raises PeerLost if the peer is
+        gone or no longer has the tensors; LaneUnavailable if the peer lives and this process cannot access its memory.
+        """
+
+    @abstractmethod
+    def release(self, peer: str, descriptor: Any) -> None:
+        """Give back what will not be read. Quick; never raises for a peer that is gone."""
+
+    # --- memory that a GPU shares ------------------------------------------------------------------------------
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         """Like ``export``, for CUDA tensors and a peer on the same GPU: the receiver may get this memory itself.
@@ -284,130 +447,20 @@ class TensorLane(PeerLane):
         """
         return self.export(tensors, peer, devices)
 
-    @abstractmethod
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
-        """Receive the tensors, on the thread that will use them, each in a storage of its own. Called once per
-        descriptor.
-
-        ``into``: for each tensor, a tensor of that dtype and shape to receive into, or None; on any device, with any
-        strides, without autograd. If the lane can write there without an intermediate copy, it does so after the work
-        that this thread has queued on it, and returns that tensor. Otherwise it returns a tensor of its own, which the
-        caller copies and drops. After this returns or raises, only work queued on this thread's streams writes there.
-
-        Raises PeerLost if the peer is gone or no longer has the tensors; LaneUnavailable if the peer lives and this
-        process cannot access its memory.
-        """
-
     def used(self, peer: str, descriptor: Any) -> None:
         """Called when the method that used the tensors has returned, on its thread, before the reply.
 
         CUDA work that the method queued then precedes what the sender queues after the reply.
         """
 
-    @abstractmethod
-    def discard(self, peer: str, descriptor: Any) -> None:
-        """Release a descriptor that will not be fetched. Quick; never raises for a peer that is gone."""
-
-
-# --- windows -----------------------------------------------------------------------------------------------
-
-#: Smaller parts take longer to request than to copy (bytes).
-SMALL = 256 << 10
-
-
-class Part(NamedTuple):
-    """A part of a flat tensor that arrives, and the existing tensor to copy it into."""
-
-    offset: int
-    """Where the part begins, in bytes."""
-    target: torch.Tensor
-    """Without autograd; with any strides, on any device."""
-    strides: tuple[int, ...] | None = None
-    """Where the elements lie in the flat tensor, from ``offset`` on: a stride for each dimension of the target, in
-    elements of its dtype, not negative. None: contiguous.
-    """
-
-    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View what the target is to receive of the flat tensor. Raises OutOfBounds."""
-        return view_at(flat, self.offset, (self.target.dtype, tuple(self.target.shape)), self.strides)
-
-    @property
-    def place(self) -> PartPlace:
-        offset, target, strides = self
-        shape, goal = tuple(target.shape), target.stride()
-        return offset, target.data_ptr(), shape, target.itemsize, strides, goal, target.device
-
-
-#: A part by its address, because to view the targets of a model takes longer than to queue copies to them: (offset,
-#: target's address, its shape, bytes of an element, strides, target's own strides, its device).
-PartPlace = tuple[int, int, tuple[int, ...], int, tuple[int, ...] | None, tuple[int, ...], torch.device]
-
-
-class Parts(Sequence[Part]):
-    """Parts of a flat tensor which arrive in the same memory again and again, such as that of a model.
-
-    What a lane has worked out about them once, it need not work out again; see ``prepared``.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        make: Callable[[int], Part],
-        places: Callable[[], Sequence[PartPlace]],
-        filled: Sequence[torch.Tensor],
-        nbytes: int,
-        known: dict[Hashable, Any],
-    ) -> None:
-        """
-        Args:
-            number: how many parts there are.
-            make: ``make(index)`` returns one of them.
-            places: returns ``Part.place`` of each.
-            filled: tensors that have the memory of all targets.
-            nbytes: of all targets.
-            known: what lanes have worked out, for as long as the addresses and strides of ``filled`` stay the same.
-        """
-        self._number, self._make, self.places = number, make, places
-        self.filled, self.nbytes, self.known = filled, nbytes, known
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: Any) -> Any:
-        if not -self._number <= index < self._number:
-            raise IndexError(index)
-        return self._make(index)
-
-
-def places_of(parts: Sequence[Part]) -> Sequence[PartPlace]:
-    """``Part.place`` of each."""
-    return parts.places() if isinstance(parts, Parts) else [part.place for part in parts]
-
-
-def prepared(parts: Sequence[Part], key: Hashable, make: Callable[[], T]) -> T:
-    """Return ``make()``, or what it returned before for these ``Parts`` and this key. It must not hold their memory."""
-    if not isinstance(parts, Parts):
-        return make()
-    found: T | None = parts.known.get(key)
-    if found is None:
-        found = parts.known[key] = make()
-    return found
-
-
-#: What the caller must copy itself: (target, source), where the source may be strided.
-ToCopy = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-class WindowLane(TensorLane):
-    """A tensor lane whose peers read memory in place: windows, which the owner fills once for many readers.
-
-    A window is a flat tensor in memory from ``lend``, or on a GPU that the lane carries. Exporting it, or parts of it,
-    copies nothing. The owner must not write to it until all that was exported from it has been read: it learns that
-    from its readers, because the lane does not report it, and calls ``fence`` before it writes.
-    """
+    # --- memory that is read in place --------------------------------------------------------------------------
+    #
+    # Its owner fills it once for many readers, and must not write to it until all that was exported from it has been
+    # read: it learns that from its readers, because the lane does not report it, and calls ``fence`` before it writes.
 
     def lend(self, size: int) -> torch.Tensor | None:
-        """Allocate ``size`` bytes as a flat uint8 CPU tensor; None without room or support.
+        """Allocate ``size`` bytes as a flat uint8 CPU tensor, which are exported without a copy; None without room or
+        support.
 
         The memory stays allocated while a tensor on it lives.
         """
@@ -427,28 +480,21 @@ class WindowLane(TensorLane):
     def prepare(self, peer: str, descriptor: Any) -> None:
         """Tensors in the same memory will be read soon, not these. Quick; never raises."""
 
-    @abstractmethod
-    def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
-        """Like ``fetch`` with ``into``, for flat uint8 tensors of ``sizes`` bytes, but receive only parts of each.
-
-        A part outside of its flat tensor raises LaneUnavailable before any of it is copied. ``Parts`` come again: see
-        ``prepared``.
-        """
-
-    def view(self, peer: str, descriptor: Any, sizes: Sequence[int]) -> list[torch.Tensor] | None:
-        """Like ``fetch``, for flat uint8 CPU tensors of ``sizes`` bytes, but return the owner's memory, read-only.
+    def view(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor] | None:
+        """Like ``read``, for flat uint8 CPU tensors, but return the owner's memory, read-only.
 
         It stays mapped while a tensor on it lives. A write to it ends the process. None: not all of it is lent.
         """
+        self.release(peer, descriptor)
         return None
 
     def fence(self, device: int) -> None:
-        """Order this thread's CUDA work after the copies of all exports from that GPU that have been fetched.
+        """Order this thread's CUDA work after the copies of all exports from that GPU that have been read.
 
         Concerns what the thread queues on its current stream from now on. Does not wait for the GPU.
         """
 
 
-def windows(lanes: Mapping[str, TensorLane]) -> list[WindowLane]:
-    """Those of a member's tensor lanes whose peers read memory in place."""
-    return [lane for lane in tuple(lanes.values()) if isinstance(lane, WindowLane)]
+def in_place(lanes: Mapping[str, TensorLane]) -> list[TensorLane]:
+    """Those of a member's tensor lanes that read the memory of peers in place."""
+    return [lane for lane in tuple(lanes.values()) if lane.capabilities.in_place]

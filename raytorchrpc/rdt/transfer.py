@@ -27,7 +27,6 @@ from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.exposed import Exposed
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable, NotAMember, PeerLost, RpcTimeout, SerializationError, TransferFailed
-from raytorchrpc.lanes.base import windows
 from raytorchrpc.process import this_process
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
@@ -89,7 +88,7 @@ class _Kept:
     def let_go(self) -> None:
         """Order later writes on the streams that made the tensors after all reads."""
         local = current_local()
-        lanes = () if local is None else windows(local.tensor_lanes)
+        lanes = () if local is None else tuple(local.tensor_lanes.values())
         for stream in self._streams:
             with torch.cuda.stream(stream):
                 for lane in lanes:

@@ -249,14 +249,14 @@ def _copy_in(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     _in_flight.append((stream.record_event(), [tensor for _, tensor in pairs]))
 
 
-def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors into targets; returns the targets, and the tensors themselves where the target is None.
+def copy_into(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into targets.
 
     Blocks for copies to the CPU; those to a GPU are queued on this thread's current stream. None requires grad.
     """
     on_gpu: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, tensor in zip(targets, tensors, strict=True):
-        if target is None or target is tensor or not tensor.numel():
+        if target is tensor or not tensor.numel():
             continue
         between_gpus = target.is_cuda and tensor.is_cuda
         # Between GPUs, torch copies bfloat16 by way of float32, which changes the bits of some NaNs.
@@ -270,7 +270,6 @@ def copy_into(targets: Sequence[torch.Tensor | None], tensors: Sequence[torch.Te
             pair[0].copy_(pair[1])
     for pairs in on_gpu.values():
         torch_internals.copy_all([target for target, _ in pairs], [tensor for _, tensor in pairs])
-    return [tensor if target is None else target for target, tensor in zip(targets, tensors, strict=True)]
 
 
 def _copy_into_gpu(target: torch.Tensor, tensor: torch.Tensor) -> None:

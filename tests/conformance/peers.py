@@ -21,10 +21,11 @@ import torch
 from ray import cloudpickle
 from typing_extensions import Self
 
+from raytorchrpc.calls.payload import PendingTensors, read_into
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
+from raytorchrpc.lanes.base import Copies, Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.connections import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys
@@ -37,7 +38,7 @@ from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import AgentSpec, process_fabric
 from raytorchrpc.process.guard import process_guard
 from raytorchrpc.tensors.codec import Encoded
-from raytorchrpc.tensors.dtypes import DTYPES, Shape, as_copyable
+from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.conformance.pipes import PipeCarrier
 from tests.handshakes import shake_hands
@@ -442,6 +443,13 @@ def export(made: Sequence[torch.Tensor], peer: str = "b") -> tuple[Any, list[Sha
     exported = tensors().lane.export(made, peer, {0: 0})
     tensors().exports.append(exported)
     return exported.descriptor, [(tensor.dtype, tuple(tensor.shape)) for tensor in made]
+
+
+def read(sent: tuple[Any, list[Shape]], copies: Copies) -> None:
+    """Make copies as a member does: those that the lane leaves, it makes itself."""
+    descriptor, shapes = sent
+    runs = tuple((DTYPE_NAMES[dtype], shape, 1) for dtype, shape in shapes)
+    read_into(EMPTY, [PendingTensors(tensors().lane, "a", ("", None, runs, descriptor))], copies)
 
 
 def close_tensors() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import PeerLost
+from raytorchrpc.lanes.base import Copies
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.tensors.codec import Codec
 from raytorchrpc.tensors.dtypes import Shape
@@ -85,7 +86,7 @@ def _fill_and_lose(sent: tuple[Any, list[Shape]]) -> tuple[int, bool]:
     descriptor, shapes = sent
     (target,) = targets = [tensor_lanes._plain(shape) for shape in shapes]
     try:
-        tensors().lane.fetch("a", descriptor, shapes, targets)
+        tensors().lane.read("a", descriptor, shapes, Copies.whole(targets))
     except PeerLost:
         over = all(channel.over() for channel in _carrier().channels)
         tensors().kept["lost"] = (target, target.clone())

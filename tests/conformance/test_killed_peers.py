@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes.base import Part
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, TensorNode, tensors
+from tests.conformance.test_tensor_lanes import region
 from tests.polling import wait_until
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def _send(to: str, value: float, busy: bool, share: bool = False) -> Any:
 
 def _take(sender: str, sent: Any, value: float) -> None:
     """Fetch it, and find it as it was sent."""
-    (arrived,) = tensors().lane.fetch(sender, *sent)
+    (arrived,) = tensors().lane.read(sender, *sent)
     assert bool((arrived == value).all())
 
 
@@ -114,16 +114,17 @@ def _fail_to_take(sender: str, sent: Any) -> float:
     """Returns how long it takes to raise the loss of the sender (seconds)."""
     began = time.monotonic()
     with pytest.raises(PeerLost, match=sender):
-        tensors().lane.fetch(sender, *sent)
+        tensors().lane.read(sender, *sent)
     return time.monotonic() - began
 
 
-def _fail_to_scatter(sender: str, sent: Any) -> float:
+def _fail_to_copy(sender: str, sent: Any) -> float:
     descriptor, ((dtype, shape),) = sent
     target = torch.zeros(shape, dtype=dtype, device="cuda")
+    flat = [(torch.uint8, (target.nbytes,))]
     began = time.monotonic()
     with pytest.raises(PeerLost, match=sender):
-        tensors().lane.scatter_into(sender, descriptor, [target.nbytes], [[Part(0, target)]])
+        tensors().lane.read(sender, descriptor, flat, region(0, target))
     assert not target.any(), "something was written"
     return time.monotonic() - began
 
@@ -131,7 +132,7 @@ def _fail_to_scatter(sender: str, sent: Any) -> float:
 def _take_later(sender: str, sent: Any) -> None:
     """Only queue the copy, behind work that lasts for a moment."""
     torch.cuda._sleep(500_000_000)
-    tensors().kept["taken"] = tensors().lane.fetch(sender, *sent)
+    tensors().kept["taken"] = tensors().lane.read(sender, *sent)
 
 
 def _has_taken(value: float) -> bool:
@@ -142,12 +143,12 @@ def _has_taken(value: float) -> bool:
 def _take_never(sender: str, sent: Any) -> None:
     """Queue the copy behind work that does not end."""
     torch.cuda._sleep(_FOR_EVER)
-    tensors().lane.fetch(sender, *sent)
+    tensors().lane.read(sender, *sent)
 
 
 def _use_for_ever(sender: str, sent: Any) -> None:
     """What a method does that keeps a shared tensor, and uses it behind work that does not end."""
-    tensors().kept["kept"] = tensors().lane.fetch(sender, *sent)
+    tensors().kept["kept"] = tensors().lane.read(sender, *sent)
     torch.cuda._sleep(_FOR_EVER)
     tensors().lane.used(sender, sent[0])
 
@@ -196,7 +197,7 @@ def _end_of_thread() -> Any:
 
 
 def sender_while_it_computes_and_is_awaited(ends: Ends) -> None:
-    for fail in (_fail_to_take, _fail_to_scatter):
+    for fail in (_fail_to_take, _fail_to_copy):
         name, victim = ends.victim()
         sent = victim.run(_send, "survivor", 1.0, True)
         ends.survivor.run(_begin_in_a_thread, fail, name, sent)

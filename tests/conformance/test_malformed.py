@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Part
+from raytorchrpc.lanes.base import Copies
 from raytorchrpc.tensors.dtypes import Shape
+from tests.conformance import peers
 from tests.conformance.peers import export, random, tensors
-from tests.conformance.test_tensor_lanes import GPU_KINDS, NIXL_KINDS, Pair, make_pair
+from tests.conformance.test_tensor_lanes import GPU_KINDS, NIXL_KINDS, Pair, make_pair, region
 
 MIB = 1 << 20
 #: Bytes of a flat tensor.
@@ -79,7 +80,7 @@ def _fetch_all(descriptors: list[Any], shapes: list[Shape], lane: str) -> int:
     refused = 0
     for descriptor in descriptors:
         try:
-            arrived = tensors().lane.fetch("a", descriptor, shapes)
+            arrived = tensors().lane.read("a", descriptor, shapes)
         except (LaneUnavailable, PeerLost) as error:
             assert "'a'" in str(error) or lane in str(error), error
             refused += 1
@@ -99,7 +100,7 @@ def test_a_descriptor_that_cannot_be_is_refused(pair: Pair, request: pytest.Fixt
     pair.pass_on("", _two)  # all goes on
 
 
-# --- parts of flat tensors -----------------------------------------------------------------------------------------
+# --- regions of flat tensors ---------------------------------------------------------------------------------------
 
 
 def _send_flat(lend: bool) -> Any:
@@ -111,21 +112,26 @@ def _send_flat(lend: bool) -> Any:
 
 def _spread_refused(descriptor: Any, size: int, offset: int, target: int) -> str:
     """What came of asking for ``target`` bytes of a flat tensor of ``size`` bytes."""
-    part = Part(offset, torch.zeros(target, dtype=torch.uint8))
+    return _refused(descriptor, size, offset, torch.zeros(target, dtype=torch.uint8))
+
+
+def _refused(
+    descriptor: Any, size: int, offset: int, target: torch.Tensor, strides: tuple[int, ...] | None = None
+) -> str:
     with pytest.raises(LaneUnavailable) as error:
-        tensors().lane.scatter_into("a", descriptor, [size], [[part]])
-    assert not part.target.any(), "nothing was written"
+        tensors().lane.read("a", descriptor, [(torch.uint8, (size,))], region(offset, target, strides))
+    assert not target.any(), "nothing was written"
     return str(error.value)
 
 
 def _spread_rightly(descriptor: Any) -> None:
-    part = Part(MIB, torch.zeros(MIB, dtype=torch.uint8))
-    assert not tensors().lane.scatter_into("a", descriptor, [FLAT], [[part]])
-    assert torch.equal(part.target, random((FLAT,), torch.uint8)[MIB:])
+    target = torch.zeros(MIB, dtype=torch.uint8)
+    assert tensors().lane.read("a", descriptor, [(torch.uint8, (FLAT,))], region(MIB, target)) == [None]
+    assert torch.equal(target, random((FLAT,), torch.uint8)[MIB:])
 
 
 @pytest.mark.parametrize("lend", [False, True], ids=["exported", "lent"])
-def test_parts_that_are_not_there_are_refused(shm: Pair, lend: bool) -> None:
+def test_regions_that_are_not_there_are_refused(shm: Pair, lend: bool) -> None:
     """As of a layout that had more tensors: the memory that is told of is too small for it."""
     descriptor, _ = shm.a.run(_send_flat, lend)
     outside = [
@@ -158,26 +164,21 @@ def _send_on_its_device() -> Any:
 
 
 def _strided_refused(descriptor: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
-    part = Part(offset, torch.zeros(shape, dtype=torch.int16, device=tensors().device), strides)
-    with pytest.raises(LaneUnavailable) as error:
-        tensors().lane.scatter_into("a", descriptor, [FLAT], [[part]])
-    assert not part.target.any(), "nothing was written"
-    return str(error.value)
+    return _refused(descriptor, FLAT, offset, torch.zeros(shape, dtype=torch.int16, device=tensors().device), strides)
 
 
 def _strided_taken(descriptor: Any) -> None:
     """The last bytes are the region's end."""
-    part = Part(MIB, torch.zeros(1024, 256, dtype=torch.int16, device=tensors().device), (512, 1))
-    end = Part(FLAT - 2 * (15 * 512 + 256), torch.zeros(16, 256, dtype=torch.int16, device=tensors().device), (512, 1))
-    left = tensors().lane.scatter_into("a", descriptor, [FLAT], [[part, end]])
-    for target, source in left:
-        target.copy_(source)
+    targets = [torch.zeros(rows, 256, dtype=torch.int16, device=tensors().device) for rows in (1024, 16)]
+    offsets = MIB, FLAT - 2 * (15 * 512 + 256)
+    described = [region(offset, target, (512, 1))[0] for offset, target in zip(offsets, targets, strict=True)]
+    peers.read((descriptor, [(torch.uint8, (FLAT,))]), Copies(described, targets))
     sent = random((FLAT,), torch.uint8).view(torch.int16)
-    for offset, target, strides in (part, end):
-        assert torch.equal(target.cpu(), sent[offset // 2 :].as_strided(target.shape, strides, offset // 2))
+    for offset, target in zip(offsets, targets, strict=True):
+        assert torch.equal(target.cpu(), sent[offset // 2 :].as_strided(target.shape, (512, 1), offset // 2))
 
 
-def test_strided_parts_that_are_not_there_are_refused(in_parts: Pair) -> None:
+def test_strided_regions_that_are_not_there_are_refused(in_parts: Pair) -> None:
     outside = [
         (MIB + 514, (1024, 256), (512, 1)),
         (FLAT - 2 * (15 * 512 + 256) + 2, (16, 256), (512, 1)),

@@ -137,15 +137,15 @@ def _fetch_while(sent: Any, pid: int, what: int) -> float:
     threading.Thread(target=strike).start()
     began = time.monotonic()
     with pytest.raises(PeerLost):
-        lane().fetch("a", *sent)
+        lane().read("a", *sent)
     return time.monotonic() - began
 
 
 def _is_lost(sent: Any) -> float:
     began = time.monotonic()
     with pytest.raises(PeerLost):
-        lane().fetch("a", *sent)
-    lane().discard("a", sent[0])
+        lane().read("a", *sent)
+    lane().release("a", sent[0])
     return time.monotonic() - began
 
 
@@ -201,7 +201,7 @@ def _close_while_fetching(sent: Any) -> float:
 
     def fetch() -> None:
         try:
-            mine.fetch("a", *sent)
+            mine.read("a", *sent)
             ended.append("arrived")
         except (PeerLost, LaneUnavailable) as error:
             ended.append(str(error))
@@ -218,7 +218,7 @@ def _close_while_fetching(sent: Any) -> float:
 
 def _fails_or_arrives(sent: Any) -> bool:
     try:
-        lane().fetch("a", *sent)
+        lane().read("a", *sent)
     except PeerLost:
         return True
     return True
@@ -300,11 +300,11 @@ def test_strangers_are_unknown() -> None:
         mine.connect([PeerAddress("gone", ("raytorchrpc-gone", b"not an address", None))])
         sent = mine.export(_ones(10), "gone", {})
         with pytest.raises(PeerLost, match="'gone'"):
-            mine.fetch("gone", sent.descriptor, [(torch.uint8, (10,))])
+            mine.read("gone", sent.descriptor, [(torch.uint8, (10,))])
         with pytest.raises(LaneUnavailable, match="'nobody' is unknown"):
             mine.export(_ones(10), "nobody", {})
         with pytest.raises(PeerLost, match="'nobody' is unknown"):
-            mine.fetch("nobody", sent.descriptor, [(torch.uint8, (10,))])
+            mine.read("nobody", sent.descriptor, [(torch.uint8, (10,))])
     finally:
         mine.close()
     with pytest.raises(LaneUnavailable, match="closed"):
@@ -341,7 +341,7 @@ def _fetch_while_busy(sent: Any, number: int) -> None:
 
 
 def _fetch_and_keep(sent: Any) -> torch.Tensor:
-    (arrived,) = lane().fetch("a", *sent)
+    (arrived,) = lane().read("a", *sent)
     tensors().kept["earlier"] = arrived
     return arrived
 
@@ -359,7 +359,7 @@ def test_an_allocation_that_was_freed_is_not_taken_for_its_successor(form: Calla
 
 
 def _fetch_full(sent: Any, number: int) -> None:
-    (arrived,) = lane().fetch("a", *sent)
+    (arrived,) = lane().read("a", *sent)
     assert bool((arrived == number).all())
 
 

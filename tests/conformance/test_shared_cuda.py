@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from raytorchrpc.lanes.base import PeerAddress
+from raytorchrpc.lanes.base import Copies, PeerAddress
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from tests.conformance import peers
 from tests.conformance.peers import Process, TensorNode, same, tensors
@@ -60,7 +60,7 @@ def _share(name: str, make: Callable[..., torch.Tensor], *args: Any) -> Any:
 
 
 def _borrow(name: str, sent: Any) -> None:
-    (tensors().kept[name],) = tensors().lane.fetch("a", *sent)
+    (tensors().kept[name],) = tensors().lane.read("a", *sent)
 
 
 def _drop(name: str) -> None:
@@ -165,7 +165,7 @@ def _read_later_and_drop(name: str) -> None:
 def test_what_is_not_fetched_or_not_sent_is_given_back(pair: tuple[Process, Process]) -> None:
     a, b = pair
     sent = a.run(_share, "x", _full, OWN, 1.0)
-    b.run(lambda: tensors().lane.discard("a", sent[0]))
+    b.run(lambda: tensors().lane.release("a", sent[0]))
     assert a.run(_all_back)
     a.run(_share, "x", _full, OWN, 1.0)
     a.run(lambda: tensors().exports[-1].cancel())
@@ -232,7 +232,7 @@ def _pass_back(name: str, share: bool) -> Any:
 
 
 def _take_from_b(name: str, sent: Any) -> None:
-    (tensors().kept[name],) = tensors().lane.fetch("b", *sent)
+    (tensors().kept[name],) = tensors().lane.read("b", *sent)
 
 
 def test_what_a_dead_sender_shared_is_still_mapped(pair: tuple[Process, Process]) -> None:
@@ -357,10 +357,10 @@ def _small() -> list[torch.Tensor]:
 
 
 def _received(sent: Any, shapes: list[Any]) -> list[list[float]]:
-    into = [torch.zeros(shapes[0][1], dtype=shapes[0][0], device="cuda"), *[None] * (len(shapes) - 1)]
-    arrived = tensors().lane.fetch("a", sent, shapes, into)
-    assert [(tensor.dtype, tuple(tensor.shape)) for tensor in arrived] == shapes
-    return [tensor.flatten()[:3].tolist() for tensor in arrived]
+    target = torch.zeros(shapes[0][1], dtype=shapes[0][0], device="cuda")
+    first, *others = tensors().lane.read("a", sent, shapes, Copies.whole([target, *[None] * (len(shapes) - 1)]))
+    assert first is None and [(tensor.dtype, tuple(tensor.shape)) for tensor in others] == shapes[1:]
+    return [tensor.flatten()[:3].tolist() for tensor in (target, *others)]
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
@@ -390,7 +390,7 @@ def _received_in_a_row(sent: list[tuple[Any, list[Any]]]) -> list[bool]:
         with torch.cuda.stream(streams[number % 2]):
             if number % 20 == 7:
                 torch.cuda._sleep(2_000_000)
-            arrived.append(tensors().lane.fetch("a", descriptor, shapes))
+            arrived.append(tensors().lane.read("a", descriptor, shapes))
     torch.cuda.synchronize()
     return [all(bool((tensor == value).all()) for tensor in its) for value, its in enumerate(arrived)]
 

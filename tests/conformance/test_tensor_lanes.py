@@ -22,7 +22,7 @@ import torch
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes import registry
-from raytorchrpc.lanes.base import TensorLane
+from raytorchrpc.lanes.base import Copies, Copy, Target, TensorLane
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
@@ -120,7 +120,7 @@ def _placed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fetch(sent: tuple[Any, list[Shape]], keep: str, make: Callable[..., Any], *args: Any) -> None:
-    arrived = tensors().lane.fetch("a", *sent)
+    arrived = tensors().lane.read("a", *sent)
     for tensor, expected in zip(arrived, make(*args), strict=True):
         assert tensor.device.type == tensors().device
         assert tensor.is_contiguous()
@@ -185,14 +185,12 @@ def _fill(
     make: Callable[..., list[torch.Tensor]],
     *args: Any,
 ) -> list[bool]:
-    """Fetches; returns which of the targets the lane itself filled."""
+    """Reads into targets; returns which of them the lane itself filled."""
     descriptor, shapes = sent
     targets = [prepare(shape) for shape in shapes]
-    arrived = tensors().lane.fetch("a", descriptor, shapes, targets)
-    assert [(tensor.dtype, tuple(tensor.shape)) for tensor in arrived] == shapes
-    direct = [tensor is target for tensor, target in zip(arrived, targets, strict=True)]
-    filled = host_device_copy.copy_into(targets, arrived)
-    assert all(tensor is target for tensor, target in zip(filled, targets, strict=True))
+    arrived = tensors().lane.read("a", descriptor, shapes, Copies.whole(targets))
+    direct = [tensor is None for tensor in arrived]
+    host_device_copy.copy_into(*_left(targets, arrived))
     for target, expected in zip(targets, make(*args), strict=True):
         assert same(_brought(target), expected), (expected.dtype, expected.shape)
     return direct
@@ -289,10 +287,17 @@ def test_some_have_no_buffer(pair: Pair) -> None:
 def _fill_all_but(sent: tuple[Any, list[Shape]], number: int) -> None:
     descriptor, shapes = sent
     targets = [None if index == number else _plain(shape) for index, shape in enumerate(shapes)]
-    filled = host_device_copy.copy_into(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
-    for target, tensor, expected in zip(targets, filled, _several_large(), strict=True):
-        assert target is None or tensor is target
-        assert same(_brought(tensor), expected)
+    arrived = tensors().lane.read("a", descriptor, shapes, Copies.whole(targets))
+    host_device_copy.copy_into(*_left(targets, arrived))
+    for target, tensor, expected in zip(targets, arrived, _several_large(), strict=True):
+        assert same(_brought(tensor if target is None else target), expected)
+
+
+def _left(targets: list[Any], arrived: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What is left to be copied: targets and sources."""
+    pairs = zip(targets, arrived, strict=True)
+    left = [(target, tensor) for target, tensor in pairs if target is not None and tensor is not None]
+    return [target for target, _ in left], [tensor for _, tensor in left]
 
 
 def test_the_same_buffers_again_and_again(pair: Pair) -> None:
@@ -308,16 +313,120 @@ def _of_seed(seed: int) -> list[torch.Tensor]:
 
 
 def _refill(sent: tuple[Any, list[Shape]], seed: int) -> None:
-    descriptor, shapes = sent
-    targets = tensors().kept.setdefault("targets", [_plain(shape) for shape in shapes])
+    targets = tensors().kept.setdefault("targets", [_plain(shape) for shape in sent[1]])
     for target in targets:
         target.add_(seed)  # on a GPU perhaps still to come when the lane is asked
-    host_device_copy.copy_into(targets, tensors().lane.fetch("a", descriptor, shapes, targets))
+    peers.read(sent, Copies.whole(targets))
 
 
 def _holds(seed: int) -> None:
     for target, expected in zip(tensors().kept["targets"], _of_seed(seed), strict=True):
         assert same(_brought(target), expected), seed
+
+
+# --- regions of flat tensors ---------------------------------------------------------------------------------------
+
+
+def _column_slice(shape: Shape) -> torch.Tensor:
+    dtype, extents = shape
+    if not extents:
+        return _plain(shape)
+    return _plain((dtype, (*extents[:-1], extents[-1] + 16)))[..., 8:-8]
+
+
+#: Where a region begins, its target's dtype and shape, and its strides in the flat tensor.
+_Described = tuple[int, torch.dtype, tuple[int, ...], "tuple[int, ...] | None"]
+#: Bools of random bytes would be none.
+_DTYPES = [dtype for dtype in ALL_DTYPES if dtype is not torch.bool]
+_SIZES = (5 * MIB, 192, 0, 3 * MIB + 64, 256)
+_REGIONS: list[list[_Described]] = [
+    [
+        (64, torch.float32, (1000, 300), (1024, 1)),  # columns of a matrix
+        (2048, torch.bfloat16, (512, 20), (1024, 1)),
+        (0, torch.int16, (4, 100, 64), (100_000, 256, 1)),  # and of a stack of them
+        (256, torch.int32, (3, 200, 500), (400_000, 1000, 1)),
+        (0, torch.uint8, (3, 4, 5, 6), (50_000, 4000, 40, 3)),
+        (0, torch.float64, (300, 200), (1, 300)),  # transposed
+        (128, torch.complex32, (20, 30), (64, 1)),
+        (MIB, torch.uint8, (2 * MIB,), None),
+        (4096, torch.float32, (MIB // 8,), None),
+        (0, torch.float32, (7, 3), None),
+        (0, torch.float32, (3, 4), (0, 1)),
+        (8, torch.int64, (), ()),
+        (0, torch.float32, (0, 3), (3, 1)),
+    ],
+    [
+        (0, torch.uint8, (5, 4), (30, 1)),
+        (8, torch.int32, (5,), (2,)),
+        (64, torch.int32, (5,), None),
+        (128, torch.complex32, (2, 2), None),
+        (192, torch.int8, (0, 4), None),
+    ],
+    [(0, torch.uint8, (0, 4), (30, 1)), (0, torch.float64, (0,), None)],
+    [
+        (64, torch.bfloat16, (512, 1024), (2048, 1)),
+        (3 * MIB, torch.float16, (4, 8), None),
+        # Small ones among contiguous neighbours, and some over others.
+        *((256 * number, dtype, (3, 2), (4, 1)) for number, dtype in enumerate(_DTYPES)),
+        *((2 * MIB + 64 * number, dtype, (3,), None) for number, dtype in enumerate(_DTYPES)),
+        *((256 * number, torch.int16, (7,), None) for number in range(9)),
+        (2 * MIB, torch.uint8, (8192,), None),
+        (2 * MIB + (64 << 10) + 192, torch.uint8, (5,), None),
+    ],
+    [],
+]
+_ALL = slice(None)
+
+
+_TARGETS = (_plain, _column_slice, _strided, _turned, _on_the_cpu)
+
+
+def region(offset: int, target: torch.Tensor, strides: tuple[int, ...] | None = None, source: int = 0) -> Copies:
+    """The copy of one region."""
+    return Copies([Copy(source, Target.of(target), offset, strides)], [target])
+
+
+@pytest.mark.parametrize("lend", [False, True])
+def test_regions_of_flat_tensors_go_where_they_belong(pair: Pair, lend: bool) -> None:
+    for prepare in _TARGETS:
+        for kept in (_ALL, slice(1, 3)):  # the latter are small enough for a message of cuda_ipc
+            pair.b.run(_read_regions, pair.send(_flats, lend, kept), prepare, kept)
+    if pair.a.run(lambda: tensors().lane.name == "shm"):
+        assert pair.used() == 0, "slots are back"
+
+
+def _flats(lend: bool, kept: slice = _ALL) -> list[torch.Tensor]:
+    made = [random((size,), torch.uint8, size) for size in _SIZES][kept]
+    return [_lent(tensor) for tensor in made] if lend else made
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    lent = tensors().lane.lend(tensor.nbytes)
+    tensors().kept.setdefault("lent", []).append(lent)
+    return tensor if lent is None else lent.copy_(tensor)
+
+
+def _read_regions(sent: tuple[Any, list[Shape]], prepare: Callable[[Shape], torch.Tensor], kept: slice = _ALL) -> None:
+    targets, described = list[torch.Tensor](), list[Copy]()
+    for source, regions in enumerate(_REGIONS[kept]):
+        for offset, dtype, shape, strides in regions:
+            targets.append(prepare((dtype, shape)))
+            described.append(Copy(source, Target.of(targets[-1]), offset, strides))
+    peers.read(sent, Copies(described, targets))
+    wholes = _flats(False, kept)
+    for (source, _, offset, strides), target in zip(described, targets, strict=True):
+        whole = wholes[source]
+        count = (whole.numel() - offset) // target.itemsize * target.itemsize
+        elements = whole[offset : offset + count].clone().view(target.dtype)
+        shape = tuple(target.shape)
+        contiguous = elements[: target.numel()]
+        expected = contiguous.view(shape) if strides is None else elements.as_strided(shape, strides)
+        assert same(_brought(target), expected), (offset, target.dtype, shape)
+        memory = target if target._base is None else target._base
+        assert (memory.reshape(-1).view(torch.uint8) != 0x55).sum() <= target.nbytes, "nothing else was written"
+
+
+# --- whose memory it is ----------------------------------------------------------------------------------------------
 
 
 def test_several_threads_send_and_several_take(pair: Pair) -> None:
@@ -342,7 +451,7 @@ def _export_from_threads(threads: int, count: int) -> list[Any]:
 def _fetch_in_threads(sent: list[Any], threads: int) -> None:
     def work(thread: int) -> None:
         for seed, told in sent[thread::threads]:
-            arrived = tensors().lane.fetch("a", *told)
+            arrived = tensors().lane.read("a", *told)
             assert all(same(tensor.cpu(), wanted) for tensor, wanted in zip(arrived, _seeded(seed), strict=True)), seed
 
     _in_threads(work, threads)
@@ -381,7 +490,7 @@ def test_a_tensor_of_more_than_2_gib() -> None:
 
 
 def _fetch_huge(sent: Any) -> None:
-    ones, arrived = tensors().lane.fetch("a", *sent)
+    ones, arrived = tensors().lane.read("a", *sent)
     assert ones.tolist() == [1, 1, 1]
     assert peers.is_huge(arrived)
     arrived[-1] = 7
@@ -402,7 +511,7 @@ def test_what_arrives_is_private_and_writable(pair: Pair) -> None:
 def test_each_tensor_of_a_message_is_independent_of_the_others(pair: Pair) -> None:
     for sizes in (_MIXED, (500,) * 40):
         sent = pair.a.run(lambda sizes: export([torch.ones(size, device=tensors().device) for size in sizes]), sizes)
-        assert pair.b.run(lambda sent: peers.independent(tensors().lane.fetch("a", *sent)), sent)
+        assert pair.b.run(lambda sent: peers.independent(tensors().lane.read("a", *sent)), sent)
 
 
 #: More small ones than a lane sends one by one.
@@ -419,7 +528,7 @@ def _source_is(make: Callable[[], list[torch.Tensor]]) -> None:
 
 
 def _fill_each(sent: Any) -> list[int]:
-    tensors().kept["filled"] = arrived = tensors().lane.fetch("a", *sent)
+    tensors().kept["filled"] = arrived = tensors().lane.read("a", *sent)
     for number, tensor in enumerate(arrived, 1):
         tensor.fill_(number)
     return _values()
@@ -474,7 +583,7 @@ def _make_and_drop(count: int) -> None:
 def test_what_is_not_wanted_or_not_sent_is_let_go(fresh: Pair) -> None:
     fresh.pass_on("", _around_one_mib)
     unwanted, _ = fresh.send(_several_large)
-    fresh.b.run(lambda: tensors().lane.discard("a", unwanted))
+    fresh.b.run(lambda: tensors().lane.release("a", unwanted))
     fresh.send(_several_large)
     fresh.a.run(_cancel_twice)
     assert fresh.a.run(_all_let_go)
@@ -563,8 +672,8 @@ def test_a_sender_that_was_killed_cannot_be_fetched_from(fresh: Pair) -> None:
 def _cannot_fetch(sent: Any) -> None:
     for peer in ("a", "nobody", "a"):
         with pytest.raises(PeerLost, match=f"'{peer}'"):
-            tensors().lane.fetch(peer, *sent)
-        tensors().lane.discard(peer, sent[0])
+            tensors().lane.read(peer, *sent)
+        tensors().lane.release(peer, sent[0])
         tensors().lane.disconnect("a")  # as the group does once it knows
     tensors().lane.disconnect("nobody")
 
@@ -622,7 +731,7 @@ def test_gpu_work_is_in_order_and_memory_is_let_go(kind: str) -> None:
             pair.a.run(lambda: tensors().exports.pop().finished())
         assert pair.a.run(_all_let_go)
         unwanted, _ = pair.send(_several_large)
-        pair.b.run(lambda: tensors().lane.discard("a", unwanted))
+        pair.b.run(lambda: tensors().lane.release("a", unwanted))
         assert pair.a.run(_all_let_go)
         failing, _ = pair.send(_several_large)
         pair.b.run(_fail_to_fetch, failing)
@@ -639,13 +748,13 @@ def _slow_then_export(number: int) -> Any:
 
 
 def _fetch_at_once(sent: Any, number: int) -> None:
-    (arrived,) = tensors().lane.fetch("a", *sent)
+    (arrived,) = tensors().lane.read("a", *sent)
     assert bool((arrived == number).all())
 
 
 def _fail_to_fetch(descriptor: Any) -> None:
     with pytest.raises((IndexError, LaneUnavailable)):
-        tensors().lane.fetch("a", descriptor, [])  # it does not know what to make room for
+        tensors().lane.read("a", descriptor, [])  # it does not know what to make room for
 
 
 def _all_let_go() -> bool:

@@ -44,10 +44,10 @@ class Station:
         return self.lane.export(made, to, {0: 0}), [(tensor.dtype, tuple(tensor.shape)) for tensor in made]
 
     def fetch(self, sent: tuple[Export, list[Shape]], origin: str = "a") -> list[torch.Tensor]:
-        return self.lane.fetch(origin, sent[0].descriptor, sent[1])
+        return self.lane.read(origin, sent[0].descriptor, sent[1])
 
     def discard(self, sent: tuple[Export, list[Shape]], origin: str = "a") -> None:
-        self.lane.discard(origin, sent[0].descriptor)
+        self.lane.release(origin, sent[0].descriptor)
 
     def keeps(self, count: int) -> bool:
         """Whether it keeps that many exports, now or soon."""
@@ -354,7 +354,7 @@ def _cannot_send(peer: str) -> str:
 
 def _fetch_or_lose(sent: tuple[Any, list[Shape]], size: int, origin: str = "a") -> str:
     try:
-        (arrived,) = _lane().fetch(origin, *sent)
+        (arrived,) = _lane().read(origin, *sent)
     except PeerLost as error:
         assert error.peer == origin
         return "PeerLost"
@@ -440,10 +440,10 @@ def _read(count: int, seed: str) -> tuple[int, int]:
     for _ in range(count):
         origin, number, (descriptor, shapes) = pickle.loads(_mailbox.recv(1 << 16))
         if dice.random() < 0.2:
-            _lane().discard(origin, descriptor)
+            _lane().release(origin, descriptor)
             discarded += 1
             continue
-        for tensor, (dtype, shape) in zip(_lane().fetch(origin, descriptor, shapes), shapes, strict=True):
+        for tensor, (dtype, shape) in zip(_lane().read(origin, descriptor, shapes), shapes, strict=True):
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
             assert bool((tensor == number).all())
     return count - discarded, discarded

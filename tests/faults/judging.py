@@ -334,7 +334,7 @@ def judge_rest(first: Mapping[str, Any], now: Mapping[str, Any], silent: int, po
     ):
         grew = now[what] - first[what]
         if grew > allowed:
-            detail = {"fds": f"{first['open']} {now['open']}", "threads": now["names"]}.get(what, "")
+            detail = now["names"] if what == "threads" else ""
             yield f"LEAK: {what} grew by {grew} ({first[what]} -> {now[what]}) {detail}"
 
 

@@ -10,38 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults import on_hosts
-from tests.faults.faults import MB, Kill, PowerOff, Shortage, Stop, random_faults
+from tests.faults.faults import MB, Kill, Shortage, Stop
 from tests.faults.records import read
 from tests.faults.running import run_faults, running
-from tests.faults.scenarios import NAMES, NEAR, PATTERNS, SCENARIOS, Plan
+from tests.faults.scenarios import PATTERNS
 from tests.multihost.rig import Unavailable
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_seed_gives_the_same_faults_and_the_same_plan(name: str) -> None:
-    scenario = SCENARIOS[name]
-    drawn = [random_faults(seed, 200, scenario.names, scenario.faults.here, "c0") for seed in (3, 3, 4)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    faults = [fault for together in drawn[0] for fault in together]
-    assert len(faults) == 200
-    assert not any(isinstance(fault, Kill) and fault.member == "c0" for fault in faults)
-    assert len({type(fault) for fault in faults}) >= {"calls": 6, "shards": 2}.get(name, 4)
-    plan = scenario.plan(scenario, 3, 1)
-    assert plan == scenario.plan(scenario, 3, 1) == Plan.of([*plan])
-
-
-def test_the_stores_are_the_same_in_all_rounds() -> None:
-    plan, later = (PATTERNS.plan(PATTERNS, 3, number) for number in (1, 2))
-    assert later != plan != PATTERNS.plan(PATTERNS, 4, 1)
-    assert later.objects[:2] == plan.objects[:2] != later.objects[2:]
-
-
-def test_faults_of_hosts_strike_one_host_at_a_time_and_never_the_drivers_power() -> None:
-    drawn = random_faults(3, 300, NAMES, SCENARIOS["calls"].faults.on_hosts, "c0", NEAR)
-    assert all(sum(fault.of_host for fault in together) <= 1 for together in drawn)
-    faults = [fault for together in drawn for fault in together]
-    assert {type(fault).__name__ for fault in faults} >= {"Cable", "Partition", "PowerOff"}
-    assert not any(isinstance(fault, PowerOff) and fault.member in NEAR for fault in faults)
 
 
 def test_some_random_faults(cluster: None) -> None:

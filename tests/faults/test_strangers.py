@@ -60,7 +60,7 @@ def test_garbage_at_the_sockets_of_the_nccl_lane_harms_nobody(nccl: list[NcclLan
         while not sending.ready() or not fetched:
             start, tensor = time.monotonic(), torch.full((10,), fetched)
             export = a.export([tensor], "b", {0: 0})
-            assert torch.equal(b.fetch("a", export.descriptor, [(tensor.dtype, (10,))])[0], tensor)
+            assert torch.equal(b.read("a", export.descriptor, [(tensor.dtype, (10,))])[0], tensor)
             slowest, fetched = max(slowest, time.monotonic() - start), fetched + 1
             time.sleep(0.001)
         sent, unsent, heard = sending.get(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import ipaddress
 import os
 import resource
 import signal
@@ -260,7 +259,7 @@ class Worker:
         names = sorted(each.name for each in threading.enumerate() if not each.name.startswith("test-"))
         return {
             "restless": restless, "fds": now["fds"], "threads": now["threads"], "arena": now["arena"],
-            "under way": now["in flight"], "anonymous": now["anonymous"], "names": names, "open": _descriptors(),
+            "under way": now["in flight"], "anonymous": now["anonymous"], "names": names,
             "far": insides.peers_elsewhere(),
         }  # fmt: skip
 
@@ -284,27 +283,3 @@ class AsyncWorker(Worker):
         self, call: str, at: str, tensor: torch.Tensor, check: int, hook: Any
     ) -> tuple[str, torch.Tensor, Any]:
         return await asyncio.get_running_loop().run_in_executor(None, self._staged, call, at, tensor, check)
-
-
-def _descriptors() -> dict[str, int]:
-    """How many of each kind are open."""
-    found: dict[str, int] = {}
-    connections = _connections()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            kind, _, number = os.readlink(f"/proc/self/fd/{fd}").partition(":[")
-        except OSError:
-            continue
-        kind = connections.get(number.rstrip("]"), kind)
-        found[kind] = found.get(kind, 0) + 1
-    return found
-
-
-def _connections() -> dict[str, str]:
-    """Each TCP socket of this host by its inode: what it is connected to, and in which state."""
-    found: dict[str, str] = {}
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        _, _, remote, state, *_, inode = line.split()[:10]
-        address = ipaddress.ip_address(bytes.fromhex(remote.split(":")[0])[::-1])
-        found[inode] = f"TCP {address} in state {int(state, 16)}"
-    return found

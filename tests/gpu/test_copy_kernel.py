@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from raytorchrpc.lanes.base import Part
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Scatter
+from raytorchrpc.lanes.base import Copies, Copy, Target
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, RowCopies, Scatter
 from raytorchrpc.process.cuda_driver import Kernel, driver
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_any_rows_arrive(dtype: torch.dtype) -> None:
     """At any alignment, contiguous and strided, tiny and of many megabytes; nothing beside them is written."""
     chance, device = random.Random(str(dtype)), torch.device("cuda", 0)
     flat = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8, device=device)
-    parts, guards = [], []
+    described, targets, guards = list[Copy](), list[torch.Tensor](), []
     for number in range(200):
         large = number % 20 == 0
         shape = (chance.randint(1, 2000), chance.randint(1, 1000 if large else 60))
@@ -45,16 +45,19 @@ def test_any_rows_arrive(dtype: torch.dtype) -> None:
         stride = shape[1] + chance.choice([0, 0, 1, 3, 64])
         size = (shape[0] - 1) * stride + shape[1]
         offset = chance.randrange(0, flat.numel() - size * dtype.itemsize, dtype.itemsize)
-        parts.append(Part(offset, target, (stride, 1)))
+        described.append(Copy(0, Target.of(target), offset, (stride, 1)))
+        targets.append(target)
         guards.append(whole)
     cuda, ready = driver(), kernel()
     with cuda.on(0):
-        scatter = Scatter.of(parts, flat.numel(), device)
+        copies, whole_shape = Copies(described, targets), (torch.uint8, (flat.numel(),))
+        (scatter,) = Scatter.of(copies, [flat.numel()], device)
         stream = torch.cuda.current_stream().cuda_stream
-        for target, source in scatter.queue(parts, flat.data_ptr(), device, cuda, lambda: ready, stream):
-            target.copy_(source)
+        left = scatter.queue(copies, flat.data_ptr(), whole_shape, device, cuda, lambda: ready, stream)
+        for index, source in left:
+            targets[index].copy_(source)
     assert len(scatter.direct.rows) > 100
-    for (offset, target, strides), whole in zip(parts, guards, strict=True):
+    for (_, _, offset, strides), target, whole in zip(described, targets, guards, strict=True):
         size = (target.shape[0] - 1) * (strides or (0,))[0] + target.shape[1]
         source = flat[offset : offset + size * dtype.itemsize].clone().view(dtype)
         wanted = source.as_strided(tuple(target.shape), strides or ())
@@ -70,7 +73,7 @@ def test_it_runs_on_the_stream_that_it_is_given() -> None:
     with cuda.on(0), torch.cuda.stream(side):
         torch.cuda._sleep(100_000_000)
         source.fill_(2)
-        Copies(rows).queue(source.data_ptr(), cuda, lambda: ready, side.cuda_stream)
+        RowCopies(rows).queue(source.data_ptr(), cuda, lambda: ready, side.cuda_stream)
     assert not target.any(), "the other stream still sleeps"
     side.synchronize()
     assert int(target.min()) == 2

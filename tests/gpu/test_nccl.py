@@ -87,7 +87,7 @@ def _has_begun() -> None:
 
 def _fetch(sent: tuple[Any, list[Shape]], size: int, origin: str = "a") -> str:
     try:
-        (arrived,) = _lane().fetch(origin, *sent)
+        (arrived,) = _lane().read(origin, *sent)
     except PeerLost:
         return "PeerLost"
     assert arrived.shape == (size,) and int(arrived.min()) == int(arrived.max()) == 7

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -114,12 +113,6 @@ class Trainer:
 
     def nbytes(self) -> int:
         return sum(its.nbytes for its in self.model.state_dict().values())
-
-    def total(self, name: str, dtype: str) -> float:
-        """The sum of a tensor's elements, rounded to a dtype."""
-        import torch
-
-        return float(self.model.state_dict()[name].to(getattr(torch, dtype)).double().sum())
 
     def greedy(self, count: int = 12) -> list[int]:
         """The most probable tokens after the prompt."""
@@ -358,10 +351,6 @@ def fail_to_wait(engine: Engine, rank: int) -> None:
     engine.llm.collective_rpc(spoil)
 
 
-def pid_of(engine: Engine) -> int:
-    return os.getpid()
-
-
 class AsyncEngine:
     """vLLM's AsyncLLM, which generates while its weights are updated. Its worker is in a child process."""
 
@@ -415,14 +404,11 @@ class AsyncEngine:
 
 
 class Server:
-    """vLLM's HTTP server as a child of this process: on a Unix socket, or on a port of this host that it chooses."""
+    """vLLM's HTTP server as a child of this process, on a port of this host that it chooses."""
 
-    def __init__(
-        self, path: str, socket_path: str | None = None, options: Sequence[str] = ("--skip-tokenizer-init",)
-    ) -> None:
-        self._socket = socket_path
-        where = ["--host", "127.0.0.1", "--port", "0"] if socket_path is None else ["--uds", socket_path]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *where]
+    def __init__(self, path: str, options: Sequence[str] = ("--skip-tokenizer-init",)) -> None:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
+        command += ["--host", "127.0.0.1", "--port", "0"]
         command += ["--load-format", "dummy", "--enforce-eager", "--max-model-len", "128", *options]
         command += ["--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": "raytorchrpc"})]
         variables = {**os.environ, **VARIABLES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -453,12 +439,7 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """One request; returns the JSON of its answer."""
-        connection = http.client.HTTPConnection("localhost", timeout=60)
-        if self._socket is not None:
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.connect(self._socket)
-        else:
-            connection = http.client.HTTPConnection(*self.address(), timeout=60)
+        connection = http.client.HTTPConnection(*self.address(), timeout=60)
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, {"Content-Type": "application/json"})
         answer = connection.getresponse()

@@ -10,8 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -74,12 +72,3 @@ def test_hosts_end_with_the_block_and_what_ran_in_them_too(user: bool) -> None:
             a.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
     running.communicate(timeout=TIMEOUT_S)
     assert running.returncode != 0
-
-
-def test_a_directory_below_tmp_is_seen_only_if_it_is_kept(user: bool) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        (Path(folder) / "file").write_text("kept")
-        with hosts(1, user=user) as (a,):
-            assert "kept" not in a.run(["sh", "-c", f"cat {folder}/file || :"])
-        with hosts(1, [Path(folder)], user=user) as (a,):
-            assert a.run(["cat", f"{folder}/file"]) == "kept"

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
 import raytorchrpc as rtr
 
 #: The longest wait for somebody to come to a latch, and for a latch to open (seconds).
@@ -168,18 +166,3 @@ class AsyncRunner(AsyncPeer):
     async def arun(self, function: Any, *args: Any) -> Any:
         """``await function(*args)`` on the loop."""
         return await function(*args)
-
-
-@ray.remote(concurrency_groups={"io": 2, "compute": 1})
-class GroupedPeer(Peer):
-    """Methods in Ray's concurrency groups, with the two decorators in either order."""
-
-    @ray.method(concurrency_group="io")
-    @rtr.method
-    def io_group(self) -> str:
-        return threading.current_thread().name
-
-    @rtr.method
-    @ray.method(concurrency_group="compute")
-    def compute_group(self) -> str:
-        return threading.current_thread().name

@@ -83,21 +83,6 @@ class AsyncCaller(AsyncPeer):
         return threading.get_ident(), id(asyncio.get_running_loop())
 
     @rtr.method
-    async def start_task(self, target: Any) -> None:
-        """A task that outlives this call, and calls when it is told to."""
-        self.go = asyncio.Event()
-        self.task = asyncio.create_task(self._later(target))
-
-    async def _later(self, target: Any) -> Any:
-        await self.go.wait()
-        return await rtr.rpc_async(target).double(21)
-
-    @rtr.method
-    async def finish_task(self) -> Any:
-        self.go.set()
-        return await self.task
-
-    @rtr.method
     async def meet(self, parties: int) -> int:
         """Returns once this many are here at a time."""
         self.here = getattr(self, "here", 0) + 1
@@ -223,7 +208,7 @@ class Busy(Peer):
 
 @ray.remote(concurrency_groups={"io": 2})
 class GroupedBusy(Busy):
-    """One group beside the default one."""
+    """One group beside the default one; its methods have the two decorators in either order."""
 
     @ray.method(concurrency_group="io")
     @rtr.method
@@ -250,8 +235,6 @@ class Stage(Peer):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.layer = make_layer(seed)
-        torch.manual_seed(seed)
-        self.table = torch.nn.Embedding(10, 8)
 
     @rtr.method
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -265,26 +248,14 @@ class Stage(Peer):
     def forward_through(self, x: torch.Tensor, following: str) -> torch.Tensor:
         return rtr.rpc_sync(following).forward(torch.tanh(self.layer(x)))
 
-    @rtr.method
-    def look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids)
-
     @rtr.method(concurrent=True)
     def gradients(self, context: int) -> dict[str, torch.Tensor]:
         found = torch.distributed.autograd.get_gradients(context)
-        named = {**dict(self.layer.named_parameters()), "table": self.table.weight}
-        return {name: found[parameter] for name, parameter in named.items() if parameter in found}
+        return {name: found[parameter] for name, parameter in self.layer.named_parameters() if parameter in found}
 
     @rtr.method
     def has_context(self) -> bool:
         return insides.has_autograd_context()
-
-    @rtr.method
-    def parameters(self) -> list[Any]:
-        return [torch.distributed.rpc.RRef(parameter) for parameter in self.layer.parameters()]
-
-    def weight(self) -> torch.Tensor:
-        return self.layer.weight.detach().clone()
 
 
 class AsyncStage(AsyncPeer):

@@ -15,7 +15,7 @@ import ray
 import raytorchrpc as rtr
 from tests import insides
 from tests.polling import wait_until
-from tests.ray.actors import AsyncPeer, GroupedPeer, Latch, Peer
+from tests.ray.actors import AsyncPeer, Latch, Peer
 
 #: Makes an actor of a class (plain or ``ray.remote``) with these options; it is killed after the test.
 Spawn = Callable[..., Any]
@@ -81,14 +81,10 @@ def peers(cluster: None) -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="session")
 def special(cluster: None) -> Iterator[dict[str, Any]]:
-    """Likewise: a threaded actor, an async one, one with concurrency groups."""
+    """Likewise: a threaded actor, and an async one."""
     made: list[Any] = []
     spawn = _spawner(made)
-    yield {
-        "threaded": spawn(Peer, max_concurrency=4),
-        "asynchronous": spawn(AsyncPeer),
-        "grouped": spawn(GroupedPeer),
-    }
+    yield {"threaded": spawn(Peer, max_concurrency=4), "asynchronous": spawn(AsyncPeer)}
     _kill(made)
 
 

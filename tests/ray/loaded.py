@@ -28,7 +28,6 @@ class Loaded:
     def __init__(self) -> None:
         self.inside = self.most = self.runs = 0
         self.lock = threading.Lock()
-        self.may_go = threading.Event()
         self.barrier: threading.Barrier | None = None
 
     # The receiver.
@@ -50,13 +49,6 @@ class Loaded:
     def hold(self, latch: Latch, *_: Any) -> str:
         latch.pass_through()
         return "released"
-
-    @rtr.method(concurrent=True)
-    def stay(self) -> bool:
-        return self.may_go.wait(20)
-
-    def go(self) -> None:
-        self.may_go.set()
 
     @rtr.method
     def take(self, latch: Latch | None, tensor: torch.Tensor) -> int:

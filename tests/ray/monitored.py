@@ -102,11 +102,6 @@ class Learner(Base):
         latch.pass_through()
         yield "released"
 
-    @property
-    @rtr.method
-    def value(self) -> int:
-        return self.count
-
     @rtr.method(concurrent=True)
     def await_beginning(self) -> None:
         """Until ``waits`` or ``stays`` has begun."""

@@ -67,7 +67,6 @@ class AsyncProducer(AsyncPeer):
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.began = asyncio.Event()
 
     @rtr.method
     async def tensors(self, count: int, numel: int) -> AsyncIterator[dict[str, Any]]:
@@ -85,19 +84,6 @@ class AsyncProducer(AsyncPeer):
         """No coroutine, in an async actor."""
         for number in range(count):
             yield {"number": number, "tensor": torch.full((numel,), number)}
-
-    @rtr.method
-    async def stay(self) -> None:
-        self.began.set()
-        try:
-            await asyncio.sleep(30)
-        finally:
-            self.log.append("left")
-
-    @rtr.method
-    async def begun(self) -> None:
-        await self.began.wait()
-        self.began.clear()
 
     @rtr.method
     async def taken_log(self) -> list[str]:

@@ -26,7 +26,7 @@ from raytorchrpc.tensors.devices import check_mapped
 from tests import insides
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
-from tests.ray.conftest import Spawn, kill_for_good, pid_of
+from tests.ray.conftest import Spawn, kill_for_good
 from tests.ray.plain import FailsToStart, RunsItsOwnRpc
 
 MakeLatch = Callable[[], Latch]
@@ -366,30 +366,6 @@ def test_a_process_with_its_own_torch_rpc_is_named_with_the_remedy(spawn: Spawn,
     assert raised.value.members == ("b",)
     ray.get(own.end.remote())
     assert_work([peers[0], own, peers[1]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_group_whose_forming_actor_died_does_not_keep_its_members(
-    spawn: Spawn, peers: list[Any], restarts: bool
-) -> None:
-    controller = spawn(Peer, max_restarts=int(restarts))
-
-    def form(handles: list[Any]) -> None:
-        rtr.init_group(handles, name="by the controller")
-
-    ray.get(controller.run.remote(form, peers[:2]))
-    if restarts:
-        before = ray.get(controller.run.remote(os.getpid))
-        ray.kill(controller, no_restart=False)
-        assert wait_until(lambda: pid_of(controller) not in (None, before), 30)
-    else:
-        kill_for_good(controller)
-    try:
-        assert_work(peers[:2])
-    finally:
-        for peer in peers[:2]:
-            ray.get(peer.run.remote(insides.leave_group))
 
 
 # --- calls -----------------------------------------------------------------------------------------------

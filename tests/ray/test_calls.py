@@ -411,16 +411,6 @@ def test_a_deadline_that_passes_wakes_who_awaits_and_calls_back(members: Members
     gate.open_for_all()
 
 
-def test_a_task_that_outlives_its_call_outlives_its_deadline(members: Members) -> None:
-    def check() -> None:
-        deadline_s = 3.0
-        rtr.rpc_sync("async", timeout=deadline_s).start_task("b")
-        threading.Event().wait(deadline_s + 0.05)
-        assert rtr.rpc_sync("async").finish_task() == 42
-
-    members.in_a(check)
-
-
 # --- errors ----------------------------------------------------------------------------------------------------
 
 

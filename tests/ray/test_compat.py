@@ -5,8 +5,6 @@ The names of torch have theirs in tests/unit/test_compat.py.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -37,11 +35,6 @@ def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
     return ray.get(handle.__ray_call__.remote(function), timeout=60)
 
 
-def test_any_function_runs_on_any_actor(spawn: Spawn) -> None:
-    """ActorHandle.__ray_call__: without it actors need a base class or a method of ours to join a group."""
-    assert inside(spawn(Plain), lambda instance: instance.double(21)) == 42
-
-
 def test_what_ray_runs_for_a_method_can_be_wrapped(spawn: Spawn) -> None:
     """FunctionActorManager._make_actor_method_executor, _function_execution_info and execution_infos: without them the
     undecorated methods of a sync actor run beside the others.
@@ -61,6 +54,18 @@ def test_what_ray_runs_for_a_method_can_be_wrapped(spawn: Spawn) -> None:
     inside(actor, wrap)
     assert ray.get(actor.double.remote(21), timeout=60) == 84
     assert inside(actor, lambda instance: instance.double(21)) == 42
+
+
+def test_the_actor_id_of_a_handle_is_the_one_ray_knows_the_actor_by(peers: list[Any]) -> None:
+    """ActorHandle._actor_id: without it a handle is no call target, and duplicates in a list go unnoticed."""
+    known = inside(peers[0], lambda instance: ray.get_runtime_context().get_actor_id())
+    assert ray_internals.actor_id_of(peers[0]) == known
+    assert ray_internals.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
+
+
+def test_the_class_name_of_a_handle(peers: list[Any]) -> None:
+    """ActorHandle._ray_actor_creation_function_descriptor.class_name: without it members of a list have no names."""
+    assert ray_internals.actor_class_name(peers[0]) == "Peer"
 
 
 def test_a_value_is_kept_where_the_whole_cluster_reads_it(cluster: None) -> None:
@@ -84,15 +89,6 @@ def test_whether_token_authentication_is_on_can_be_told(cluster: None) -> None:
     assert ray_internals.ray_token() == (known if obstacle("token") is None else None)
 
 
-def test_the_actor_in_this_process_is_found(peers: list[Any], special: dict[str, Any]) -> None:
-    """ray._private.worker.global_worker, its .actors and .core_worker.get_actor_id: without them a method called
-    through Ray does not know its gate, and direct calls run beside it."""
-    for handle in (peers[0], special["asynchronous"]):
-        assert inside(handle, lambda instance: ray_internals.actor_instance() is instance)
-    assert ray_internals.actor_instance() is None, "a driver is no actor"
-    assert ray.get(ray.remote(num_cpus=0)(lambda: ray_internals.actor_instance() is None).remote()), "nor is a task"
-
-
 def test_the_kind_of_an_actor_is_known(peers: list[Any], special: dict[str, Any]) -> None:
     """core_worker.current_actor_max_concurrency: without it a threaded actor serves one direct call at a time, or
     a sync one several. core_worker.current_actor_is_asyncio: without it methods of an async actor run beside its loop.
@@ -103,51 +99,6 @@ def test_the_kind_of_an_actor_is_known(peers: list[Any], special: dict[str, Any]
         for name in ("sync", "threaded", "asynchronous")
     }
     assert found == {"sync": (1, False), "threaded": (4, False), "asynchronous": (1000, True)}
-
-
-def test_the_loop_of_an_async_actor_is_the_one_its_coroutines_run_on(special: dict[str, Any]) -> None:
-    """core_worker.get_event_loop and ray._raylet.PythonFunctionDescriptor: without them coroutine methods called
-    directly run on a loop of their own, where the actor's locks and futures do not work."""
-
-    def same() -> bool:
-        return ray_internals.actor_event_loop(None) is asyncio.get_running_loop()
-
-    assert ray.get(special["asynchronous"].run.remote(same))
-
-
-def test_the_concurrency_group_of_a_method_is_known(special: dict[str, Any], peers: list[Any]) -> None:
-    """__ray_concurrency_group__: without it direct calls take no notice of Ray's concurrency groups."""
-    grouped = special["grouped"]
-    found = inside(
-        grouped,
-        lambda instance: [
-            ray_internals.concurrency_group_of(getattr(type(instance), name))
-            for name in ("io_group", "compute_group", "who")
-        ],
-    )
-    assert found[0] == "io" and found[2] is None
-    with rtr.init_group([grouped, peers[0]]):
-        assert inside(grouped, exposed_groups) == {"io_group": "io", "compute_group": "compute", "who": None}
-
-
-def exposed_groups(instance: Any) -> dict[str, Any]:
-    from raytorchrpc.calls.member import process_member
-
-    methods = process_member().incoming.methods
-    return {name: methods[name].concurrency_group for name in ("io_group", "compute_group", "who")}
-
-
-def test_the_actor_id_of_a_handle_is_the_one_ray_knows_the_actor_by(peers: list[Any]) -> None:
-    """ActorHandle._actor_id: without it a handle is no call target, and duplicates in a list go unnoticed."""
-    known = inside(peers[0], lambda instance: ray.get_runtime_context().get_actor_id())
-    assert ray_internals.actor_id_of(peers[0]) == known
-    assert ray_internals.actor_id_of(ray.get(ray.put([peers[0]]))[0]) == known, "another copy of the handle"
-
-
-def test_the_class_name_of_a_handle(peers: list[Any], special: dict[str, Any]) -> None:
-    """ActorHandle._ray_actor_creation_function_descriptor.class_name: without it members of a list have no names."""
-    assert ray_internals.actor_class_name(peers[0]) == "Peer"
-    assert ray_internals.actor_class_name(special["grouped"]) == "GroupedPeer"
 
 
 @needs("objectrefs")
@@ -248,34 +199,6 @@ print(ray.get_runtime_context().get_job_id(), flush=True)
 sys.stdin.read()
 os._exit(9)
 """
-
-
-SUBMITTED = """
-import os, ray
-import raytorchrpc as rtr
-mine = rtr.runtime_env(env_vars={"MINE": "x"})
-ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env=mine)
-look = ray.remote(lambda: [os.environ.get(name) for name in ("THP_MEM_ALLOC_ENABLE", "IBV_FORK_SAFE", "MINE")])
-print(rtr.runtime_env(), ray.get(look.remote()), ray.get(look.options(runtime_env=rtr.runtime_env()).remote()))
-"""
-
-
-@pytest.mark.slow
-def test_a_submitted_job_may_ask_for_the_environment_that_it_has(tmp_path: Path) -> None:
-    """ray._private.runtime_env.constants.RAY_JOB_CONFIG_JSON_ENV_VAR: without it ``ray.init`` in a submitted job
-    refuses our ``runtime_env()``, because the job has the same variables already."""
-    job = rtr.runtime_env(env_vars={"THP_MEM_ALLOC_ENABLE": "0", "IBV_FORK_SAFE": "1"})
-    environ = {
-        **{name: value for name, value in os.environ.items() if name not in job["env_vars"]},
-        "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": job, "metadata": {}}),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": str(ROOT),
-    }
-    environ.pop("RAY_ADDRESS", None)
-    ran = subprocess.run(
-        [sys.executable, "-c", SUBMITTED], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=250
-    )
-    assert ran.stdout.strip() == "{'env_vars': {}} ['0', '1', 'x'] ['0', '1', 'x']", ran.stderr
 
 
 def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) -> None:

@@ -140,10 +140,8 @@ def test_a_chain_that_comes_back_thirty_times(members: Members, start: str) -> N
     ("first", "second", "method"),
     [
         ("a", "b", "descend"),
-        ("a", "async", "descend"),
         ("async", "narrow", "descend"),
         ("a", "b", "descend_beside"),
-        ("a", "a", "descend"),
         ("a", "a", "descend_beside"),
     ],
 )
@@ -173,7 +171,7 @@ def test_a_chain_without_an_end_is_refused_with_the_limit(members: Members, seco
     assert elapsed < 28
 
 
-@pytest.mark.parametrize("config", [{}, {"switch_interval_s": 0.001}, {"switch_interval_s": None}])
+@pytest.mark.parametrize("config", [{}, {"switch_interval_s": None}])
 def test_the_switch_interval_is_short_at_both_ends_of_a_call_and_then_as_before(
     spawn: Spawn, config: dict[str, Any]
 ) -> None:

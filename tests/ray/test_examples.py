@@ -144,16 +144,6 @@ def test_the_reward_rises_though_a_generator_is_killed(capsys: pytest.CaptureFix
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_the_job_runs_without_a_job_server_and_shows_its_environment() -> None:
-    """``train.py`` in the Ray that RAY_ADDRESS names; as a submitted job: ``test_jobs``."""
-    ran = script("job/train", "--workers", "1", "--steps", "10", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert ran.returncode == 0 and ran.stdout.splitlines()[-1].startswith("JOB OK: 2 members"), ran.stdout + ran.stderr
-    shown = script("job/submit", "--show")
-    assert json.loads(shown.stdout)["working_dir"] == str(ROOT / "examples" / "job")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["decode_0", "prefill_0"])
 def test_serving_goes_on_without_a_replica(killed: str) -> None:
     pytest.importorskip("starlette", reason="Ray Serve is not installed: pip install '.[serve]'")
@@ -190,20 +180,6 @@ def test_asynchronous_learning_on_two_nodes() -> None:
         cluster.shutdown()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("cluster")
-def test_asynchronous_learning_is_compared_with_plain_ray() -> None:
-    out = async_rl("--compare", "--updates", "40", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    lines = {name: int(count) for name, count in re.findall(r"^(\w+): [\d.]+ ms an update, (\d+) lines$", out, re.M)}
-    assert 0 < lines["Direct"] < lines["PlainRay"]
-
-
-@pytest.mark.slow
-def test_pipeline_gradients_equal_those_of_one_process() -> None:
-    figures = pipeline_autograd("--rounds", "1", "--repeats", "1")
-    assert figures["gradients_match"]
-
-
 @pytest.mark.gpu(2)
 def test_pipeline_between_two_gpus_is_four_times_faster_than_staged() -> None:
     figures = pipeline_autograd("--rounds", "10", "--repeats", "5")
@@ -227,29 +203,3 @@ def test_an_example_runs_as_it_is(name: str) -> None:
     ran = script(name, *short.split())
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1].startswith("checked: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options", "environ", "line"),
-    [
-        pytest.param(
-            "parameter_server",
-            ("--workers", "1", "--steps", "1"),
-            {},
-            r"parameter_server: accuracy [\d.]+%, below 90.0%",
-            id="a result that is not reached",
-        ),
-        pytest.param(
-            "pipeline_training",
-            (),
-            {"RAYTORCHRPC_LANES": "socket,shm"},
-            r"pipeline_training: \w+: .*torchrpc.*",
-            id="an error in an actor",
-        ),
-    ],
-)
-def test_what_goes_wrong_is_one_line(name: str, options: tuple[str, ...], environ: dict[str, str], line: str) -> None:
-    ran = script(name, *options, **environ)
-    assert ran.returncode == 1
-    assert re.fullmatch(line + "\n", ran.stderr), ran.stdout + ran.stderr

@@ -74,7 +74,7 @@ def reach(caller: Any, target: Any) -> Any:
 
 
 def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
-    """Fourteen members, most of which were still starting when the group was asked for."""
+    """Thirteen members, most of which were still starting when the group was asked for."""
     with rtr.init_group(kinds) as group:
         assert [member.name for member in group.members] == list(kinds)
         answers = {
@@ -85,25 +85,7 @@ def test_every_kind_of_actor_reaches_every_kind(kinds: Kinds) -> None:
         }
         for pair, answer in answers.items():
             assert ray.get(answer, timeout=60) == 42, pair
-        assert repr(group).endswith("... 8 more>") and len(repr(group)) < 200
-
-
-def test_an_actor_that_never_imported_raytorchrpc_is_a_member_without_methods(kinds: Kinds, peers: list[Any]) -> None:
-    with rtr.init_group({"plain": kinds["plain"], "peer": peers[0]}):
-        with pytest.raises(rtr.NoSuchMethod, match=r"Plain.double is not exposed: .*\(exposed: none\)"):
-            ray.get(peers[0].call.remote("plain", "double", 1))
-        assert ray.get(reach(kinds["plain"], "peer")) == 42
-    assert ray.get(kinds["plain"].double.remote(1)) == 2
-
-
-def test_methods_of_rays_concurrency_groups_run_with_the_decorators_in_either_order(
-    kinds: Kinds, peers: list[Any]
-) -> None:
-    grouped = kinds["grouped"]
-    with rtr.init_group({"grouped": grouped, "peer": peers[0]}):
-        for name in ("io_group", "compute_group"):
-            assert isinstance(ray.get(peers[0].call.remote("grouped", name)), str)
-            assert isinstance(ray.get(getattr(grouped, name).remote()), str), "through Ray as before"
+        assert repr(group).endswith("... 7 more>") and len(repr(group)) < 200
 
 
 def test_every_copy_of_a_handle_means_the_same_member(kinds: Kinds, peers: list[Any]) -> None:
@@ -158,8 +140,8 @@ def test_an_actor_can_form_a_group_of_others(kinds: Kinds, peers: list[Any]) -> 
 
 def test_a_list_names_members_by_class_and_rank(kinds: Kinds, peers: list[Any]) -> None:
     long_name = kinds["long_name"]
-    with rtr.init_group([peers[0], kinds["asynchronous"], kinds["grouped"], long_name]) as group:
-        names = ["peer_0", "async_peer_1", "grouped_peer_2"]
+    with rtr.init_group([peers[0], kinds["asynchronous"], kinds["inherits"], long_name]) as group:
+        names = ["peer_0", "async_peer_1", "inherits_2"]
         assert [(m.rank, m.name) for m in group.members[:3]] == list(enumerate(names))
         assert group.members[3].name, "a class may have any name"
 
@@ -358,7 +340,7 @@ def test_shutdown_does_not_wait_for_a_busy_member_which_leaves_later(
     group = rtr.init_group({"a": peers[0], "b": peers[1]}, name="busy one")
     gate = latch()
     working = peers[1].busy.remote(gate)
-    group.shutdown(timeout=3)
+    group.shutdown(timeout=1)
     assert "group 'busy one': leaving when their methods return: b" in caplog.text
     gate.open()
     ray.get(working)
@@ -390,7 +372,7 @@ def test_nothing_of_ended_groups_is_left_in_their_members(peers: list[Any]) -> N
 
     cycle()  # the agent stays from here on
     before = ray.get(peers[0].run.remote(files))
-    for _ in range(10):
+    for _ in range(4):
         cycle()
     assert ray.get(peers[0].run.remote(threads_at_rest)) == []
     assert ray.get(peers[0].run.remote(files, before + 3)) <= before + 3

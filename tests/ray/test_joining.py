@@ -281,12 +281,11 @@ def test_coming_and_going_leaves_nothing_behind(group: rtr.Group, in_child: Call
     assert wait_until(lambda: len(group) == 2, 60)
 
 
-@pytest.mark.parametrize("step", ["probe", "prepare", "commit"])
 def test_a_process_that_fails_while_it_joins(
-    group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any], step: str
+    group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any]
 ) -> None:
     """Killed, suspended or interrupted: the group goes on, and the name is free."""
-    trainer = actors["trainer"]
+    trainer, step = actors["trainer"], "prepare"
     ray.get(trainer.run.remote(children.start, "victim"))
     ray.get(trainer.run.remote(children.do, "victim", come_and_go))  # the first time takes longer
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,6 @@ def started_with(spawn_for_module: Spawn) -> Any:
         return spawn_for_module(Peer, runtime_env=rtr.runtime_env())
 
 
-@pytest.fixture(scope="module")
-def started_without(spawn_for_module: Spawn) -> Any:
-    return spawn_for_module(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "0"}})
-
-
 def first_environment() -> dict[str, str]:
     """As it was when this process's program began, before any import."""
     pairs = Path("/proc/self/environ").read_bytes().decode().split("\0")
@@ -64,49 +58,19 @@ def in_huge_pages(size: int) -> int:
     return found
 
 
-def faults_of_the_tenth(size: int) -> int:
-    """Page faults of one CPU tensor of that size, after nine like it."""
-    for _ in range(10):
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-        torch.ones(size, dtype=torch.uint8)
-        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-    return faults
-
-
 def test_an_actor_has_the_variables_from_its_start(started_with: Any) -> None:
     environment = in_actor(started_with, first_environment)
     assert {name: environment.get(name) for name in OURS} == OURS
 
 
-def test_torch_heeds_it(madvise: None, started_with: Any, started_without: Any) -> None:
-    assert in_actor(started_without, in_huge_pages, SIZE) == 0
+def test_torch_heeds_it(madvise: None, started_with: Any, peers: list[Any]) -> None:
+    assert in_actor(peers[0], in_huge_pages, SIZE) == 0
     assert in_actor(started_with, in_huge_pages, SIZE) > 0  # as many as the machine has
 
 
-@pytest.mark.slow
-def test_memory_of_middle_sized_tensors_is_used_again(spawn: Spawn, started_with: Any) -> None:
-    """With huge pages alone it is not, and calls with such tensors become slower."""
-    huge_pages_alone = spawn(Peer, runtime_env={"env_vars": {"THP_MEM_ALLOC_ENABLE": "1"}})
-    for size in (4_000_000, 10_000_000, 30_000_000):
-        assert in_actor(huge_pages_alone, faults_of_the_tenth, size) > 10
-        assert in_actor(started_with, faults_of_the_tenth, size) <= 10
-
-
-def test_a_group_says_who_should_have_been_started_with_it(
-    madvise: None, started_with: Any, started_without: Any
-) -> None:
-    actors = {"with": started_with, "without": started_without}
+def test_a_group_says_who_should_have_been_started_with_it(madvise: None, started_with: Any, peers: list[Any]) -> None:
+    actors = {"with": started_with, "without": peers[0]}
     with rtr.init_group(actors, config=TORCHRPC) as group:
         notes = [line for line in group.explain("with", "without").splitlines() if "  note: " in line]
     assert len(notes) == 1
     assert "reach without " in notes[0] and "runtime_env=raytorchrpc.runtime_env()" in notes[0]
-
-
-def test_no_word_of_it_where_tensors_go_by_shared_memory(started_without: Any, peers: list[Any]) -> None:
-    with rtr.init_group({"a": started_without, "b": peers[0]}) as group:
-        assert "note:" not in group.explain("a", "b")
-
-
-def test_what_an_actor_was_started_with_is_left_to_ray(started_without: Any) -> None:
-    made = in_actor(started_without, rtr.runtime_env)
-    assert made == {"env_vars": {name: value for name, value in OURS.items() if name != "THP_MEM_ALLOC_ENABLE"}}

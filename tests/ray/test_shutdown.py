@@ -273,7 +273,7 @@ def test_a_group_that_ends_while_a_member_comes_back(spawn: Spawn, tmp_path: Pat
     os.kill(ray.get(b.pid.remote()), 9)
     held = latch.await_arrival()  # its new process has begun
     began = time.monotonic()
-    group.shutdown(timeout=2)
+    group.shutdown(timeout=1)
     assert time.monotonic() - began < 25
     latch.release(held)
     assert ray.get(b.in_no_group.remote(), timeout=60)
@@ -306,14 +306,14 @@ def test_who_waits_for_a_change_is_told_that_the_group_ended(
 
     def add(name: str) -> None:
         try:
-            group.add({name: busy}, timeout=3)
+            group.add({name: busy}, timeout=1)
         except rtr.RayTorchRpcError as error:
             outcomes.append(error)
 
     adding = [threading.Thread(target=add, args=(name,)) for name in ("c", "d")]
     for thread in adding:
         thread.start()
-    group.shutdown(timeout=2)
+    group.shutdown(timeout=1)
     for thread in adding:
         thread.join(20)
     assert [type(error) for error in outcomes] == [rtr.BootstrapError] * 2

@@ -11,10 +11,3 @@ from benchmarks import soak
 def test_five_thousand_calls_of_all_kinds_leave_nothing(cluster: None) -> None:
     _, complaints = soak.soak_calls(5_000, rounds=1)
     assert complaints == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_fifty_thousand_calls_of_all_kinds_leave_nothing(cluster: None) -> None:
-    _, complaints = soak.soak_calls(50_000, rounds=3)
-    assert complaints == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ import torch.distributed.rpc as rpc
 from torch.distributed import autograd as dist_autograd
 
 import raytorchrpc as rtr
-from tests import insides
 from tests.ray.call_actors import AsyncStage, Stage, make_layer
 from tests.ray.conftest import Spawn
 
@@ -72,44 +70,6 @@ def test_rpc_sync_and_async_by_rpc_name(members: Members) -> None:
         members.in_a(check, members.names[member])
 
 
-_meeting = threading.Barrier(15)
-
-
-def meet() -> int:
-    """Returns once fifteen calls of it are under way in this process."""
-    return _meeting.wait(20)
-
-
-def test_as_many_functions_as_in_torch_may_wait_for_each_other(spawn: Spawn) -> None:
-    handles = {name: spawn(Stage, seed) for name, seed in (("left", 0), ("right", 1))}
-
-    def check(right: str) -> list[int]:
-        return sorted(future.wait() for future in [rpc.rpc_async(right, meet) for _ in range(15)])
-
-    with rtr.init_group(handles, name="sixteen") as group:
-        right = next(member.rpc_name for member in group.members if member.name == "right")
-        assert ray.get(handles["left"].run.remote(check, right), timeout=60) == list(range(15))
-
-
-def test_workers_gather_from_all_members(spawn: Spawn) -> None:
-    """What joins and leaves is seen by all."""
-
-    def gather() -> set[str]:
-        own = rpc.get_worker_info().name
-        gathered = rpc.api._all_gather(own, timeout=30)
-        assert all(name == value for name, value in gathered.items())
-        return set(gathered)
-
-    handles = {name: spawn(Stage, seed) for seed, name in enumerate(("left", "middle", "right"))}
-    with rtr.init_group({"left": handles["left"], "right": handles["right"]}, name="gathering") as group:
-        for change in (lambda: None, lambda: group.add({"middle": handles["middle"]}), lambda: group.remove(["right"])):
-            change()
-            group.wait_ready(60)  # one that is slow to learn of a removal would wait for the one that is gone
-            names = {member.rpc_name for member in group.members}
-            there = [handles[member.name] for member in group.members]
-            assert ray.get([handle.run.remote(gather) for handle in there], timeout=60) == [names] * len(there)
-
-
 def test_a_member_that_has_called_shutdown_says_so_and_works_in_the_next_group(spawn: Spawn) -> None:
     handles = {name: spawn(Stage, seed) for name, seed in (("left", 0), ("right", 1))}
 
@@ -150,30 +110,6 @@ def test_remote_objects_and_their_rrefs(members: Members) -> None:
 
 def add_through(rref: Any, amount: int) -> int:
     return int(rref.rpc_sync().add(amount))
-
-
-def test_distributed_optimizer_on_the_actors_own_parameters(members: Members) -> None:
-    before = ray.get(members.handles["c"].weight.remote())
-
-    def check() -> torch.Tensor:
-        from torch.distributed.optim import DistributedOptimizer
-
-        optimizer = DistributedOptimizer(torch.optim.SGD, rtr.rpc_sync("c").parameters(), lr=0.5)
-        with dist_autograd.context() as context:
-            loss = rtr.rpc_sync("c").forward(torch.ones(2, 8)).sum()
-            dist_autograd.backward(context, [loss])
-            gradient = rtr.rpc_sync("c").gradients(context)["weight"]
-            optimizer.step(context)
-        return gradient
-
-    gradient = members.in_a(check)
-    after = ray.get(members.handles["c"].weight.remote())
-    torch.testing.assert_close(after, before - 0.5 * gradient)
-    ray.get(members.handles["c"].run.remote(reset_layer, 2))
-
-
-def reset_layer(seed: int) -> None:
-    insides.actor().layer.load_state_dict(make_layer(seed).state_dict())
 
 
 # --- distributed autograd through our calls --------------------------------------------------------------------
@@ -258,16 +194,6 @@ def test_contexts_of_several_callers_do_not_mix(members: Members, stages: tuple[
 
     for seed, found in enumerate(members.in_a(check)):
         torch.testing.assert_close(found, single(batch(seed), *stages))
-
-
-def test_rows_of_a_table_elsewhere_looked_up_by_integers(members: Members) -> None:
-    def check() -> torch.Tensor:
-        with dist_autograd.context() as context:
-            rows = rtr.rpc_sync("b").look_up(torch.tensor([1, 3, 3]))
-            dist_autograd.backward(context, [rows.sum()])
-            return rtr.rpc_sync("b").gradients(context)["table"].sum(1)
-
-    assert members.in_a(check).tolist() == [0, 8, 0, 16, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_context_ends_with_its_call(members: Members) -> None:

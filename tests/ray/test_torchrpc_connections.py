@@ -78,10 +78,8 @@ def test_rrefs_say_why_they_cannot_be_had_any_more(members: dict[str, Any]) -> N
     assert "'b'" in in_actor(a, refused)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("channel", ["cma", "mpt_uv"])
-@pytest.mark.parametrize("restarts", [2, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_member_that_ended_leaves_no_descriptors(spawn: Spawn, restarts: int, channel: str) -> None:
+def test_a_member_that_ended_leaves_no_descriptors(spawn: Spawn, channel: str) -> None:
     """``mpt_uv``: as between hosts."""
 
     def descriptors(most: int) -> int:
@@ -105,12 +103,11 @@ def test_a_member_that_ended_leaves_no_descriptors(spawn: Spawn, restarts: int, 
     config = rtr.GroupConfig(lanes=("torchrpc",), channels=(channel, "basic"))
     with rtr.init_group({"a": a, "b": b}, config=config) as group:
         held, pid = [], 0
-        for _ in range(restarts + 1):
+        for _ in range(3):
             pid = in_actor(a, talk, pid)
             held.append(in_actor(a, descriptors, held[0] + 3 if held else 1 << 20))
             ray.kill(b, no_restart=False)
         group.wait_ready(LIMIT_S)
-    print(f"{channel}: {held[0]} descriptors with the first process, then {min(held[1:])} to {max(held[1:])}")
     assert max(held) <= held[0] + 3, held
 
 

@@ -63,11 +63,6 @@ def by_torchs_names(peer: str) -> None:
     assert rpc.rpc_async(name_of(peer), operator.add, args=(1, 2)).wait() == 3
 
 
-def by_its_settings(peer: str) -> None:
-    assert rpc.get_rpc_timeout() > 0
-    by_torchs_names(peer)
-
-
 def by_autograd(peer: str) -> None:
     with dist_autograd.context() as context:
         weight = torch.ones(2, requires_grad=True)
@@ -75,21 +70,11 @@ def by_autograd(peer: str) -> None:
         assert dist_autograd.get_gradients(context)[weight].tolist() == [2.0, 2.0]
 
 
-def by_an_rref_of_its_own(peer: str) -> None:
-    assert rpc.rpc_sync(name_of(peer), fetch, args=(rpc.RRef(torch.ones(2)),)) == 2
-
-
-def fetch(rref: Any) -> float:
-    return float(rref.to_here().sum())
-
-
 def name_of(peer: str) -> str:
     return next(member.rpc_name for member in rtr.get_group().members if member.name == peer)
 
 
-@pytest.mark.parametrize(
-    "use", [by_rref, by_torchs_api, by_torchs_names, by_its_settings, by_autograd, by_an_rref_of_its_own]
-)
+@pytest.mark.parametrize("use", [by_rref, by_torchs_api, by_torchs_names, by_autograd])
 def test_it_starts_at_both_ends_of_its_first_use(
     group: rtr.Group, actors: dict[str, Any], use: Callable[[str], None]
 ) -> None:

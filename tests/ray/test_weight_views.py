@@ -12,7 +12,6 @@ import torch
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.weight_helpers import no_readers
@@ -69,25 +68,3 @@ def test_what_is_viewed_stays_until_it_is_dropped_or_its_reader_ends(actors: dic
         assert in_actor(actors["other"], part) == [3] * 10
         ray.kill(actors["other"])
         assert in_actor(actors["learner"], free), "a reader that has ended keeps nothing"
-
-
-@pytest.mark.parametrize("end", ["publisher", "group"])
-def test_what_is_viewed_outlives(actors: dict[str, Any], end: str) -> None:
-    group = rtr.init_group(actors)
-    with group:
-        assert in_actor(actors["learner"], learn, 1.0) == 1
-        assert in_actor(actors["reader"], look, True) == [1, 2, 3]
-        if end == "publisher":
-            ray.kill(actors["learner"])
-            assert wait_until(lambda: in_actor(actors["reader"], is_lost), 60)
-    for _ in range(2):
-        assert in_actor(actors["reader"], part) == [3] * 10
-        in_actor(actors["reader"], gc.collect)
-
-
-def is_lost() -> bool:
-    try:
-        rtr.WeightStore(STORE, home="learner").view(timeout=5)
-    except (rtr.PeerLost, rtr.NotAMember):
-        return True
-    return False

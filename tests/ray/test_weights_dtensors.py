@@ -136,16 +136,6 @@ def test_fsdp_to_tensor_parallel(ends: dict[str, Any], store: rtr.WeightStore) -
     assert all(torch.equal(whole[name], right[name]) for name in right)
 
 
-def test_whole_tensors_one_at_a_time(ends: dict[str, Any]) -> None:
-    """From FSDP's shards by way of one trainer, which never has the model whole, to tensor parallel shards."""
-    store = rtr.WeightStore("gathered", home="t0")
-    for version in (1, 2):
-        there = published(ends, rtr.WeightStore("shards", publishers=TRAINERS), version)
-        assert ray.get([ends[name].gather.remote(store) for name in TRAINERS], timeout=60) == [version, len(there)]
-        assert ray.get([ends[name].pull.remote(store) for name in GENERATORS], timeout=60) == [version] * 2
-        check(ends, there)
-
-
 def test_prefetch_and_swap_of_dtensors(ends: dict[str, Any], store: rtr.WeightStore) -> None:
     for version in (1, 2):
         right = published(ends, store, version)

@@ -18,7 +18,17 @@ from typing import Any, ClassVar
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane, never_fetched
+from raytorchrpc.lanes.base import (
+    Arrived,
+    Copies,
+    Export,
+    PeerAddress,
+    TensorCapabilities,
+    TensorLane,
+    arrived,
+    never_fetched,
+    size_of,
+)
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.tensors.dtypes import Shape, as_copyable, tensor_in, view_at
 
@@ -78,9 +88,7 @@ class MemfdLane(TensorLane):
             raise
         return Export((fd, tag), cancel=partial(self.forget, tag))
 
-    def fetch(
-        self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Sequence[torch.Tensor | None] | None = None
-    ) -> list[torch.Tensor]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         fd = self._taken(peer, descriptor)
         try:
             memory = mmap.mmap(fd, 0)
@@ -88,10 +96,11 @@ class MemfdLane(TensorLane):
             raise LaneUnavailable(self.name, f"cannot map a memfd of {peer!r}: {error}") from error
         finally:
             os.close(fd)
-        offsets, _ = _layout([torch.Size(shape).numel() * dtype.itemsize for dtype, shape in shapes])
-        return [tensor_in(memory, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
+        offsets, _ = _layout([size_of(shape) for shape in shapes])
+        tensors = [tensor_in(memory, offset, shape) for offset, shape in zip(offsets, shapes, strict=True)]
+        return arrived(tensors, copies)  # of regions, views: what it does not copy itself, the caller copies
 
-    def discard(self, peer: str, descriptor: Any) -> None:
+    def release(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(Exception):
             os.close(self._taken(peer, descriptor))
 

@@ -13,7 +13,6 @@ import torch
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Into
 from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, view_at
 from raytorchrpc.tensors.host_device_copy import copy_into
 
@@ -46,10 +45,10 @@ def pack(tensors: Sequence[torch.Tensor]) -> tuple[list[Piece], list[torch.Tenso
 
 
 def unpack(
-    arrived: Sequence[torch.Tensor], grouped: Sequence[Sequence[int]], shapes: Sequence[Shape], into: Into = None
+    arrived: Sequence[torch.Tensor], grouped: Sequence[Sequence[int]], shapes: Sequence[Shape]
 ) -> list[torch.Tensor]:
-    """Return the tensors of a message whose pieces have arrived, each in memory of its own, or as a view of its piece
-    if the receiver copies it into a tensor of ``into``. Raises ValueError or KeyError unless they fit.
+    """Return the tensors of a message whose pieces have arrived, each in memory of its own. Raises ValueError or
+    KeyError unless they fit.
     """
     if sum(map(len, grouped)) != len(shapes):
         raise ValueError(f"pieces {grouped} of {len(shapes)} tensors")
@@ -58,11 +57,12 @@ def unpack(
     for tensor, piece in zip(arrived, grouped, strict=True):
         placed.update(zip(piece, split(tensor, [shapes[index] for index in piece]), strict=True))
         if len(piece) > 1:
-            shared += [index for index in piece if into is None or into[index] is None]
+            shared += piece
     if shared:  # they are small, and one kernel copies many
         views = [placed[index] for index in shared]
         own = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-        placed.update(zip(shared, copy_into(own, views), strict=True))
+        copy_into(own, views)
+        placed.update(zip(shared, own, strict=True))
     return [placed[index] for index in range(len(shapes))]
 
 
@@ -134,12 +134,6 @@ def room(shapes: Sequence[Shape], device: torch.device) -> torch.Tensor:
     elif len(shapes) > 1:
         shape = (sum(math.prod(extents) for _, extents in shapes),)
     return torch.empty(shape, dtype=dtype, device=device)
-
-
-def given(piece: Sequence[int], into: Into, device: torch.device) -> torch.Tensor | None:
-    """Return the receiver's own tensor, if the piece can arrive in it directly."""
-    target = into[piece[0]] if into is not None and len(piece) == 1 else None
-    return target if target is not None and target.device == device and target.is_contiguous() else None
 
 
 def split(tensor: torch.Tensor, shapes: Sequence[Shape]) -> list[torch.Tensor]:

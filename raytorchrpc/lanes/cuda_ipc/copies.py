@@ -1,4 +1,4 @@
-"""Copies of parts of a peer's mapped flat tensor: strided regions as rows, and many rows as few kernels.
+"""Copies out of a peer's mapped tensors: strided regions as rows, and many rows as few kernels.
 
 The driver takes 5 to 20 microseconds to queue a copy, and the GPU 10 to begin it. Between two H200, 365 copies of a
 model of 0.6 GB took 1.8 ms to queue by the driver, and as kernels 0.08 ms. On another stream than the default one,
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from raytorchrpc.lanes.base import SMALL, Part, ToCopy, places_of
+from raytorchrpc.lanes.base import SMALL, Copies, Copy
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel, KernelSource
-from raytorchrpc.tensors.dtypes import span_of, strided_span, view_at, within
+from raytorchrpc.tensors.dtypes import Shape, span_of, strided_span, view_at, within
 
 
 class Rows(NamedTuple):
@@ -162,8 +162,8 @@ extern "C" __global__ void copy_rows(const __grid_constant__ Batch batch, const 
 )
 
 
-class Copies:
-    """Copies of rows from a flat tensor. Holds addresses, and none of the memory."""
+class RowCopies:
+    """Copies of rows from one memory. Holds addresses, and none of the memory."""
 
     def __init__(self, rows: Iterable[Rows] = (), *, beside: bool = False) -> None:
         """``beside``: leave large ones to the copy engines, because the GPU has other work."""
@@ -175,8 +175,8 @@ class Copies:
     def queue(self, flat: int, driver: Driver, kernel: Callable[[], Kernel | None], stream: int) -> None:
         """Queue them on ``stream``.
 
-        ``flat``: address of the flat tensor. ``kernel``: COPY_ROWS for the GPU whose context is current, if that is
-        compiled.
+        ``flat``: address from which their sources count. ``kernel``: COPY_ROWS for the GPU whose context is current, if
+        that is compiled.
         """
         copy = kernel() if len(self.rows) >= _MANY else None
         if copy is None:
@@ -222,55 +222,60 @@ def _divided(
     return [(row * target_pitch + at, row * source_pitch + at, sizes) for row in range(number) for at, sizes in pieces]
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- the copies of a read --------------------------------------------------------------------------------------------
 
 
 class Scatter(NamedTuple):
-    """How to bring the parts of a flat tensor to a GPU. Holds addresses, and none of the memory."""
+    """How to make the copies out of one exported tensor on a GPU. Holds addresses, and none of the memory."""
 
-    direct: Copies
+    direct: RowCopies
     alone: list[int]
-    """Parts that need a temporary each, by index."""
+    """Copies that need a temporary each, by index."""
 
     @staticmethod
-    def of(parts: Sequence[Part], size: int, device: torch.device, beside: bool = False) -> Scatter:
-        """``size``: of the flat tensor (bytes). ``beside``: see Copies. Raises OutOfBounds."""
-        found = Scatter(Copies(beside=beside), [])
-        add = found.direct.rows.append
-        for index, (offset, address, shape, itemsize, strides, goal, its_device) in enumerate(places_of(parts)):
-            span, rows = _region(shape, itemsize, strides, goal)
-            within(offset, span, size)
-            if rows is None or its_device != device:
-                found.alone.append(index)
+    def of(copies: Copies, sizes: Sequence[int], device: torch.device, beside: bool = False) -> list[Scatter]:
+        """For each exported tensor. ``sizes``: theirs (bytes). ``beside``: see RowCopies. Raises OutOfBounds."""
+        scatters = [Scatter(RowCopies(beside=beside), []) for _ in sizes]
+        for index, (source, target, offset, strides) in enumerate(copies):
+            scatter = scatters[source]
+            if target is None:
+                scatter.alone.append(index)
                 continue
-            for target, source, *rest in rows:
-                add(Rows(address + target, offset + source, *rest))
-        return found
+            span, rows = _region(target.shape, target.dtype.itemsize, strides, target.strides)
+            within(offset, span, sizes[source])
+            if rows is None or target.device != device:
+                scatter.alone.append(index)
+                continue
+            for end, begin, *rest in rows:
+                scatter.direct.rows.append(Rows(target.address + end, offset + begin, *rest))
+        return scatters
 
     def queue(
         self,
-        parts: Sequence[Part],
+        copies: Copies,
         flat: int,
+        shape: Shape,
         device: torch.device,
         driver: Driver,
         kernel: Callable[[], Kernel | None],
         stream: int,
-    ) -> ToCopy:
-        """Queue it on ``stream``, the current one of ``device``.
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Queue it on ``stream``, the current one of ``device``. Returns what arrives in temporaries, by the copy.
 
-        ``parts``: those for which it was made. ``flat``: address of the flat tensor. ``kernel``: see ``Copies``.
+        ``copies``: those for which it was made. ``flat``: address of the exported tensor. ``shape``: its dtype and
+        shape. ``kernel``: see ``RowCopies``.
         """
         self.direct.queue(flat, driver, kernel, stream)
-        return [_by_temporary(parts[index], flat, device, driver, stream) for index in self.alone]
+        return [(index, _by_temporary(copies[index], flat, shape, device, driver, stream)) for index in self.alone]
 
 
 @functools.lru_cache(8192)  # the layers of a model are alike
 def _region(
     shape: tuple[int, ...], itemsize: int, strides: tuple[int, ...] | None, goal: tuple[int, ...]
 ) -> tuple[int, tuple[Rows, ...] | None]:
-    """The bytes from the first to the last of a part's elements, and the rows; None: better by way of a temporary.
+    """The bytes from the first to the last of a region's elements, and the rows; None: better by way of a temporary.
 
-    ``strides``: see Part. ``goal``: of where it goes. Raises OutOfBounds for negative strides.
+    ``strides``: see Copy. ``goal``: of where it goes. Raises OutOfBounds for negative strides.
     """
     contiguous, size = packing.layout(shape)
     span = size * itemsize if strides is None else strided_span(shape, strides, itemsize)
@@ -278,19 +283,20 @@ def _region(
 
 
 def _by_temporary(
-    part: Part, flat: int, device: torch.device, driver: Driver, stream: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queue the copy of a part to a temporary on ``device``. Returns (target, source) of the copy from there."""
-    offset, target, strides = part
-    shape = tuple(target.shape)
+    copy: Copy, flat: int, whole: Shape, device: torch.device, driver: Driver, stream: int
+) -> torch.Tensor:
+    """Queue a copy to a temporary on ``device``. Returns what the target is to receive there."""
+    _, target, offset, strides = copy
+    dtype, shape = whole if target is None else (target.dtype, target.shape)
     contiguous = packing.layout(shape)[0]
-    rows = None if target.device == device else _region(shape, target.itemsize, strides, contiguous)[1]
+    is_elsewhere = target is None or target.device != device
+    rows = _region(shape, dtype.itemsize, strides, contiguous)[1] if is_elsewhere else None
     if rows is None:  # very many or very short rows
         strides = strides or contiguous
-        span = torch.empty(span_of(shape, strides) * target.itemsize, dtype=torch.uint8, device=device)
+        span = torch.empty(span_of(shape, strides) * dtype.itemsize, dtype=torch.uint8, device=device)
         driver.copy(span.data_ptr(), flat + offset, span.nbytes, stream)
-        return target, view_at(span, 0, (target.dtype, shape), strides)
-    arrived = torch.empty(shape, dtype=target.dtype, device=device)
+        return view_at(span, 0, (dtype, shape), strides)
+    arrived = torch.empty(shape, dtype=dtype, device=device)
     begin, end = flat + offset, arrived.data_ptr()
     driver.copy_all([row._replace(target=end + row.target) for row in rows], begin, stream)
-    return target, arrived
+    return arrived

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 import torch
 
-from raytorchrpc.lanes.base import Into
+from raytorchrpc.lanes.base import Arrived, Copies, arrived, whole_targets
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.cuda_ipc.pages import SERIALS
 from raytorchrpc.process.cuda_driver import driver, is_idle, quick_driver
@@ -96,33 +96,31 @@ def received(
     devices: Sequence[int],
     current: Callable[[int], tuple[torch.cuda.Stream, int]],
     shapes: Sequence[Shape],
-    into: Into = None,
-) -> list[torch.Tensor]:
-    """Copy the data to the GPU, on the ``current`` stream. For ``into`` see ``TensorLane.fetch``.
+    copies: Copies | None,
+) -> Arrived:
+    """Copy the data to the GPU, on the ``current`` stream; see ``TensorLane.read``.
 
     Raises ValueError for a GPU that is not one of ``devices``, and for too little data.
     """
     data, target = descriptor
     devices.index(target)
-    device, arrived, begin = torch.device("cuda", target), [], 0
+    device, tensors, begin = torch.device("cuda", target), [], 0
     with driver().on(target):
         stream, raw = current(target)
-        room, copies = _room() if len(data) <= MOST_BYTES and is_idle(stream) else None, []
+        room, spans = _room() if len(data) <= MOST_BYTES and is_idle(stream) else None, []
         address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-        for index, shape in enumerate(shapes):
-            tensor = packing.given((index,), into, device)
-            if tensor is None:
-                tensor = packing.room([shape], device)
+        for tensor, shape in zip(whole_targets(copies, shapes, device), shapes, strict=True):
+            tensor = packing.room([shape], device) if tensor is None else tensor
             if size := tensor.nbytes:
                 within(begin, size, len(data))
-                copies.append((tensor.data_ptr(), begin, size))
+                spans.append((tensor.data_ptr(), begin, size))
                 begin += size
-            arrived.append(tensor)
+            tensors.append(tensor)
         if room is None:
-            for to, offset, size in copies:
+            for to, offset, size in spans:
                 driver().copy_in(to, address + offset, size, raw)  # has read the data when it returns
-        elif copies:
+        elif spans:
             ctypes.memmove(room.address, address, begin)
-            room.bring(copies, raw)
+            room.bring(spans, raw)
             _rooms.append(room)
-    return arrived
+    return arrived(tensors, copies)

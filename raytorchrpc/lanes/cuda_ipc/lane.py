@@ -1,7 +1,7 @@
 """The cuda_ipc lane: CUDA tensors to a process of the same host, whose GPU may be another or the same.
 
 The receiver maps the sender's allocation once and copies out of it, over NVLink or within the GPU, on the stream that
-will use the data. ``fetch`` returns when the sender's GPU has computed the tensors and the copy is queued: a stream
+will use the data. ``read`` returns when the sender's GPU has computed the tensors and the copy is queued: a stream
 that waits for a process which is then killed cannot be told, while the calling thread can raise an exception. The
 sender reuses its memory only after the copy, and no CPU thread waits for that. See ``pages``.
 
@@ -26,21 +26,21 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import (
     MALFORMED,
+    Arrived,
+    Copies,
     Export,
-    Into,
-    Part,
     PeerAddress,
     TensorCapabilities,
-    ToCopy,
-    WindowLane,
+    TensorLane,
+    arrived,
     checked,
     never_fetched,
-    prepared,
+    size_of,
 )
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Rows, Scatter
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, RowCopies, Rows, Scatter
 from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports, Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
 from raytorchrpc.lanes.cuda_ipc.pages import OUT, QUEUED, UNUSED, Page, Pages
@@ -55,11 +55,11 @@ from raytorchrpc.tensors.dtypes import Shape, span_of, within
 MAPPINGS = 256
 
 
-class CudaIpcLane(WindowLane):
+class CudaIpcLane(TensorLane):
     """One per member. ``export`` does not copy: it keeps the memory until it has been read."""
 
     name: ClassVar[str] = "cuda_ipc"
-    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cuda"}))
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(devices=frozenset({"cuda"}), in_place=True)
 
     def __init__(self, devices: Sequence[int], mappings: int = MAPPINGS, *, timeout_s: float = 60.0) -> None:
         """
@@ -178,59 +178,35 @@ class CudaIpcLane(WindowLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         if in_message.has(descriptor):
-            return in_message.received(descriptor, self._devices, self._current, shapes, into)
+            return in_message.received(descriptor, self._devices, self._current, shapes, copies)
         offer = Offer.checked(descriptor, self._devices)
         target = offer.target
-        device = torch.device("cuda", target)
         with driver().on(target):
             with self._reading(peer, offer) as (page, mapped, stream, raw):
                 if not offer.shared:
-                    cuda = quick_driver() if len(mapped) <= packing.FEW and is_idle(stream) else driver()
-                    arrived = self._copy(mapped, offer.places, shapes, into, device, raw, cuda)
+                    few = max(len(mapped), len(copies or ())) <= packing.FEW
+                    cuda = quick_driver() if few and is_idle(stream) else driver()
+                    if copies is None:
+                        left = self._copy_all(mapped, offer.places, shapes, stream.device, raw, cuda)
+                    else:
+                        left = self._copy(mapped, offer.places, shapes, copies, stream.device, raw, cuda)
                     _read_on(raw, page, offer, cuda)
-                    return arrived
+                    return left
             # Prepare what the release needs: a finalizer does it, and may take no lock.
             page.shared.on_gpus()
             if target not in self._returning:
                 self._returning[target] = torch.cuda.Stream(target)  # type: ignore[no-untyped-call]
             returning = self._returning[target]
             loan = Loan(lambda: _release(page, offer, stream, returning))
-            return [
-                torch.empty(shape[1], dtype=shape[0], device=device)
+            tensors = [
+                torch.empty(shape[1], dtype=shape[0], device=stream.device)
                 if mapping is None
                 else tensor_over(mapping, offset, size, shape, strides, loan)
                 for mapping, (_, offset, size, strides), shape in zip(mapped, offer.places, shapes, strict=True)
             ]
-
-    @checked
-    def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
-        left: ToCopy = []
-        if in_message.has(descriptor):
-            flat = in_message.received(
-                descriptor, self._devices, self._current, [(torch.uint8, (size,)) for size in sizes]
-            )
-            for tensor, its in zip(flat, parts, strict=True):
-                left += [(part.target, part.view_of(tensor)) for part in its]
-            return left
-        offer, cuda = Offer.checked(descriptor, self._devices), driver()
-        index = offer.target
-        kernel = partial(COPY_ROWS.on, index, cuda)
-        with cuda.on(index), self._reading(peer, offer) as (page, mapped, stream, raw):
-            beside = runs_beside(raw)
-            for mapping, (_, begin, _, piece) in zip(mapped, offer.places, strict=True):
-                if mapping is None:
-                    continue
-                for number in piece:
-                    its, size = parts[number], sizes[number]
-                    address = mapping.at(begin, size)
-                    make = partial(Scatter.of, its, size, stream.device, beside)
-                    scatter = prepared(its, (self.name, index, size, beside), make)
-                    left += scatter.queue(its, address, stream.device, cuda, kernel, raw)
-                    begin += size
-            _read_on(raw, page, offer, cuda)
-        return left
+            return arrived(tensors, copies)
 
     @contextlib.contextmanager
     def _reading(self, peer: str, offer: Offer) -> Iterator[tuple[Page, list[Mapped | None], torch.cuda.Stream, int]]:
@@ -257,28 +233,54 @@ class CudaIpcLane(WindowLane):
                 raise PeerLost(peer, f"its process ended before its tensors were fetched ({error.reason})") from error
             raise
 
+    def _copy_all(
+        self,
+        mapped: Sequence[Mapped | None],
+        places: Any,
+        shapes: Sequence[Shape],
+        device: torch.device,
+        stream: int,
+        cuda: Driver,
+    ) -> Arrived:
+        """Copy each tensor to memory of its own."""
+        rooms: list[torch.Tensor] = []
+        rows = RowCopies(beside=runs_beside(stream))
+        for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
+            room = packing.room([shapes[index] for index in piece], device)
+            if mapping is not None:
+                within(0, size, room.nbytes)
+                rows.rows.append(Rows(room.data_ptr(), mapping.at(offset, size), size, 1, 0, 0))
+            rooms.append(room)
+        rows.queue(0, cuda, partial(COPY_ROWS.on, device.index, driver()), stream)
+        return [*packing.unpack(rooms, [place[3] for place in places], shapes)]
+
     def _copy(
         self,
         mapped: Sequence[Mapped | None],
         places: Any,
         shapes: Sequence[Shape],
-        into: Into,
+        copies: Copies,
         device: torch.device,
         stream: int,
         cuda: Driver,
-    ) -> list[torch.Tensor]:
-        arrived: list[torch.Tensor] = []
-        copies = Copies(beside=runs_beside(stream))
-        for mapping, (_, offset, size, piece) in zip(mapped, places, strict=True):
-            tensor = packing.given(piece, into, device)
-            if tensor is None:
-                tensor = packing.room([shapes[index] for index in piece], device)
-            if mapping is not None:
-                within(0, size, tensor.nbytes)
-                copies.rows.append(Rows(tensor.data_ptr(), mapping.at(offset, size), size, 1, 0, 0))
-            arrived.append(tensor)
-        copies.queue(0, cuda, partial(COPY_ROWS.on, device.index, driver()), stream)
-        return packing.unpack(arrived, [place[3] for place in places], shapes, into)
+    ) -> Arrived:
+        """Make copies to targets on this GPU, and copies to temporaries for others."""
+        begins, sizes = dict[int, int](), tuple(map(size_of, shapes))
+        for mapping, (_, begin, size, piece) in zip(mapped, places, strict=True):
+            if sum([sizes[number] for number in piece]) != size:
+                raise ValueError(f"a piece of {size} bytes for tensors of {[sizes[number] for number in piece]}")
+            for number in piece:
+                begins[number] = 0 if mapping is None else mapping.at(begin, sizes[number])
+                begin += sizes[number]
+        beside, kernel = runs_beside(stream), partial(COPY_ROWS.on, device.index, driver())
+        make = partial(Scatter.of, copies, sizes, device, beside)
+        left: Arrived = [None] * len(copies)
+        scatters = copies.prepared((self.name, device.index, sizes, beside), make)
+        for number, scatter in enumerate(scatters):
+            rest = scatter.queue(copies, begins[number], shapes[number], device, cuda, kernel, stream)
+            for index, tensor in rest:
+                left[index] = tensor
+        return left
 
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):
@@ -307,7 +309,7 @@ class CudaIpcLane(WindowLane):
             for handle in handles:
                 self._mappings.get(handle, torch.device("cuda", index))
 
-    def discard(self, peer: str, descriptor: Any) -> None:
+    def release(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable, *MALFORMED):  # the peer is gone
             if in_message.has(descriptor):
                 return

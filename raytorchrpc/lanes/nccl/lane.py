@@ -4,9 +4,9 @@ NCCL is two-sided: both ends post each transfer, in the same order. The receiver
 sender, one at a time of a channel, over a message lane of their own. The sender answers once its data is complete. Then
 both post: a transfer posted at one end waits only for the other end, which is about to post it too. Each pair of GPUs
 has a communicator of two, a channel. It ends at both ends: when the peer ends, when NCCL fails, or at a deadline. The
-next fetch makes a new one.
+next read makes a new one.
 
-``fetch`` returns when the data has arrived: a CUDA stream that waits for NCCL cannot be told that the peer died, while
+``read`` returns when the data has arrived: a CUDA stream that waits for NCCL cannot be told that the peer died, while
 the calling thread can raise an exception.
 """
 
@@ -27,8 +27,9 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout
 from raytorchrpc.lanes.base import (
+    Arrived,
+    Copies,
     Export,
-    Into,
     Message,
     MessageLane,
     PeerAddress,
@@ -36,7 +37,9 @@ from raytorchrpc.lanes.base import (
     Reply,
     TensorCapabilities,
     TensorLane,
+    arrived,
     checked,
+    whole_targets,
 )
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.nccl.carrier import RECEIVER, SENDER, Broken, Carrier, Channel, Mark, carrier
@@ -325,16 +328,16 @@ class NcclLane(TensorLane):
         if kind == WATCH:
             return None
         if kind == JOIN:
-            return partial(self._join_as_sender, peer, request[0], request[1], reply)
+            return partial(_unless_gone, self._join_as_sender, peer, request[0], request[1], reply)
         if kind == FETCH:
-            return partial(self._send, peer, request[0], request[1], reply)
+            return partial(_unless_gone, self._send, peer, request[0], request[1], reply)
         if kind == DISCARD:
             self._take(peer, *request)
         else:
             for end in (*self._receiving.copy().values(), *self._sending.copy().values()):
                 if (end.peer, end.ticket) == (peer, request[0]):
                     self._abort(end, request[1])
-        reply(_answer(None))
+        _unless_gone(reply, _answer(None))
         return None
 
     # --- sending -------------------------------------------------------------------------------------------
@@ -425,7 +428,7 @@ class NcclLane(TensorLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         number, source, target, sizes = descriptor
         if target not in self._devices:
             raise LaneUnavailable(self.name, f"{peer!r} sends to cuda:{target}, which was not opened for this lane")
@@ -434,7 +437,8 @@ class NcclLane(TensorLane):
         places = packing.pieces(kinds)
         expected = [sum(kinds[index][1] for index in place) for place in places]
         pieces = [[shapes[index] for index in place] for place in places]
-        own = [packing.given(place, into, self._carrier.device(target)) for place in places]
+        targets = whole_targets(copies, shapes, self._carrier.device(target))
+        own = [targets[place[0]] if len(place) == 1 else None for place in places]
         try:
             if tuple(size for size in expected if size) != tuple(sizes):
                 raise LaneUnavailable(
@@ -451,13 +455,13 @@ class NcclLane(TensorLane):
                 self._end_here(end, str(error) or type(error).__name__)  # the two ends may be out of step
                 raise
         except BaseException as error:
-            self.discard(peer, descriptor)
+            self.release(peer, descriptor)
             if isinstance(error, (Broken, NotSent, TimedOut, RpcTimeout)):
                 late = f"it did not send tensors within {self._timeout_s:g} s"
                 raise PeerLost(peer, late if isinstance(error, RpcTimeout) else str(error) or late) from error
             raise
         end.channel.make_current(room)
-        return packing.unpack(room, places, shapes, into)
+        return arrived(packing.unpack(room, places, shapes), copies)
 
     def _joined(self, peer: str, source: int, target: int, deadline: float) -> End:
         """The channel from a GPU of a peer to one of this process; made if there is none."""
@@ -502,7 +506,7 @@ class NcclLane(TensorLane):
         with suppress(PeerLost, RpcTimeout):  # it has ended, or will notice at its deadline
             self._begin(peer, request, time.monotonic() + _PATIENCE_S, caller_waits=False)
 
-    def discard(self, peer: str, descriptor: Any) -> None:
+    def release(self, peer: str, descriptor: Any) -> None:
         # Only left to a thread: the garbage collector may call this at any point.
         self._cleanup.leave(self._tell, peer, (DISCARD, descriptor[0]))
 
@@ -531,6 +535,12 @@ class NcclLane(TensorLane):
             self._abort(end, _LOST)
         self._cleanup.stop()
         self._kept.clear()
+
+
+def _unless_gone(serve: Callable[..., None], *request: Any) -> None:
+    """Serve a request, unless its peer is gone: nobody waits for the answer then."""
+    with suppress(PeerLost):
+        serve(*request)
 
 
 def _answer(refusal: str | None) -> Message:

@@ -28,7 +28,17 @@ import torch
 
 from raytorchrpc._compat import nixl_package
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import GONE, Export, Into, PeerAddress, TensorCapabilities, TensorLane, checked
+from raytorchrpc.lanes.base import (
+    GONE,
+    Arrived,
+    Copies,
+    Export,
+    PeerAddress,
+    TensorCapabilities,
+    TensorLane,
+    arrived,
+    checked,
+)
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
@@ -201,7 +211,7 @@ class NixlLane(TensorLane):
     # --- receiving -----------------------------------------------------------------------------------------
 
     @checked
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         try:
             link = self._link(peer)
         except LaneUnavailable as error:
@@ -217,16 +227,17 @@ class NixlLane(TensorLane):
                 link.connect()
                 link.load(offer.places)
                 if offer.target is not None:
-                    return self._fetch_cuda(link, offer, offer.target, shapes)
+                    return arrived(self._read_cuda(link, offer, offer.target, shapes), copies)
                 # Blocks that are copied out at once are not kept for long.
-                crowded = (into is None or any(one is None for one in into)) and self._pool.used * 2 > self._capacity
-                return self._fetch_cpu(link, offer, shapes, crowded)
+                keeps = copies is None or any(copy.target is None for copy in copies)
+                crowded = keeps and self._pool.used * 2 > self._capacity
+                return arrived(self._read_cpu(link, offer, shapes, crowded), copies)
             except Lost as error:
                 if not isinstance(error, _Abandoned):
                     link.lost = str(error)
                 raise PeerLost(peer, str(error)) from error
             except Exception:  # for instance, no memory is left: nothing has been read
-                self.discard(peer, descriptor)
+                self.release(peer, descriptor)
                 raise
 
     @contextlib.contextmanager
@@ -243,7 +254,7 @@ class NixlLane(TensorLane):
                 self._read_ended.notify_all()
             link.release()
 
-    def _fetch_cpu(self, link: Link, offer: _Offer, shapes: Sequence[Shape], crowded: bool) -> list[torch.Tensor]:
+    def _read_cpu(self, link: Link, offer: _Offer, shapes: Sequence[Shape], crowded: bool) -> list[torch.Tensor]:
         blocks: list[Block] = []
         check_members(offer.places, offer.members, shapes)
         try:
@@ -261,17 +272,17 @@ class NixlLane(TensorLane):
                 self._pool.give(block)
             raise
         following, nothing = iter(blocks), numpy.empty(0, numpy.uint8)
-        arrived: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
         try:
             for place, group in zip(offer.places, offer.members, strict=True):
                 memory = self._pool.as_array(next(following), place[3], copy=crowded) if place[3] else nothing
-                arrived.update((index, independent(memory.data, offset, shapes[index])) for index, offset in group)
+                tensors.update((index, independent(memory.data, offset, shapes[index])) for index, offset in group)
         finally:  # perhaps there is no memory for a copy
             for block in following:
                 self._pool.give(block)
-        return [arrived[index] for index in range(len(shapes))]
+        return [tensors[index] for index in range(len(shapes))]
 
-    def _fetch_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def _read_cuda(self, link: Link, offer: _Offer, target: int, shapes: Sequence[Shape]) -> list[torch.Tensor]:
         rooms = [self._room([shapes[index] for index in piece], target) for piece in offer.members]
         here, there = list[Span](), list[Span]()
         for (number, _, address, size), room in zip(offer.places, rooms, strict=True):
@@ -300,13 +311,13 @@ class NixlLane(TensorLane):
         deadline = time.monotonic() + self._timeout_s
         read = link.agent.read(link.name, kind, here, there, notice)
         try:
-            arrived = read.wait(deadline, lambda: link.lost is None and not self._closed)
+            has_arrived = read.wait(deadline, lambda: link.lost is None and not self._closed)
         finally:
             if not read.over:
                 link.retain()
                 self._abandoned.append((read, link, into))
                 self._janitor.wake()
-        if not arrived:
+        if not has_arrived:
             if self._closed:
                 raise _Abandoned("the lane was closed meanwhile")
             if link.lost is not None:
@@ -327,7 +338,7 @@ class NixlLane(TensorLane):
                     self._pool.give(block)
             link.release()
 
-    def discard(self, peer: str, descriptor: Any) -> None:
+    def release(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(LaneUnavailable, Lost):
             self._link(peer).notify(b"%d" % descriptor[0])
 

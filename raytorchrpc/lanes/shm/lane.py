@@ -3,7 +3,7 @@
 The sender copies once, into its arena. The receiver gets views of that memory, without a copy; they are private,
 because the sender does not use the slot again, and writable. The slot is returned when the receiver's last tensor in it
 dies. When the arena is more than half full, the receiver copies instead, so that tensors kept for long cannot fill the
-arena. A receiver with buffers of its own copies too, and the slot is returned when ``fetch`` returns.
+arena. Where the receiver has tensors to fill, it copies to them, and the slot is returned when that is done.
 
 CUDA tensors that are to arrive on the CPU are copied into the arena by their GPU; ``export`` waits for that.
 """
@@ -24,17 +24,17 @@ import torch
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import (
     MALFORMED,
+    Arrived,
+    Copies,
+    Copy,
     Export,
-    Into,
-    Part,
     PeerAddress,
+    Target,
     TensorCapabilities,
-    ToCopy,
-    WindowLane,
+    TensorLane,
     checked,
     never_fetched,
-    places_of,
-    prepared,
+    size_of,
 )
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress, is_gone
@@ -44,7 +44,7 @@ from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.dtypes import Shape, all_independent, as_copyable, copied, independent, tensor_in, within
+from raytorchrpc.tensors.dtypes import Shape, all_independent, copied, independent, tensor_in, view_at, within
 
 #: Most arenas with slots to be returned later.
 _OWED = 64
@@ -107,34 +107,37 @@ def default_threads() -> int:
     return min(cores, max(2, min(4, cores // 2)))
 
 
-class _Copies(NamedTuple):
-    """How to bring the parts of a flat tensor to the CPU. Holds addresses, and none of the memory."""
+class _Moves(NamedTuple):
+    """How to make the copies of a read. Holds addresses, and none of the memory."""
 
-    straight: list[tuple[int, int, int]]
-    """Contiguous bytes: (target's address, offset in the flat tensor, bytes)."""
+    straight: list[tuple[int, int, int, int]]
+    """Contiguous bytes: (which tensor, offset in it, target's address, bytes)."""
     rest: list[int]
-    """The other parts, by index."""
+    """The other copies, by index."""
 
     @staticmethod
-    def of(parts: Sequence[Part], size: int) -> _Copies:
-        """``size``: of the flat tensor (bytes). Raises OutOfBounds."""
-        found = _Copies([], [])
-        for index, (offset, address, shape, itemsize, strides, goal, device) in enumerate(places_of(parts)):
-            if strides is not None or device.type != "cpu" or not packing.is_contiguous(shape, goal):
-                found.rest.append(index)
-            elif length := packing.layout(shape)[1] * itemsize:
-                within(offset, length, size)
-                found.straight.append((address, offset, length))
-        return found
+    def of(copies: Copies, sizes: Sequence[int]) -> _Moves:
+        """``sizes``: of the exported tensors (bytes). Raises OutOfBounds."""
+        moves = _Moves([], [])
+        for index, (source, target, offset, strides) in enumerate(copies):
+            if target is None or strides is not None or not _is_straight(target):
+                moves.rest.append(index)
+            elif length := packing.layout(target.shape)[1] * target.dtype.itemsize:
+                within(offset, length, sizes[source])
+                moves.straight.append((source, offset, target.address, length))
+        return moves
 
 
-class ShmLane(WindowLane):
+def _is_straight(target: Target) -> bool:
+    return target.device.type == "cpu" and packing.is_contiguous(target.shape, target.strides)
+
+
+class ShmLane(TensorLane):
     """One per member. Copies before ``export`` returns, so the sender may change its tensors at once."""
 
     name: ClassVar[str] = "shm"
     capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
-        devices=frozenset({"cpu"}),
-        takes_cuda=True,
+        devices=frozenset({"cpu"}), takes_cuda=True, in_place=True
     )
 
     def __init__(self, capacity: int, threads: int | None) -> None:
@@ -237,20 +240,33 @@ class ShmLane(WindowLane):
         self._copier.move(target, source, size)
 
     @checked
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape], into: Into = None) -> list[torch.Tensor]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         bases, places, crowded = self._opened(peer, descriptor)
-        if into is None and not crowded:
+        if copies is None:
+            if crowded:
+                located = zip(places, shapes, strict=True)
+                return [copied(tensor_in(bases[number], offset, shape)) for (number, offset), shape in located]
             if len(bases) == 1:
-                return all_independent(bases[0].data, [offset for _, offset in places], shapes)
+                return [*all_independent(bases[0].data, [offset for _, offset in places], shapes)]
             buffers = [base.data for base in bases]
-            return [
-                independent(buffers[number], offset, shape)
-                for (number, offset), shape in zip(places, shapes, strict=True)
-            ]
-        return [
-            self._copied(bases[number], offset, shape, target, crowded)
-            for (number, offset), shape, target in zip(places, shapes, into or [None] * len(places), strict=True)
-        ]
+            located = zip(places, shapes, strict=True)
+            return [independent(buffers[number], offset, shape) for (number, offset), shape in located]
+        sizes = tuple(map(size_of, shapes))
+        begins: list[int] = []
+        for (number, offset), size in zip(places, sizes, strict=True):
+            within(offset, size, bases[number].nbytes)
+            begins.append(bases[number].ctypes.data + offset)
+        moves = copies.prepared((self.name, sizes), partial(_Moves.of, copies, sizes))
+        left: Arrived = [None] * len(copies)
+        for index in moves.rest:
+            copy: Copy = copies[index]
+            number, offset = places[copy.source]
+            # A storage of its own, which any dtype can be viewed in. It keeps the slot.
+            tensor = tensor_in(bases[number], offset, shapes[copy.source])
+            left[index] = copied(tensor) if copy.target is None else copy.view_of(tensor)
+        for source, offset, target, length in moves.straight:
+            self.move(target, begins[source] + offset, length)
+        return left
 
     def _opened(self, peer: str, descriptor: Any) -> tuple[list[numpy.ndarray], Sequence[tuple[int, int]], bool]:
         """The memory that a descriptor names, where in it each tensor lies, and whether to copy them out."""
@@ -268,55 +284,19 @@ class ShmLane(WindowLane):
         return bases, places, crowded
 
     @checked
-    def scatter_into(self, peer: str, descriptor: Any, sizes: Sequence[int], parts: Sequence[Sequence[Part]]) -> ToCopy:
-        bases, places, _ = self._opened(peer, descriptor)
-        left: ToCopy = []
-        for (number, start), size, its in zip(places, sizes, parts, strict=True):
-            within(start, size, bases[number].nbytes)
-            begin = bases[number].ctypes.data + start
-            copies = prepared(its, (self.name, size), partial(_Copies.of, its, size))
-            for target, offset, length in copies.straight:
-                self.move(target, begin + offset, length)
-            if copies.rest:
-                # A storage of its own, which any dtype can be viewed in. It keeps the slot.
-                flat = tensor_in(bases[number], start, (torch.uint8, (size,)))
-                rest = [its[index] for index in copies.rest]
-                left += [(part.target, part.view_of(flat)) for part in rest]
-        return left
-
-    @checked
-    def view(self, peer: str, descriptor: Any, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+    def view(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor] | None:
         if len(descriptor) != 2:
-            self.discard(peer, descriptor)
-            return None
+            return super().view(peer, descriptor, shapes)
         bases, places, _ = self._opened(peer, descriptor)
         flats = [torch.from_numpy(base) for base in bases]
-        for (number, start), size in zip(places, sizes, strict=True):
-            within(start, size, flats[number].nbytes)
-        return [flats[number][start : start + size] for (number, start), size in zip(places, sizes, strict=True)]
-
-    def _copied(
-        self, base: numpy.ndarray, offset: int, shape: Shape, target: torch.Tensor | None, crowded: bool
-    ) -> torch.Tensor:
-        if target is not None and target.is_cpu and target.is_contiguous():
-            if size := target.nbytes:
-                within(offset, size, base.nbytes)
-                self.move(target.data_ptr(), base.ctypes.data + offset, size)
-            return target
-        view = tensor_in(base, offset, shape)
-        if target is None:
-            return copied(view) if crowded else view
-        if target.is_cpu:
-            as_copyable(target).copy_(as_copyable(view))
-            return target
-        return view  # the caller copies it to the GPU
+        return [view_at(flats[number], offset, shape) for (number, offset), shape in zip(places, shapes, strict=True)]
 
     def in_use(self) -> int:
         """Bytes in use by receivers, as far as known."""
         self._reclaim_from_dead()
         return self._arena.in_use()
 
-    def discard(self, peer: str, descriptor: Any) -> None:
+    def release(self, peer: str, descriptor: Any) -> None:
         if len(descriptor) == 2:
             return  # lent: there is nothing to return
         slots, _, _, tag = descriptor

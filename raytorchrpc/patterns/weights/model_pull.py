@@ -14,7 +14,7 @@ from raytorchrpc.patterns.handle import Handle
 from raytorchrpc.patterns.weights.model_tensors import ModelTensors
 from raytorchrpc.patterns.weights.publishers import Committed, look, publishers_of, sources_of
 from raytorchrpc.patterns.weights.pull_memory import PullMemory
-from raytorchrpc.patterns.weights.pull_plan import ModelSelection, make_plan
+from raytorchrpc.patterns.weights.pull_plan import SourceCopies, make_plan
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options, Request
 from raytorchrpc.patterns.weights.source_lease import Requests, Source
 from raytorchrpc.patterns.weights.source_pull import SourcePull
@@ -119,7 +119,7 @@ class ModelPull:
         self._asks_for: int | None = None  # the version; None: the newest
         self._distances: tuple[int, ...] = ()  # how far each source is
         self._may_expect = True  # that the model is the last one, in the same memory
-        self._planned: list[ModelSelection] | None = None
+        self._planned: list[SourceCopies] | None = None
         self._pulls: dict[int, SourcePull] = {}  # by the source's number
 
     def bring(self, version: int | None, since: int | None) -> int:
@@ -237,7 +237,7 @@ class ModelPull:
                 pull.release()
         if expected is not None:
             self._planned = self._known_plan()
-            if self._planned is None or not all(map(ModelSelection.agrees, self._planned, expected)):
+            if self._planned is None or not all(map(SourceCopies.asks_like, self._planned, expected)):
                 self._may_expect = False
                 return PullState.LEASE
             for number, pull in self._pulls.items():
@@ -249,34 +249,34 @@ class ModelPull:
             return PullState.FIND
         return PullState.DONE if self.version == self._since else PullState.PLAN
 
-    def _known_plan(self) -> list[ModelSelection] | None:
+    def _known_plan(self) -> list[SourceCopies] | None:
         """What the plan of a pull before brings into this model from each source; None if none applies."""
         if (targets := self._model.targets) is None:
             return None
         for plan in self._memory.plans:
             if plan.distances != self._distances:
                 continue
-            if (selections := plan.fill(targets, self._options, self._model.check)) is not None:
+            if (sources := plan.into(targets, self._options, self._model.check)) is not None:
                 if self._model.makes_tensors:
-                    self._model.check(plan.names)
+                    self._model.check(set(plan.names))
                 self._memory.remember(plan)
-                return selections
+                return sources
         return None
 
-    def _pulls_of(self, planned: Sequence[ModelSelection] | None) -> dict[int, SourcePull]:
+    def _pulls_of(self, planned: Sequence[SourceCopies] | None) -> dict[int, SourcePull]:
         """Pulls from the sources that are needed."""
         if planned is None:
             layouts, probable = self._memory.layouts(len(self._sources)), self._model.device_type
         else:
-            layouts, probable = [selection.plan.layout for selection in planned], None
+            layouts, probable = [copies.layout for copies in planned], None
         pulls: dict[int, SourcePull] = {}
         for number, source in enumerate(self._sources):
-            selection = None if planned is None else planned[number]
+            copies = None if planned is None else planned[number]
             if self._distances[number] == UNUSED:
                 continue
-            if selection is None or selection.transfers or len(self._sources) == 1:
-                known = None if selection is None or selection.plan.converts else selection.device_type
-                pulls[number] = SourcePull(source, self._requests, layouts[number], selection, known or probable)
+            if copies is None or copies.transfers or len(self._sources) == 1:
+                known = None if copies is None or copies.converts else copies.device_type
+                pulls[number] = SourcePull(source, self._requests, layouts[number], copies, known or probable)
         return pulls
 
     def _await_leases(self) -> None:
@@ -333,20 +333,20 @@ class ModelPull:
             if UNUSED in self._distances:
                 self._usable.check_whole()
             raise
-        selections = plan.fill(targets, self._options, self._model.check)
+        sources = plan.into(targets, self._options, self._model.check)
         self._memory.remember(plan)
-        for number, selection in enumerate(selections or ()):
+        for number, copies in enumerate(sources or ()):
             if number in self._pulls:
-                self._pulls[number].planned = selection
+                self._pulls[number].planned = copies
 
     # --- the tensors ---------------------------------------------------------------------------------------------
 
     def _move(self) -> PullState:
         """Bring the tensors that are planned into the model."""
-        self.has_begun = True
+        self.has_begun, targets = True, self._model.targets
         for at, pull in enumerate(self._pulls.values()):
             with pull.failing():
-                pull.request(caller_waits=not at)
+                pull.request({} if targets is None else targets.tensors, caller_waits=not at)
         # The most comes on this stream, and first: a side stream follows only what is queued here before this.
         streams = self._side_streams() if len(self._pulls) > 1 else None
         ordered = sorted(self._pulls.values(), key=SourcePull.expect, reverse=True)

@@ -15,7 +15,7 @@ from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember
-from raytorchrpc.lanes.base import windows
+from raytorchrpc.lanes.base import in_place
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.drafts import Draft, Pairs
@@ -88,15 +88,15 @@ class Readable:
 
     def __init__(self, local: LocalMember) -> None:
         self._local = local
-        moves = [lane.move for lane in windows(local.tensor_lanes) if "cpu" in lane.capabilities.devices]
+        moves = [lane.move for lane in in_place(local.tensor_lanes) if "cpu" in lane.capabilities.devices]
         self.pool = SnapshotPool(self._allocate_shared, local.deadlines, local.cleanup.leave, self._fence, *moves[:1])
 
     def _allocate_shared(self, size: int) -> torch.Tensor | None:
-        offers = (lane.lend(size) for lane in windows(self._local.tensor_lanes))
+        offers = (lane.lend(size) for lane in in_place(self._local.tensor_lanes))
         return next((shared for shared in offers if shared is not None), None)
 
     def _fence(self, device: int) -> None:
-        for lane in windows(self._local.tensor_lanes):
+        for lane in in_place(self._local.tensor_lanes):
             lane.fence(device)
 
     def lose(self, rank: int) -> None:
@@ -254,7 +254,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
     def _is_readable(self, whole: torch.Tensor | None) -> bool:
         """Whether members of this host can copy from this memory; None: it is not one piece."""
-        lanes = windows(self._local.tensor_lanes)
+        lanes = in_place(self._local.tensor_lanes)
         return whole is not None and (not whole.is_cuda or any("cuda" in lane.capabilities.devices for lane in lanes))
 
     def _has_far_members(self) -> bool:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from raytorchrpc.patterns.weights.publishers import Committed
-from raytorchrpc.patterns.weights.pull_plan import ModelSelection, PullPlan
+from raytorchrpc.patterns.weights.pull_plan import PullPlan, SourceCopies
 from raytorchrpc.patterns.weights.slices import KnownLayout, Options
 from raytorchrpc.process.locks import Lock
 
@@ -55,15 +55,15 @@ class PullMemory:
         self.plans: tuple[PullPlan, ...] = ()  # the one of the last pull first
         self.committed: Committed | None = None  # what the last pull has found at the coordinator
 
-    def expected(self, options: Options, distances: tuple[int, ...]) -> list[ModelSelection] | None:
+    def expected(self, options: Options, distances: tuple[int, ...]) -> list[SourceCopies] | None:
         """See ``PullPlan.expected``; of the plan that was used last."""
         plans = (plan.expected(options, distances) for plan in self.plans)
-        return next((selections for selections in plans if selections is not None), None)
+        return next((sources for sources in plans if sources is not None), None)
 
     def layouts(self, count: int) -> list[KnownLayout | None]:
         """The layouts of so many sources, as a pull before found them."""
-        plans = (plan.sources for plan in self.plans if len(plan.sources) == count)
-        return [source.layout for source in next(plans, ())] or [None] * count
+        known = (plan.layouts for plan in self.plans if len(plan.layouts) == count)
+        return [*next(known, ())] or [None] * count
 
     def remember(self, plan: PullPlan) -> None:
         """Note that a plan was used; forgets the one that was used before all others."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from raytorchrpc.lanes.base import Part, PartPlace, Parts
+from raytorchrpc.lanes.base import Copies, Copy, Target
 from raytorchrpc.patterns.weights.model_tensors import Targets, shadowed
 from raytorchrpc.patterns.weights.plan import Transfer, plan
 from raytorchrpc.patterns.weights.shards import Region
@@ -25,13 +25,11 @@ IN_TURN, WORTH_A_TURN = {"cuda"}, 256 << 20
 class Selection:
     """Transfers from one source into tensors of this process."""
 
-    def __init__(self, transfers: Sequence[Transfer], targets: Sequence[torch.Tensor]) -> None:
-        """``targets``: what each transfer fills, without autograd."""
-        self.transfers, self._targets = transfers, targets
-
-    @property
-    def targets(self) -> Sequence[torch.Tensor]:
-        return self._targets
+    def __init__(
+        self, transfers: Sequence[Transfer], targets: Sequence[torch.Tensor], copies: Copies | None = None
+    ) -> None:
+        """``targets``: what each transfer fills, without autograd. ``copies``: to these, if they are known."""
+        self.transfers, self.targets, self._copies = transfers, targets, copies
 
     @property
     def places(self) -> list[Place]:
@@ -41,17 +39,16 @@ class Selection:
     def regions(self) -> list[Region]:
         return [transfer.region for transfer in self.transfers]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum([transfer.nbytes for transfer in self.transfers])
 
     @property
-    def parts(self) -> Sequence[Sequence[Part]]:
-        """Which part of a snapshot's memory goes to each target, by piece; see ``Snapshot.pieces``."""
-        by_conversion: dict[str | None, list[Part]] = {}
-        for transfer, target in zip(self.transfers, self.targets, strict=True):
-            by_conversion.setdefault(transfer.place[1], []).append(Part(transfer.offset, target, transfer.region[2]))
-        return list(by_conversion.values())
+    def copies(self) -> Copies:
+        """What to copy out of a snapshot's pieces; see ``Snapshot.pieces``."""
+        if self._copies is None:
+            self._copies = Copies(_copies(self.transfers, map(Target.of, self.targets)), self.targets)
+        return self._copies
 
     def only(self, changed: Iterable[int] | None) -> Selection:
         """What it has of the tensors at these places; None: all."""
@@ -113,111 +110,81 @@ def _signature(layout: int, transfers: Sequence[Transfer], device_types: Sequenc
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-class SourcePlan:
-    """What a plan brings from one source."""
+def _copies(transfers: Iterable[Transfer], targets: Iterable[Target]) -> list[Copy]:
+    """The copies that bring transfers to their targets, out of pieces by conversion; see ``Snapshot.pieces``."""
+    pieces: dict[str | None, int] = {}
+    return [
+        Copy(pieces.setdefault(conversion, len(pieces)), target, offset, strides)
+        for ((_, conversion), (_, _, strides), offset, *_), target in zip(transfers, targets, strict=True)
+    ]
 
-    def __init__(self, number: int, layout: KnownLayout, transfers: Sequence[Transfer]) -> None:
-        """``number``: of the source in the plan."""
+
+class SourceCopies:
+    """What a plan brings from one source into one memory of a model. Keeps no tensor."""
+
+    def __init__(
+        self, number: int, layout: KnownLayout, transfers: Sequence[Transfer], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """``number``: of the source in the plan. ``tensors``: the model's, by name."""
         self.number, self.layout, self.transfers = number, layout, transfers
         self.nbytes = sum([transfer.nbytes for transfer in transfers])
-        self.pieces: dict[str | None, list[Transfer]] = {}  # by conversion; see ``Snapshot.pieces``
-        for transfer in transfers:
-            self.pieces.setdefault(transfer.place[1], []).append(transfer)
-        self.names = [list(dict.fromkeys([t.target for t in transfers])) for transfers in self.pieces.values()]
-        """Of the model's tensors that each piece fills."""
-
-    @property
-    def converts(self) -> bool:
+        self.converts = any(transfer.place[1] is not None for transfer in transfers)
         """Whether the publisher has to convert some of it first."""
-        return any(conversion is not None for conversion in self.pieces)
-
-
-class Destination:
-    """The memory of a model's tensors, as one source fills it. Keeps no tensor."""
-
-    def __init__(self, plan: SourcePlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        filled = [tensors[name] for names in plan.names for name in names]
+        self._names = list(dict.fromkeys([transfer.target for transfer in transfers]))  # of what it fills
+        filled = [tensors[name] for name in self._names]
         self.device_type = _one_device_type(filled) if filled else None
         """The type of the device that all tensors are on, if a lane can write each of them in place; else None."""
         self.alike: tuple[str, torch.device] | None = None
         """The signature and device of what several GPUs of a host may pull, each for itself; None: it is too little."""
-        if self.device_type in IN_TURN and plan.nbytes >= WORTH_A_TURN:
-            signature = _signature(plan.layout.number, plan.transfers, [self.device_type] * len(plan.transfers))
+        if self.device_type in IN_TURN and self.nbytes >= WORTH_A_TURN:
+            signature = _signature(layout.number, transfers, [self.device_type] * len(transfers))
             self.alike = signature, filled[0].device
-        self.prepared: list[dict[Hashable, Any]] = [{} for _ in plan.pieces]
-        """For each piece: what lanes have worked out; see ``Parts``."""
+        self._copies: list[Copy] | None = None  # as soon as they are needed
+        self._known: dict[Hashable, Any] = {}  # see ``Copies``
 
+    def into(self, tensors: Mapping[str, torch.Tensor]) -> Selection:
+        """All of it, into tensors in this memory. Tensors are viewed when a lane asks for them: it knows addresses."""
+        if self._copies is None:
+            self._copies = _copies(self.transfers, self._targets(tensors))
+        targets, filled = _Views(self.transfers, tensors), [tensors[name] for name in self._names]
+        selection = Selection(self.transfers, targets, Copies(self._copies, targets, filled, self._known))
+        selection.nbytes = self.nbytes
+        return selection
 
-class ModelSelection(Selection):
-    """All that a plan brings from one source, into the model's tensors as they are now."""
+    def _targets(self, tensors: Mapping[str, torch.Tensor]) -> list[Target]:
+        wholes, targets = {name: Target.of(tensors[name]) for name in self._names}, list[Target]()
+        for _, (_, shape, _), _, _, name, begin in self.transfers:
+            target = wholes[name]
+            if begin is not None:
+                address, dtype, _, strides, device = target
+                skipped = sum(map(operator.mul, begin, strides))
+                target = Target(address + dtype.itemsize * skipped, dtype, shape, strides, device)
+            targets.append(target)
+        return targets
 
-    def __init__(self, plan: SourcePlan, destination: Destination, tensors: Mapping[str, torch.Tensor]) -> None:
-        """``tensors``: the model's by name, which ``destination`` was made of; none if it is only to be asked for."""
-        self.plan, self.transfers, self.destination, self._tensors = plan, plan.transfers, destination, tensors
-
-    @cached_property
-    def _views(self) -> list[torch.Tensor]:
-        return [_view(transfer, self._tensors) for transfer in self.transfers]
-
-    @property
-    def targets(self) -> Sequence[torch.Tensor]:
-        """Made when they are looked at: a lane that knows the addresses needs no views."""
-        return self._views
-
-    @property
-    def nbytes(self) -> int:
-        return self.plan.nbytes
-
-    @cached_property
-    def parts(self) -> Sequence[Sequence[Part]]:
-        pieces = zip(self.plan.pieces.values(), self.plan.names, self.destination.prepared, strict=True)
-        return [self._parts_of(*piece) for piece in pieces]
-
-    def _parts_of(self, transfers: Sequence[Transfer], names: Sequence[str], prepared: dict[Hashable, Any]) -> Parts:
-        def make(index: int) -> Part:
-            transfer = transfers[index]
-            return Part(transfer.offset, _view(transfer, self._tensors), transfer.region[2])
-
-        def places() -> list[PartPlace]:
-            memory = [(tensor.data_ptr(), tensor.itemsize, tensor.stride(), tensor.device) for tensor in filled]
-            by_name = dict(zip(names, memory, strict=True))
-            parts: list[PartPlace] = []
-            for _, (_, shape, strides), offset, _, target, begin in transfers:
-                address, itemsize, goal, device = by_name[target]
-                if begin is not None:
-                    address += itemsize * sum(map(operator.mul, begin, goal))
-                parts.append((offset, address, shape, itemsize, strides, goal, device))
-            return parts
-
-        filled = [self._tensors[name] for name in names]
-        size = self.plan.nbytes if len(self.plan.pieces) == 1 else sum(transfer.nbytes for transfer in transfers)
-        return Parts(len(transfers), make, places, filled, size, prepared)
-
-    @property
-    def device_type(self) -> str | None:
-        """See ``Destination``."""
-        return self.destination.device_type
-
-    @property
-    def alike(self) -> tuple[str, torch.device] | None:
-        """See ``Destination``."""
-        return self.destination.alike
-
-    def agrees(self, other: ModelSelection) -> bool:
+    def asks_like(self, other: SourceCopies) -> bool:
         """Whether a home is asked the same for both."""
-        here, there = self.destination, other.destination
-        same = here is there or (here.device_type, here.alike) == (there.device_type, there.alike)
-        return self.plan is other.plan and same
+        is_same = self.transfers is other.transfers and self.layout is other.layout
+        return is_same and (self.device_type, self.alike) == (other.device_type, other.alike)
 
 
-def _view(transfer: Transfer, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """View what a transfer fills, without autograd."""
-    tensor = targets[transfer.target].detach()
-    if transfer.begin is None:
-        return tensor
-    strides = tensor.stride()
-    begin = sum(first * stride for first, stride in zip(transfer.begin, strides, strict=True))
-    return tensor.as_strided(transfer.region[1], strides, tensor.storage_offset() + begin)
+class _Views(Sequence[torch.Tensor]):
+    """What transfers fill, viewed without autograd when it is looked at."""
+
+    def __init__(self, transfers: Sequence[Transfer], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._transfers, self._tensors = transfers, tensors
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def __getitem__(self, index: Any) -> Any:
+        transfer = self._transfers[index]
+        tensor = self._tensors[transfer.target].detach()
+        if transfer.begin is None:
+            return tensor
+        strides = tensor.stride()
+        begin = sum(map(operator.mul, transfer.begin, strides))
+        return tensor.as_strided(transfer.region[1], strides, tensor.storage_offset() + begin)
 
 
 def _one_device_type(tensors: Sequence[torch.Tensor]) -> str | None:
@@ -235,29 +202,28 @@ class PullPlan:
         self,
         options: Options,
         distances: tuple[int, ...],
-        sources: Sequence[SourcePlan],
+        layouts: Sequence[KnownLayout],
+        transfers: Sequence[Sequence[Transfer]],
         targets: Targets,
         brought: frozenset[str],
         shadowed_names: frozenset[str],
     ) -> None:
-        """``distances``: how far each source is. ``brought``: names of the model's tensors for which something comes,
-        also of those that are ``shadowed``.
+        """``distances``, ``layouts``, ``transfers``: of each source. ``brought``: names of the model's tensors for
+        which something comes, also of those that are ``shadowed``.
         """
-        self.options, self.distances, self.sources = options, distances, sources
-        self.names = {name for source in sources for names in source.names for name in names}
+        self.options, self.distances, self.layouts, self._transfers = options, distances, layouts, transfers
+        self.names = brought - shadowed_names
         """Of the model's tensors that it fills."""
         self._form, self._brought, self._shadowed = targets.form, brought, shadowed_names
-        self._memories: tuple[tuple[Any, list[Destination]], ...] = ()  # by ``Targets.memory``, the last one first
+        self._memories: tuple[tuple[Any, list[SourceCopies]], ...] = ()  # by ``Targets.memory``, the last one first
 
-    def expected(self, options: Options, distances: tuple[int, ...]) -> list[ModelSelection] | None:
-        """What a pull into the same model will bring from each source; of no use but to ask for it."""
+    def expected(self, options: Options, distances: tuple[int, ...]) -> list[SourceCopies] | None:
+        """What a pull into the same memory will bring from each source."""
         if (options, distances) != (self.options, self.distances) or not self._memories:
             return None
-        return self._selections(self._memories[0][1], {})
+        return self._memories[0][1]
 
-    def fill(
-        self, targets: Targets, options: Options, check: Callable[[set[str]], None]
-    ) -> list[ModelSelection] | None:
+    def into(self, targets: Targets, options: Options, check: Callable[[set[str]], None]) -> list[SourceCopies] | None:
         """What comes from each source into these tensors; None if they need another plan.
 
         ``check``: raises if the tensors of these names cannot be filled. Called for each new memory.
@@ -269,17 +235,12 @@ class PullPlan:
         if memory is None:
             if shadowed(targets.tensors, self._brought) != self._shadowed:
                 return None
-            check(self.names)
-            memory = targets.memory, [Destination(source, targets.tensors) for source in self.sources]
+            check(set(self.names))
+            sources = enumerate(zip(self.layouts, self._transfers, strict=True))
+            memory = targets.memory, [SourceCopies(number, *source, targets.tensors) for number, source in sources]
         if not memories or memories[0] is not memory:
             self._memories = (memory, *[known for known in memories if known is not memory][: _MEMORIES - 1])
-        return self._selections(memory[1], targets.tensors)
-
-    def _selections(
-        self, destinations: Sequence[Destination], tensors: Mapping[str, torch.Tensor]
-    ) -> list[ModelSelection]:
-        both = zip(self.sources, destinations, strict=True)
-        return [ModelSelection(source, destination, tensors) for source, destination in both]
+        return memory[1]
 
 
 def make_plan(
@@ -296,5 +257,4 @@ def make_plan(
     hidden = shadowed(into.tensors, brought)
     if hidden:
         by_source = [[transfer for transfer in transfers if transfer.target not in hidden] for transfers in by_source]
-    sources = list(map(SourcePlan, range(len(layouts)), layouts, by_source))
-    return PullPlan(options, distances, sources, into, brought, hidden)
+    return PullPlan(options, distances, layouts, by_source, into, brought, hidden)

@@ -14,7 +14,6 @@ from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
 from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.errors import NotFound, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import WindowLane
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
@@ -65,8 +64,8 @@ class Requests:
         """Whether a lane can read parts of a member's memory on such devices in place."""
         if device_type is None or not self.is_near(member):
             return False
-        lane = self.local.peers.route(member).beside.get(device_type, "")
-        return isinstance(self.local.tensor_lanes.get(lane), WindowLane)
+        lane = self.local.tensor_lanes.get(self.local.peers.route(member).beside.get(device_type, ""))
+        return lane is not None and lane.capabilities.in_place
 
 
 def stream(requests: Iterable[Callable[[], Future[Any]]], ahead: int) -> Iterator[Any]:

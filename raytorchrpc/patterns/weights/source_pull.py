@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from raytorchrpc.patterns.weights.chained_pull import BETWEEN_HOSTS, ON_A_HOST, 
 from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes
 from raytorchrpc.patterns.weights.feeds import Feeds
 from raytorchrpc.patterns.weights.published import VersionLease
-from raytorchrpc.patterns.weights.pull_plan import ModelSelection, Selection
+from raytorchrpc.patterns.weights.pull_plan import Selection, SourceCopies
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.slices import KnownLayout
 from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
@@ -54,7 +54,7 @@ class SourcePull:
         store: Handle,
         requests: Requests,
         layout: KnownLayout | None,
-        planned: ModelSelection | None,
+        planned: SourceCopies | None,
         device_type: str | None,
     ) -> None:
         """``device_type``: see ``SourceLease``."""
@@ -64,6 +64,8 @@ class SourcePull:
         self._requests, self._local = requests, requests.local
         self._way = Way.NOTHING
         self._had_turn = False
+        self.selection = Selection((), ())  # as soon as it is requested: what the pull brings
+        self._is_all = False  # whether that is all that is planned
         self._deltas: list[Selection] = []
         self._whole: Selection | None = None  # what comes whole, if it is requested
         self._sent_deltas: Future[Any] | None = None
@@ -126,22 +128,18 @@ class SourcePull:
 
     # --- moving tensors ------------------------------------------------------------------------------------------
 
-    @cached_property
-    def selection(self) -> Selection:
-        """What the pull brings."""
-        assert self.planned is not None
-        return self.planned.only(self.leased.changed)
-
     def expect(self) -> int:
         """Count the tensors as still to come; returns their bytes."""
         size = self.selection.nbytes
         self._requests.counter.expect(self.leased.version, size)
         return size
 
-    def request(self, caller_waits: bool = False) -> None:
-        """Ask the home for what comes first. Then call ``receive``."""
+    def request(self, tensors: Mapping[str, torch.Tensor], caller_waits: bool = False) -> None:
+        """Ask the home for what comes first. Then call ``receive``. ``tensors``: the model's, by name."""
         assert self.planned is not None
-        lease, converts = self.lease, self.planned.plan.converts
+        lease, converts = self.lease, self.planned.converts
+        selection = self.planned.into(tensors)
+        self.selection, self._is_all = selection.only(lease.leased.changed), lease.leased.changed is None
         if not self.selection.transfers:
             self._way = Way.NOTHING
         elif lease.is_home:
@@ -174,7 +172,7 @@ class SourcePull:
                 self.lease.snapshot().copy_into(selection.targets, selection.places, selection.regions)
                 self._requests.counter.add(selection.nbytes)
             case Way.ARRIVED:
-                self.lease.memory.copy_into(selection.parts)
+                self.lease.memory.make(selection.copies)
                 self._requests.count(self.home, selection.nbytes)
             case Way.REQUESTED:
                 self._receive_deltas()
@@ -215,8 +213,8 @@ class SourcePull:
         self, device_type: str, selection: Selection, caller_waits: bool = False
     ) -> Future[list[torch.Tensor]]:
         """Ask the home for its memory, to copy from when the answer is taken; no pieces if that cannot be read."""
-        parts, places = selection.parts, selection.places
-        into = Window(lambda pieces: parts if pieces else None)
+        copies, places = selection.copies, selection.places
+        into = Window(lambda pieces: copies if pieces else None)
         if all(name is None for _, name in places):
             places = []  # the same memory, in a shorter request
         return self.lease.request(published.PIECES, places, device_type, into=into, caller_waits=caller_waits)
@@ -234,7 +232,7 @@ class SourcePull:
             return [], selection
         # The home sends deltas to each reader, and whole tensors to other hosts once.
         times = 1 if self._requests.is_near(self.home) else max(1, self._count_far_members())
-        return divide(selection, dict(deltas), planned.plan.layout, times)
+        return divide(selection, dict(deltas), planned.layout, times)
 
     def _receive_deltas(self) -> None:
         sent, self._sent_deltas = self._sent_deltas, None
@@ -279,7 +277,7 @@ class SourcePull:
     def _take_turn(self, selection: Selection) -> bool:
         """Copy from the one that is before this member; False if that is not possible."""
         assert self.leased.turn is not None
-        if self.planned is None or selection is not self.planned or self.planned.alike is None:
+        if self.planned is None or self.planned.alike is None or not self._is_all or self._deltas:
             self._give_turn_back(self.leased)
             return False
         self._had_turn, (signature, device) = True, self.planned.alike

@@ -17,7 +17,7 @@ from raytorchrpc.calls.counters import PullCounter
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import OFTEN, CallOptions
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import WindowLane, windows
+from raytorchrpc.lanes.base import in_place
 from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights.names import selected
 from raytorchrpc.patterns.weights.published import HOLD, RELEASE, lease_is_valid_until
@@ -141,17 +141,17 @@ def _obstacle(store: Handle, local: LocalMember) -> str | None:
     route = local.peers.route(store.home)
     if route.member.node_id != local.me.node_id:
         return f"{store.home!r} is on another host"
-    if not isinstance(local.tensor_lanes.get(route.beside.get("cpu", "")), WindowLane):
+    if route.beside.get("cpu") not in [lane.name for lane in in_place(local.tensor_lanes)]:
         return f"no lane reads the memory of {store.home!r} in place"
     return None
 
 
 def _read_only(local: LocalMember, lent: torch.Tensor) -> torch.Tensor | None:
     """See memory that this process lends as its peers see it."""
-    for lane in windows(local.tensor_lanes):
+    for lane in in_place(local.tensor_lanes):
         if "cpu" in lane.capabilities.devices:
             descriptor = lane.export([lent], local.me.name, {}).descriptor
-            if (seen := lane.view(local.me.name, descriptor, [lent.nbytes])) is not None:
+            if (seen := lane.view(local.me.name, descriptor, [(torch.uint8, (lent.nbytes,))])) is not None:
                 return seen[0]
     return None
 

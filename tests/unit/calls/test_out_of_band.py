@@ -13,10 +13,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raytorchrpc.calls.payload import Payloads, joined, owned
+from raytorchrpc.calls.payload import Payloads, joined, owned, read_into
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes import base
-from raytorchrpc.lanes.base import Export, PeerAddress, TensorCapabilities, TensorLane
+from raytorchrpc.lanes.base import (
+    Arrived,
+    Copies,
+    Copy,
+    Export,
+    PeerAddress,
+    Target,
+    TensorCapabilities,
+    TensorLane,
+    arrived,
+)
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import Shape
 
@@ -31,7 +40,7 @@ class Depot(TensorLane):
         self.refuses = refuses
         self.stored: dict[int, list[torch.Tensor]] = {}
         self.cancelled: list[Any] = []
-        self.discarded: list[tuple[str, Any]] = []
+        self.released: list[tuple[str, Any]] = []
         self.exported = 0
         self.shared: list[int] = []
         self.uses: list[tuple[str, Any]] = []
@@ -50,12 +59,12 @@ class Depot(TensorLane):
         descriptor = (self.exported, "box")
         return Export(descriptor, cancel=partial(self.cancelled.append, descriptor))
 
-    def fetch(self, peer: str, descriptor: Any, shapes: Sequence[Shape]) -> list[torch.Tensor]:
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
         if self.refuses:
             raise LaneUnavailable(self.name, self.refuses)
         tensors = self.stored.pop(descriptor[0])
         assert [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors] == list(shapes)
-        return tensors
+        return arrived(tensors, copies)
 
     def share(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         self.shared.append(len(tensors))
@@ -64,8 +73,8 @@ class Depot(TensorLane):
     def used(self, peer: str, descriptor: Any) -> None:
         self.uses.append((peer, descriptor))
 
-    def discard(self, peer: str, descriptor: Any) -> None:
-        self.discarded.append((peer, descriptor))
+    def release(self, peer: str, descriptor: Any) -> None:
+        self.released.append((peer, descriptor))
         self.stored.pop(descriptor[0])
 
     def disconnect(self, peer: str) -> None:
@@ -110,27 +119,38 @@ def test_one_byte_more_goes_beside_in_one_export() -> None:
     assert depot.exported == 1
 
 
-def test_a_lane_that_brings_no_parts_brings_the_whole() -> None:
+def copies_to(*described: tuple[int, int, torch.Tensor, tuple[int, ...] | None]) -> Copies:
+    """Of regions: which tensor, where it begins, the target, strides."""
+    copies = [Copy(source, Target.of(target), offset, strides) for source, offset, target, strides in described]
+    return Copies(copies, [target for _, _, target, _ in described])
+
+
+def test_regions_are_copied_from_a_lane_that_brings_the_whole() -> None:
     depot = Depot()
     splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)))
-    target = torch.zeros(3, dtype=torch.int16)
-    (parcel,) = splitter.receive("a", shipped.manifests)
-    parcel.scatter_into([[base.Part(64, target)], []])
+    target, wide = torch.zeros(3, dtype=torch.int16), torch.zeros(2, 5, dtype=torch.uint8)
+    parcels = splitter.receive("a", shipped.manifests)
+    copies = copies_to((0, 64, target, None), (0, 64, wide[:, 1:4], (100, 2)))
+    assert read_into(shipped.body, parcels, copies) == [None, None]
     assert target.tolist() == [64 + 65 * 256, 66 + 67 * 256, 68 + 69 * 256]
-    assert not depot.stored and not depot.discarded
-    with pytest.raises(LaneUnavailable, match="fetched already"):
-        parcel.scatter_into([[], []])
-
-
-def test_a_lane_that_brings_no_parts_brings_strided_ones_out_of_the_whole() -> None:
-    depot = Depot()
-    splitter = Payloads(0, {"depot": depot})
-    shipped = ship(splitter, body_of(torch.arange(256, dtype=torch.uint8)))
-    wide = torch.zeros(2, 5, dtype=torch.uint8)
-    (parcel,) = splitter.receive("a", shipped.manifests)
-    parcel.scatter_into([[base.Part(64, wide[:, 1:4], (100, 2)), base.Part(7, torch.zeros(1, dtype=torch.uint8))]])
     assert wide.tolist() == [[0, 64, 66, 68, 0], [0, 164, 166, 168, 0]]
+    assert not depot.stored and not depot.released
+    with pytest.raises(LaneUnavailable, match="read already"):
+        read_into(shipped.body, parcels, copies)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_copies_out_of_several_lanes_and_the_message_go_where_they_belong(stays: bool) -> None:
+    lanes = {"depot": Depot(), "gpu depot": Depot()}
+    splitter = Payloads(0, lanes)
+    made = [torch.full((2,), 1.0), torch.empty(3, device="meta"), torch.full((4,), 2.0), torch.full((5,), 3.0)]
+    shipped = ship(splitter, body_of(*made), GPU, 1000 if stays else 0)
+    targets = [torch.zeros(2), None, torch.zeros(4), None]
+    left = read_into(shipped.body, splitter.receive("a", shipped.manifests), Copies.whole(targets))
+    assert [None if tensor is None else len(tensor) for tensor in left] == [None, 3, None, 5]
+    assert targets[0] is not None and targets[0].tolist() == [1.0] * 2
+    assert targets[2] is not None and targets[2].tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("kinds", ["cg", "gc", "ccgg", "cgcgc", "ggc", "gcccg", "g", "c"])
@@ -204,10 +224,10 @@ def test_a_parcel_that_nobody_fetches_is_given_up() -> None:
     splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.ones(4)))
     parcels = splitter.receive("a", shipped.manifests)
-    assert not depot.discarded
+    assert not depot.released
     del parcels
     gc.collect()
-    assert depot.discarded == [("a", (1, "box"))]
+    assert depot.released == [("a", (1, "box"))]
 
 
 def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
@@ -215,12 +235,12 @@ def test_a_parcel_is_fetched_once_and_then_not_given_up() -> None:
     splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.ones(4)))
     (parcel,) = splitter.receive("a", shipped.manifests)
-    parcel.unpack()
-    with pytest.raises(LaneUnavailable, match="fetched already"):
-        parcel.unpack()
+    parcel.read()
+    with pytest.raises(LaneUnavailable, match="read already"):
+        parcel.read()
     del parcel
     gc.collect()
-    assert not depot.discarded
+    assert not depot.released
 
 
 def test_when_one_parcel_fails_the_others_are_given_up() -> None:
@@ -231,7 +251,7 @@ def test_when_one_parcel_fails_the_others_are_given_up() -> None:
     with pytest.raises(LaneUnavailable):
         joined(shipped.body, splitter.receive("a", shipped.manifests))
     gc.collect()
-    assert lanes["depot"].discarded == [("a", (1, "box"))]
+    assert lanes["depot"].released == [("a", (1, "box"))]
 
 
 class GpuDepot(Depot):
@@ -277,6 +297,6 @@ def test_a_lane_hears_when_its_tensors_have_been_used() -> None:
     splitter = Payloads(0, {"depot": depot})
     shipped = ship(splitter, body_of(torch.ones(4)))
     (parcel,) = splitter.receive("a", shipped.manifests)
-    parcel.unpack()
+    parcel.read()
     parcel.used()
     assert depot.uses == [("a", (1, "box"))]

@@ -12,7 +12,7 @@ import torch
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.receive_into import Buffers, Window
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Part
+from raytorchrpc.lanes.base import Copies, Copy, Target
 from raytorchrpc.tensors.codec import Codec, Encoded
 from raytorchrpc.tensors.dtypes import OutOfBounds
 from tests.freed import FREED, freed
@@ -196,19 +196,23 @@ def test_what_cannot_be_filled_is_refused_at_the_call(into: Any, said: str) -> N
         Buffers(into)
 
 
+def region(offset: int, target: torch.Tensor, strides: tuple[int, ...] | None = None) -> Copies:
+    return Copies([Copy(0, Target.of(target), offset, strides)], [target])
+
+
 def spread(obj: Any, plan: Any) -> Any:
     return Window(plan).receive(CODEC, private(CODEC.encode(obj)), [], "b.get", False)
 
 
-def test_parts_of_flat_tensors_are_copied_to_where_they_belong() -> None:
+def test_regions_of_flat_tensors_are_copied_to_where_they_belong() -> None:
     flat = torch.arange(256, dtype=torch.uint8)
     one, other = torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int32).T
     versions = one._version, other._version
     seen: list[Any] = []
 
-    def plan(result: Any) -> list[list[Part]]:
+    def plan(result: Any) -> Copies:
         seen.append(result)
-        return [[Part(64, one)], [], [Part(128, other)]]
+        return Copies([Copy(0, Target.of(one), 64), Copy(2, Target.of(other), 128)], [one, other])
 
     size, result = spread((5, [flat, flat + 1, flat.clone()]), plan)
     assert one.tolist() == [64, 65, 66, 67]
@@ -218,27 +222,27 @@ def test_parts_of_flat_tensors_are_copied_to_where_they_belong() -> None:
     assert result is seen[0] and result[0] == 5 and [tensor.numel() for tensor in result[1]] == [0, 0, 0]
 
 
-def test_strided_parts_of_a_message_are_copied_to_where_they_belong() -> None:
+def test_strided_regions_of_a_message_are_copied_to_where_they_belong() -> None:
     matrix = torch.arange(48, dtype=torch.int32).view(6, 8)
     wide = torch.zeros(6, 7, dtype=torch.int32)
     target = wide[:, 2:5]
-    spread([matrix.view(-1).view(torch.uint8)], lambda result: [[Part(4 * 4, target, (8, 1))]])
+    spread([matrix.view(-1).view(torch.uint8)], lambda result: region(4 * 4, target, (8, 1)))
     assert torch.equal(target, matrix[:, 4:7])
     assert not wide[:, :2].any() and not wide[:, 5:].any()
 
 
 @pytest.mark.parametrize(("offset", "strides"), [(0, (40, 1)), (0, (-8, 1)), (-4, (8, 1)), (20, (8, 1))])
-def test_strided_parts_outside_of_a_message_are_refused(offset: int, strides: tuple[int, ...]) -> None:
+def test_strided_regions_outside_of_a_message_are_refused(offset: int, strides: tuple[int, ...]) -> None:
     target = torch.zeros(6, 4, dtype=torch.int32)
     with pytest.raises(OutOfBounds):
-        spread([torch.ones(192, dtype=torch.uint8)], lambda result: [[Part(offset, target, strides)]])
+        spread([torch.ones(192, dtype=torch.uint8)], lambda result: region(offset, target, strides))
     assert not target.any()
 
 
-def test_parts_go_to_a_tensor_made_under_inference_mode() -> None:
+def test_regions_go_to_a_tensor_made_under_inference_mode() -> None:
     with torch.inference_mode():
         target = torch.zeros(4, dtype=torch.uint8)
-    spread([torch.arange(8, dtype=torch.uint8)], lambda result: [[Part(4, target)]])
+    spread([torch.arange(8, dtype=torch.uint8)], lambda result: region(4, target))
     assert target.tolist() == [4, 5, 6, 7]
 
 
@@ -255,17 +259,17 @@ def test_a_window_is_copied_from_after_the_result_was_looked_at() -> None:
     assert held.result[0] == 5 and held.result[1][0].numel() == 0 and held.has_tensors and not counted
     target = torch.zeros(4, dtype=torch.uint8)
     version = target._version
-    held.copy_into([[Part(64, target)]])
+    held.make(region(64, target))
     assert target.tolist() == [64, 65, 66, 67] and target._version != version
     assert counted == [4] and not held.has_tensors
 
 
 class Unreachable:
-    """Tensors beside the message that cannot be fetched any more."""
+    """Tensors beside the message that cannot be read any more."""
 
-    contents = None, [(torch.uint8, (8,))]
+    positions, shapes = None, [(torch.uint8, (8,))]
 
-    def scatter_into(self, parts: Any) -> None:
+    def read(self, copies: Any) -> None:
         raise LaneUnavailable("shm", "it is gone")
 
 
@@ -275,7 +279,7 @@ def test_a_window_says_what_an_error_means_after_the_result() -> None:
     body = private(CODEC.encode([torch.zeros(8, dtype=torch.uint8)]))._replace(tensors=[])
     held.receive(CODEC, body, [Unreachable()], "b.get", False)  # type: ignore[list-item]
     with pytest.raises(PeerLost, match="it is gone"):
-        held.copy_into([[Part(0, torch.zeros(4, dtype=torch.uint8))]])
+        held.make(region(0, torch.zeros(4, dtype=torch.uint8)))
     assert not counted and not held.has_tensors
 
 

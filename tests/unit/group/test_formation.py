@@ -208,3 +208,13 @@ def test_the_time_runs_anew_while_a_process_loads_modules(monkeypatch: pytest.Mo
         now = until
     took = now - 1000.0
     assert took == pytest.approx(0.5 if loads else 0.1), "five times the timeout after its begin, or with the progress"
+
+
+def test_a_driver_that_is_slow_itself_is_named_as_others_are(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_calls.ray_internals, "running_methods", dict)
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 0.0)
+    patience = ray_calls.Patience("g", 60.0)
+    assert patience.extend({"driver": None}, 2) > time.monotonic()
+    assert "waits for driver: still starting, in this process" in caplog.text

@@ -1,4 +1,4 @@
-"""Strided parts: how a region is divided into copies of rows, and how cuda_ipc makes them (with the CPU as its GPU)."""
+"""How a strided region is divided into copies of rows, and how cuda_ipc makes them (with the CPU as its GPU)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Part, Parts, prepared
+from raytorchrpc.lanes.base import Copies, Copy, Target
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.cuda_ipc import copies as module
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Copies, Dimension, Rows, Scatter, collapse, rows_of
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Dimension, RowCopies, Rows, Scatter, collapse, rows_of
 from raytorchrpc.process.cuda_driver import Driver, Kernel
 from raytorchrpc.tensors.dtypes import OutOfBounds, span_of
 from tests.unit.host_kernels import HostDriver
@@ -51,6 +51,26 @@ def no_kernel() -> None:
 
 def kernel() -> Kernel:
     return Kernel(HostDriver(COPY_ROWS), 0)
+
+
+def copies_to(*described: tuple[int, torch.Tensor, tuple[int, ...] | None]) -> Copies:
+    """Of regions: where each begins, its target, its strides."""
+    copies = [Copy(0, Target.of(target), offset, strides) for offset, target, strides in described]
+    return Copies(copies, [target for _, target, _ in described])
+
+
+def copy(
+    copies: Copies, flat: torch.Tensor, device: torch.device = CPU, ready: Callable[[], Kernel | None] = no_kernel
+) -> list[int]:
+    """Make copies out of a flat tensor; which of them needed a temporary."""
+    sizes = (flat.numel(),)
+    (scatter,) = copies.prepared("scatter", lambda: Scatter.of(copies, sizes, device))
+    left = scatter.queue(copies, flat.data_ptr(), (torch.uint8, sizes), device, Memory(), ready, 0)
+    for index, source in left:
+        target = copies.target(index)
+        assert target is not None
+        target.copy_(source)
+    return [index for index, _ in left]
 
 
 def numbered(size: int) -> torch.Tensor:
@@ -101,15 +121,12 @@ def test_any_region_goes_into_any_target(monkeypatch: pytest.MonkeyPatch, fast: 
             goal = wanted.as_strided(shape, target.stride(), target.storage_offset())
             goal.copy_(source.as_strided(shape, strides))
         either = strides == packing.layout(shape)[0] and chance.random() < 0.5
-        part = Part(offset, target, None if either else strides)
+        copies = copies_to((offset, target, None if either else strides))
         elsewhere = chance.random() < 0.3
         device = torch.device("cpu", 0) if elsewhere else CPU
-        left = Scatter.of([part], flat.numel(), device).queue([part], flat.data_ptr(), device, Memory(), no_kernel, 0)
-        assert len(left) <= 1
-        for given, rest in left:
-            assert given is target
-            given.copy_(rest)
-        assert torch.equal(whole.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)), part
+        made = copy(copies, flat, device, no_kernel)
+        assert len(made) <= 1
+        assert torch.equal(whole.view(-1).view(torch.uint8), wanted.view(-1).view(torch.uint8)), copies[0]
 
 
 @pytest.mark.parametrize("max_pitch", [1, 40, MANY])
@@ -167,33 +184,22 @@ def test_a_temporary_is_used_only_where_little_lies_between() -> None:
 
 
 @pytest.mark.parametrize("compiled", [no_kernel, kernel])
-def test_copies_of_parts_that_come_again_need_only_the_memory(compiled: Callable[[], Kernel | None]) -> None:
+def test_copies_that_come_again_need_only_the_memory(compiled: Callable[[], Kernel | None]) -> None:
     """Contiguous ones, rows, many small ones, and one by way of a temporary; into new values each time."""
     flat = numbered(1 << 20)
     wide, whole = torch.zeros(20, 40, dtype=torch.int32), torch.zeros(16, 16, dtype=torch.int32).t()
     small = [torch.zeros(5, dtype=torch.int32) for _ in range(6)]
-    parts = [
-        Part(1 << 19, torch.zeros(500, dtype=torch.int32)),
-        Part(2000, wide[:, 3:33], (40, 1)),
-        *(Part(6000 + 64 * number, tensor) for number, tensor in enumerate(small)),
-        Part(8000, whole, (16, 1)),
+    described = [
+        (1 << 19, torch.zeros(500, dtype=torch.int32), None),
+        (2000, wide[:, 3:33], (40, 1)),
+        *((6000 + 64 * number, tensor, None) for number, tensor in enumerate(small)),
+        (8000, whole, (16, 1)),
     ]
-    made: list[int] = []
-
-    def make(index: int) -> Part:
-        made.append(index)
-        return parts[index]
-
-    known: dict[Any, Any] = {}
+    copies = copies_to(*described)
     for _ in range(2):
-        again = Parts(len(parts), make, lambda: [part.place for part in parts], [], 0, known)
-        copies = prepared(again, "copies", lambda its=again: Scatter.of(its, 1 << 20, CPU))  # type: ignore[misc]
         flat = flat.roll(4)
-        for target, source in copies.queue(again, flat.data_ptr(), CPU, Memory(), compiled, 0):
-            target.copy_(source)
-        assert made == [8], "the others are known by their addresses"
-        made.clear()
-        for offset, target, strides in parts:
+        assert copy(copies, flat, CPU, compiled) == [8], "the others are known by their addresses"
+        for offset, target, strides in described:
             source = flat[offset:].view(torch.int32)
             wanted = source.as_strided(target.shape, strides or target.stride())
             assert torch.equal(target, wanted.view_as(target))
@@ -206,19 +212,17 @@ def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "_THREADS", 64)
     copying, chance = HostDriver(COPY_ROWS), random.Random(7)
     for spare in (0, 8):
-        flat, parts, wholes = numbered(1 << 18), [], []
+        flat, wholes = numbered(1 << 18), []
+        described: list[tuple[int, torch.Tensor, tuple[int, ...] | None]] = []
         for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64) * 8:
             shape = tuple(chance.choice([1, 2, 3, 8, 64]) for _ in range(2))
             whole, target = any_target(chance, shape, dtype)
             strides = packing.layout(shape)[0] if chance.random() < 0.5 else (shape[1] + chance.choice([0, 3, 8]), 1)
             wholes.append((whole, target))
-            parts.append(Part(chance.randrange(1000) * 8, target, strides))
-        parts.append(Part(1024, torch.zeros(1 << 15, dtype=torch.int32)))
-        copies = Scatter.of(parts, flat.numel(), CPU)
-        where = flat[spare:].data_ptr()
-        for target, source in copies.queue(parts, where, CPU, Memory(), lambda: Kernel(copying, 0), 0):
-            target.copy_(source)
-        for offset, target, strides in parts:
+            described.append((chance.randrange(1000) * 8, target, strides))
+        described.append((1024, torch.zeros(1 << 15, dtype=torch.int32), None))
+        copy(copies_to(*described), flat[spare:], CPU, lambda: Kernel(copying, 0))
+        for offset, target, strides in described:
             source = flat[spare + offset :]
             source = source[: source.numel() // 8 * 8].clone().view(target.dtype)
             wanted = source.as_strided(target.shape, strides or packing.layout(tuple(target.shape))[0])
@@ -229,10 +233,10 @@ def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPat
     assert len(copying.launched) == 2 and all(17 < grid[0] < 127 for grid, _ in copying.launched)
 
 
-def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
+def test_strided_regions_for_a_gpu_lie_in_their_flat_tensor() -> None:
     target = torch.zeros(3, 2, dtype=torch.int16)
-    fitting = Part(2, target, (8, 1))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
-    assert Scatter.of([fitting], 38, CPU).direct.rows
+    fitting = copies_to((2, target, (8, 1)))  # 2 + (2 * 8 + 1 + 1) * 2 bytes
+    assert Scatter.of(fitting, [38], CPU)[0].direct.rows
     for offset, strides in (
         (28, None),
         (-1, None),
@@ -245,10 +249,10 @@ def test_strided_parts_for_a_gpu_lie_in_their_flat_tensor() -> None:
         (2, (1 << 62, 1)),
     ):
         with pytest.raises(OutOfBounds):
-            Scatter.of([Part(offset, target, strides)], 38, CPU)
+            Scatter.of(copies_to((offset, target, strides)), [38], CPU)
     for wrong in ((1,), (8, 1, 1)):
         with pytest.raises(ValueError, match="zip"):
-            Scatter.of([Part(0, target, wrong)], 38, CPU)
+            Scatter.of(copies_to((0, target, wrong)), [38], CPU)
 
 
 def test_a_two_dimensional_copy_is_described_as_in_cuda_h() -> None:
@@ -290,7 +294,7 @@ def test_copies_for_kernels_are_alike_in_size(monkeypatch: pytest.MonkeyPatch) -
         Rows(begin + 13_000, 15_000, 200, 5, 256, 300),
         *(Rows(begin + 20_000 + 8 * at, 20_000 + 8 * at, 8, 1, 0, 0) for at in range(20)),
     ]
-    Copies(rows).queue(flat.data_ptr(), Memory(), lambda: Kernel(copying, 0), 0)
+    RowCopies(rows).queue(flat.data_ptr(), Memory(), lambda: Kernel(copying, 0), 0)
     assert torch.equal(target[:10_001], flat[:10_001])
     rows = flat[11_000:14_200].view(100, 32)[:, :24]
     assert torch.equal(target[10_240:12_640].view(100, 24), rows)
@@ -325,11 +329,11 @@ def test_beside_other_work_large_copies_are_left_to_the_copy_engines(monkeypatch
         (False, no_kernel, sizes),
     ):
         driven.clear()
-        Copies(rows, beside=beside).queue(flat.data_ptr(), Counted(), ready, 0)
+        RowCopies(rows, beside=beside).queue(flat.data_ptr(), Counted(), ready, 0)
         assert driven == wanted
         assert torch.equal(target[: sum(sizes)], flat[: sum(sizes)])
         target.zero_()
-    few = Copies(rows[:7])
+    few = RowCopies(rows[:7])
     driven.clear()
     few.queue(flat.data_ptr(), Counted(), kernel, 0)
     assert driven == sizes[:7], "a kernel would not pay"

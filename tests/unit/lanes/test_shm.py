@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost
-from raytorchrpc.lanes.base import Export, Part, PeerAddress
+from raytorchrpc.lanes.base import Copies, Export, PeerAddress
 from raytorchrpc.lanes.common.shared_memory import SharedAddress
 from raytorchrpc.lanes.shm.lane import ShmLane
 from raytorchrpc.lanes.shm.memory import SLOTS, Arena, PeerArena
@@ -36,10 +36,10 @@ class Lane(ShmLane):
         return self.export(tensors, to, {}), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
 
     def take(self, sent: tuple[Export, list[Any]]) -> list[torch.Tensor]:
-        return self.fetch("self", sent[0].descriptor, sent[1])
+        return self.read("self", sent[0].descriptor, sent[1])
 
     def drop(self, sent: tuple[Export, list[Any]]) -> None:
-        self.discard("self", sent[0].descriptor)
+        self.release("self", sent[0].descriptor)
 
 
 Lanes = Callable[..., Lane]
@@ -223,9 +223,12 @@ def test_the_slot_is_back_as_soon_as_the_receivers_buffer_is_full(lane: Lane, st
     sent = lane.send(full(7))
     assert sent[0].descriptor[2] is crowded
     target = torch.zeros(2 * MIB, dtype=torch.uint8)[::2] if strided else full(0)
-    arrived = lane.fetch("self", sent[0].descriptor, sent[1], [target])
-    assert lane.in_use() == before == len(under_way) * 11 * MIB
-    assert arrived[0] is target and bool((target == 7).all())
+    (left,) = lane.read("self", sent[0].descriptor, sent[1], Copies.whole([target]))
+    if left is not None:
+        assert strided and lane.in_use() == before + MIB, "the caller copies"
+        target.copy_(left)
+    del left
+    assert lane.in_use() == before == len(under_way) * 11 * MIB and bool((target == 7).all())
 
 
 # --- a full arena --------------------------------------------------------------------------------------------------
@@ -295,21 +298,21 @@ def test_after_a_burst_nothing_is_crowded_and_memory_does_not_wander(lanes: Lane
 # --- arenas that cannot be mapped, or are not those that the slots were in ------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["fetch", "discard"])
+@pytest.mark.parametrize("how", ["read", "release"])
 def test_what_could_not_be_mapped_is_given_back_later(lanes: Lanes, how: str) -> None:
     sender, receiver = lanes(), lanes()
     receiver.connect([PeerAddress("s", sender.address)])
     tensor = torch.arange(SIZE // 8)
     lost = sender.export([tensor], "r", {})
     with no_descriptors():
-        if how == "discard":
-            receiver.discard("s", lost.descriptor)
+        if how == "release":
+            receiver.release("s", lost.descriptor)
         else:
             with pytest.raises(LaneUnavailable, match="cannot map"):
-                receiver.fetch("s", lost.descriptor, shapes(tensor))
+                receiver.read("s", lost.descriptor, shapes(tensor))
     assert sender.in_use() == SIZE
     following = sender.export([tensor], "r", {})
-    (arrived,) = receiver.fetch("s", following.descriptor, shapes(tensor))
+    (arrived,) = receiver.read("s", following.descriptor, shapes(tensor))
     assert torch.equal(arrived, tensor)
     assert sender.in_use() == SIZE
     del arrived
@@ -322,9 +325,9 @@ def test_what_came_from_one_that_was_not_known_yet_is_given_back_once_it_is(lane
     tensor = torch.arange(SIZE // 8)
     fetched, dropped = (sender.export([tensor], "r", {}) for _ in range(2))
     with pytest.raises(PeerLost, match="'s'") as lost:
-        receiver.fetch("s", fetched.descriptor, shapes(tensor))
+        receiver.read("s", fetched.descriptor, shapes(tensor))
     assert lost.value.may_have_run
-    receiver.discard("s", dropped.descriptor)
+    receiver.release("s", dropped.descriptor)
     assert sender.in_use() == 2 * SIZE
     receiver.connect([PeerAddress("s", sender.address)])
     assert sender.in_use() == 0
@@ -339,19 +342,18 @@ def test_what_an_earlier_process_sent_is_not_looked_for_in_the_next_ones_memory(
     receiver.connect([PeerAddress("s", later.address)])
     fresh = [later.export([new], "r", {}) for _ in range(2)]
     with pytest.raises(PeerLost, match="its process ended"):
-        receiver.fetch("s", stale[0].descriptor, shapes(old))
-    receiver.discard("s", stale[1].descriptor)
+        receiver.read("s", stale[0].descriptor, shapes(old))
+    receiver.release("s", stale[1].descriptor)
     assert later.in_use() == 2 * new.nbytes, "their slots have the same numbers"
     for export in fresh:
-        (arrived,) = receiver.fetch("s", export.descriptor, shapes(new))
+        (arrived,) = receiver.read("s", export.descriptor, shapes(new))
         assert torch.equal(arrived, new)
         del arrived
     assert later.in_use() == 0
 
 
 @pytest.mark.parametrize("lent", [False, True])
-@pytest.mark.parametrize("how", ["fetch", "scatter_into"])
-def test_what_a_process_sent_before_it_ended_is_lost_with_it(lanes: Lanes, lent: bool, how: str) -> None:
+def test_what_a_process_sent_before_it_ended_is_lost_with_it(lanes: Lanes, lent: bool) -> None:
     """The receiver was told of it, and had not mapped it yet."""
     sender, receiver = lanes(), lanes()
     receiver.connect([PeerAddress("s", sender.address)])
@@ -360,23 +362,19 @@ def test_what_a_process_sent_before_it_ended_is_lost_with_it(lanes: Lanes, lent:
     descriptor = sender.export([flat], "r", {}).descriptor
     sender.close()
     with pytest.raises(PeerLost, match="lost member 's': its process ended, or left the group") as lost:
-        if how == "fetch":
-            receiver.fetch("s", descriptor, shapes(flat))
-        else:
-            receiver.scatter_into("s", descriptor, [1024], [[Part(0, torch.zeros(4))]])
+        receiver.read("s", descriptor, shapes(flat))
     assert lost.value.peer == "s"
-    receiver.discard("s", descriptor)
+    receiver.release("s", descriptor)
 
 
-def test_parts_that_the_caller_copies_keep_their_memory_until_then(lanes: Lanes) -> None:
+def test_what_the_caller_copies_keeps_its_memory_until_then(lanes: Lanes) -> None:
     sender, receiver = lanes(), lanes()
     receiver.connect([PeerAddress("s", sender.address)])
-    descriptor = sender.export([torch.full((SIZE,), 7, dtype=torch.uint8)], "r", {}).descriptor
-    strided = torch.zeros(2000, dtype=torch.uint8)[::2]
-    left = receiver.scatter_into("s", descriptor, [SIZE], [[Part(0, strided)]])
-    assert sender.in_use() == SIZE
-    ((target, source),) = left
-    target.copy_(source)
+    descriptor = sender.export([full(7)], "r", {}).descriptor
+    strided = torch.zeros(2 * SIZE, dtype=torch.uint8)[::2]
+    (left,) = receiver.read("s", descriptor, shapes(full(7)), Copies.whole([strided]))
+    assert left is not None and sender.in_use() == SIZE
+    strided.copy_(left)
     assert bool((strided == 7).all())
-    del left, source
+    del left
     assert sender.in_use() == 0

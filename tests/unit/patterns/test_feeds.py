@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, NotFound
+from raytorchrpc.lanes.base import TensorCapabilities
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
 from raytorchrpc.patterns.weights.plan import Transfer
 from raytorchrpc.patterns.weights.pull_plan import Selection
@@ -27,6 +28,7 @@ PIECES = 4
 class Lane:
     """Exports what it can."""
 
+    capabilities = TensorCapabilities(frozenset({"cpu"}))
     can = True
 
     def export(self, *_: Any) -> Any:

@@ -50,7 +50,7 @@ class _Lane:
     name = "somewhat"
 
     @checked
-    def fetch(self, peer: str, error: BaseException) -> None:
+    def read(self, peer: str, error: BaseException) -> None:
         raise error
 
 
@@ -59,7 +59,7 @@ class _Lane:
 )
 def test_a_malformed_descriptor_names_lane_and_peer(error: Exception) -> None:
     with pytest.raises(LaneUnavailable, match=r"lane 'somewhat'.*member 'a'.*one release"):
-        _Lane().fetch("a", error)
+        _Lane().read("a", error)
 
 
 def test_other_errors_of_a_lane_stay_what_they_are() -> None:
@@ -70,7 +70,7 @@ def test_other_errors_of_a_lane_stay_what_they_are() -> None:
         KeyboardInterrupt(),
     ):
         with pytest.raises(type(error)) as raised:
-            _Lane().fetch("a", error)
+            _Lane().read("a", error)
         assert raised.value is error
 
 
