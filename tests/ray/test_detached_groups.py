@@ -7,7 +7,6 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import ray
 
 import raytorchrpc as rtr
 from tests.polling import wait_until
-from tests.ray.actors import Latch, Peer
+from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.returning import Returning
 from tests.ray.scripts import Script
@@ -180,23 +179,3 @@ def _has_ended(group: rtr.Group) -> bool:
 def test_the_driver_cannot_be_a_member_of_what_outlives_it(spawn: Spawn) -> None:
     with pytest.raises(rtr.ConfigurationError, match="so the driver cannot be a member"):
         rtr.init_group([spawn(Peer)], detached=True, include_driver=True)
-
-
-def test_a_detached_group_that_is_still_forming_is_not_taken_for_none(spawn: Spawn, latch: Callable[[], Latch]) -> None:
-    held, busy = latch(), spawn(Peer)
-    holding = busy.hold.remote(held)
-    arrived = held.await_arrival()
-    with ThreadPoolExecutor(1) as pool:
-        forming = pool.submit(rtr.init_group, {"busy": busy}, name="forming", detached=True, timeout=60)
-        try:
-            assert wait_until(lambda: "'forming' cannot be used now: it is still forming" in _why_not("forming"), 60)
-        finally:
-            held.release(arrived)
-        forming.result(90).shutdown()
-    assert ray.get(holding) == "released"
-
-
-def _why_not(name: str) -> str:
-    with pytest.raises(rtr.NotAMember) as known:
-        rtr.get_group(name)
-    return str(known.value)

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.polling import wait_until
-from tests.ray.actors import AsyncRunner, Peer
+from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB
 
@@ -28,8 +26,7 @@ def no_group_is_left() -> None:
 
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
-    made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
-    return {**made, "asynchronous": spawn_for_module(AsyncRunner)}
+    return {name: spawn_for_module(Peer) for name in ("home", "a", "b")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,25 +78,6 @@ def test_everybody_gets_what_comes_later_privately(actors: dict[str, Any], reque
     assert in_actor(actors["a"], rest) == [2, 3]
     with pytest.raises(rtr.Closed):
         in_actor(actors[publisher], topic.publish, 4)
-
-
-def test_coroutines(actors: dict[str, Any], request: Any) -> None:
-    topic = rtr.Topic(request.node.name, home="home", publishers=2)
-
-    async def follow() -> list[Any]:
-        with await topic.asubscribe(maxsize=2) as subscribed:
-            for number in range(2):
-                await topic.apublish(number)
-            await topic.aclose()
-            return [await subscribed.aget(), *[item async for item in subscribed]]
-
-    follows = actors["asynchronous"].arun.remote(follow)
-    assert in_actor(actors["a"], lambda: wait_until(lambda: topic.stats()["put"] == 2, 20))
-    in_actor(actors["a"], topic.publish, "from another")
-    in_actor(actors["a"], topic.close)
-    assert ray.get(follows, timeout=60) == [0, 1, "from another"]
-    # On an event loop the end of a subscription is only announced.
-    assert in_actor(actors["a"], lambda: wait_until(lambda: topic.stats()["subscribers"] == 0, 20))
 
 
 def test_what_cannot_work_is_refused(actors: dict[str, Any], request: Any) -> None:

@@ -156,14 +156,3 @@ def test_a_partial_sum_is_refused(ends: dict[str, Any], store: rtr.WeightStore) 
 
     for text in ray.get([ends[name].run.remote(publish, store) for name in TRAINERS], timeout=60):
         assert "'sum'" in text and "redistribute() it to Shard or Replicate first" in text
-
-
-def test_a_swap_reaches_the_shards_of_fsdp(ends: dict[str, Any], store: rtr.WeightStore) -> None:
-    """It has views of them, which stay where they are."""
-    right = published(ends, store, 1)
-    assert [swapped[0] for swapped in ray.get([ends[name].swap.remote(store) for name in TRAINERS], timeout=60)] == [
-        1,
-        1,
-    ]
-    whole = ray.get([ends[name].whole.remote() for name in TRAINERS], timeout=60)[0]
-    assert all(torch.equal(whole[name], right[name]) for name in right)
