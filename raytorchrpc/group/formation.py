@@ -162,10 +162,6 @@ class Formation:
         attempt fails.
         """
         self.participants = participants
-        self.others: Mapping[str, Prepared] = {}
-        """Where the members listened when the participants were announced to them."""
-        self.is_done = False
-        """The participants are members."""
         self.left_out: list[str] = []
         """Former participants that have failed."""
         self._leaves_out_failures, self._uses_known = leaves_out_failures, uses_known

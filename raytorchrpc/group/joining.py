@@ -111,7 +111,11 @@ def become_client(admit: Callable[[JoinRequest], object], generation: str) -> No
     attempt, here = uuid.uuid4().hex[:12], place()
     process = JoinedProcess(f"{os.getpid()}@{here.node_id}/{attempt}", ray.get_runtime_context().get_actor_id())
     with contextlib.closing(connections_for(record, "a process that becomes a client", lambda: None)) as connections:
-        admit(JoinRequest(f"client-{attempt}", connections.address, process, b"", attempt, _CLIENT_S))
+        try:
+            admit(JoinRequest(f"client-{attempt}", connections.address, process, b"", attempt, _CLIENT_S))
+        except BaseException:
+            join.give_up(None, attempt)  # the supervisor's next step, if it comes, is refused
+            raise
 
 
 def leave() -> None:

@@ -25,7 +25,7 @@ from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpc
 from raytorchrpc.group import core, join, ray_calls, restarted
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.core import Core
+from raytorchrpc.group.core import Core, Step
 from raytorchrpc.group.formation import (
     ClientFormation,
     Formation,
@@ -97,11 +97,11 @@ class Supervisor:
     def __init__(
         self, roster: Roster, prepared: Mapping[str, Prepared], register: Callable[[Supervisor], object]
     ) -> None:
-        self.roster, self.info = roster, roster.info(prepared)
+        self.info = roster.info(prepared)
         """The group as it is now."""
-        self._joining, self._assigned = dict[str, Any](), dict[Formation, None]()
-        """The handles of those that are being added, by name, and the attempts to admit members that go on."""
-        self._core = Core(roster.peers(prepared))
+        self._joining = dict[str, Any]()
+        """The handles of those that are being added, by name."""
+        self._core = Core(roster, prepared)
         self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
         self._changed = threading.Condition()
         """Notified when members may be ready, and at the end."""
@@ -131,6 +131,11 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def roster(self) -> Roster:
+        """The members as they are now."""
+        return self._core.roster
 
     # --- what a Group calls, also from another process (see ``detached``) --------------------------------------------
 
@@ -238,15 +243,7 @@ class Supervisor:
         self._check_running()
         with self._reaching(request, request.timeout_s):
             formation = ClientFormation(self.roster, request, next(self._client_ranks), self._restarts.call_all)
-            formation.probe()
-            try:
-                away, silent, version = self._request(lambda: self._assign_client(formation))
-                prepared = {**formation.others, **formation.prepare()}
-                formation.commit(prepared, away, silent, version)
-                self._request(lambda: self._take_client(formation, prepared, version))
-            except BaseException:
-                formation.roll_back()
-                raise
+            self._admit("client", formation)
 
     @contextlib.contextmanager
     def _reaching(self, request: JoinRequest, patience_s: float) -> Iterator[None]:
@@ -346,7 +343,7 @@ class Supervisor:
                 thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
         self._dismiss(until, but=dismissed)  # those that the thread was admitting
         # Last, so that an end which is interrupted (Ctrl-C) can be begun again. The handles keep the actors alive.
-        self.roster = self.roster.without(self.roster.handles)
+        self._core.roster = self.roster.without(self.roster.handles)
 
     def _dismiss(self, until: float, but: Collection[str]) -> Collection[str]:
         """Have all members leave; returns their names."""
@@ -490,7 +487,7 @@ class Supervisor:
             core.AskRay: self._ask_ray,
             core.Dial: self._dial,
             core.Forget: lambda its: self._connections.forget(its.names),
-            core.Strike: self._strike,
+            core.Post: self._post,
             core.Admit: self._begin_to_readmit,
             core.Report: self._tell,
         }
@@ -576,13 +573,11 @@ class Supervisor:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _strike(self, its: core.Strike) -> None:
-        prepared = self._core.listening()
-        before = self.roster
-        gone_clients = before.clients.keys() - self._core.clients.keys()
-        self.roster = roster = before.without(before.records.keys() - prepared.keys() | gone_clients)
-        if roster.records.keys() != before.records.keys():
-            self.info = roster.info(prepared)
+    def _post(self, its: core.Post) -> None:
+        roster = self.roster
+        if roster.records.keys() != {member.name for member in self.info.members} or its.arrived:
+            self.info = roster.info(self._core.listening())
+            self._restarts.admitted(its.arrived)
             self._restarts.post(roster)
 
     def _begin_to_readmit(self, its: core.Admit) -> None:
@@ -606,98 +601,28 @@ class Supervisor:
         ranks = {name: its.ranks[name] for name in failed}
         self._report(self._core.failed, ranks, later)
 
-    def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
-        """Have the participants join. Blocks: not on the supervisor's thread."""
+    def _admit(self, kind: Literal["added", "back", "client"], formation: Formation) -> None:
+        """Have the participants join. Carries out the steps that the core decides. Blocks: not on the supervisor's
+        thread.
+        """
         self._reserve({*formation.participants, *self._joining})
         formation.probe()
+        admission = core.Admission(kind, formation)
         try:
-            self._request(lambda: self._assign(formation))
-            self._join(kind, formation)
+            self._request(lambda: self._handle(self._core.assign, admission))
+            while admission.step is Step.ASSIGNED:
+                coming = formation.prepare()
+                self._request(partial(self._handle, self._core.announce, admission, coming))
+            if admission.step is Step.ANNOUNCED:
+                # Half of the time that an attempt to readmit has at first, if nobody follows.
+                self._await_members(*((_FIRST_S / 2, GAP_S) if kind == "back" else ()))
+                self._request(lambda: self._handle(self._core.connect, admission))
+            formation.commit(admission.prepared, admission.away, admission.silent, admission.version)
+            self._request(lambda: self._handle(self._core.arrive, admission))
         except BaseException:
-            if formation in self._assigned and not formation.is_done:  # else Ctrl-C came too late
+            if admission.step not in (Step.BEGUN, Step.JOINED):  # else Ctrl-C came too late
                 formation.roll_back()
-                if kind == "added":
-                    self._report(self._core.failed, formation.ranks)
+                self._report(self._core.give_up, admission)
             raise
-        finally:
-            self._assigned.pop(formation, None)
         if kind == "added":
             self._await_members()
-
-    def _join(self, kind: Literal["added", "back"], formation: Formation) -> None:
-        while True:
-            coming = formation.prepare()
-            version = self._request(partial(self._announce_coming, kind, formation, coming))
-            if version is not None:
-                break
-        if kind == "added":
-            self._await_members()
-        else:  # half of the time that an attempt to readmit has at first, if nobody follows
-            self._await_members(_FIRST_S / 2, GAP_S)
-        prepared, away, silent = self._request(lambda: self._others_of(formation, coming))
-        formation.commit(prepared, away, silent, version)
-        self._request(lambda: self._take(kind, formation, version))
-
-    def _assign_client(self, formation: ClientFormation) -> tuple[dict[str, str], set[str], int]:
-        """The members that are away, those that do not answer, and the version of the view that it begins with."""
-        formation.assign(self.roster)
-        formation.others = self._core.listening()
-        self._handle(self._core.promise)
-        away = self._core.away()
-        return away, self._core.unready().keys() - away.keys(), self._core.promised
-
-    def _take_client(self, formation: ClientFormation, prepared: Mapping[str, Prepared], version: int) -> None:
-        self.roster, formation.is_done = self.roster.with_client(formation.name, formation.roster), True
-        (client,) = formation.roster.peers(prepared, [formation.name])
-        self._handle(self._core.client_arrived, client, version)
-
-    def _check_present(self, formation: Formation) -> None:
-        """Raise BootstrapError if participants that were members have left: another may have the name by now."""
-        now, before = self.roster.records, formation.roster.records
-        if gone := [
-            name
-            for name in formation.participants.keys() & before.keys()
-            if name not in now or now[name].member.rank != before[name].member.rank
-        ]:
-            raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-
-    def _assign(self, formation: Formation) -> None:
-        self._check_present(formation)
-        beside = self.roster
-        for other in list(self._assigned):
-            # An attempt for one of these names is for a member that was removed, and will fail.
-            beside = beside.with_members(other.roster, other.participants.keys() - formation.participants.keys())
-        formation.assign(self.roster, beside if self._assigned else None)
-        self._assigned[formation] = None
-        self.roster = self.roster.after_failure(formation.roster, formation.participants)  # ids and ranks are taken
-
-    def _announce_coming(self, kind: str, formation: Formation, coming: Mapping[str, Prepared]) -> int | None:
-        """The version of the view at which they join; None: they are to prepare again, as the members have changed."""
-        if kind == "back":
-            self._check_present(formation)
-        if formation.has_others(self.roster):
-            return None
-        formation.others = self._core.listening()
-        peers = formation.roster.peers({**self._core.listening(), **coming}, coming)
-        self._handle(self._core.coming, peers)
-        return self._core.promised
-
-    def _others_of(
-        self, formation: Formation, coming: Mapping[str, Prepared]
-    ) -> tuple[dict[str, Prepared], dict[str, str], set[str]]:
-        """Where all members listen, those that are away, and those that do not answer."""
-        self._handle(self._core.connecting, list(formation.ranks.values()))
-        gone = dict.fromkeys(formation.roster.records.keys() - self._core.listening().keys(), "it has left the group")
-        away = {name: cause for name, cause in {**self._core.away(), **gone}.items() if name not in coming}
-        silent = {*self._core.unready()}.difference(away, coming)
-        return {**formation.others, **self._core.listening(), **coming}, away, silent
-
-    def _take(self, kind: Literal["added", "back"], formation: Formation, version: int) -> None:
-        """They have joined."""
-        if kind == "back":
-            self._check_present(formation)
-        self.roster, formation.is_done = self.roster.with_members(formation.roster, formation.participants), True
-        self._handle(self._core.arrived, kind, list(formation.ranks.values()), version)
-        self.info = self.roster.info(self._core.listening())
-        self._restarts.admitted(formation.participants)
-        self._restarts.post(self.roster)
