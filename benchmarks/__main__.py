@@ -26,7 +26,7 @@ ALL = {
     **{name: name for name in ("atari", "protection", "queues", "switch_interval")},
 }
 #: Those that run only when they are named.
-NAMED = {name: name for name in ("crowds", "scale", "soak")}
+NAMED = {name: name for name in ("call_steps", "crowds", "scale", "soak")}
 #: CPUs of Ray, if not 4: it starts as many processes at once. For Atari nominal: only one learner of DQN and its
 #: collectors are active at any time.
 CPUS = {"atari": 72, **dict.fromkeys(("crowds", "scale"), os.cpu_count() or 4)}
@@ -45,7 +45,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats and sizes")
     parser.add_argument("--tiny", action="store_true", help="the least that shows that a benchmark works")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="write a result for each benchmark into it")
-    parser.add_argument("--against", help="observability: folder of another checkout to compare with")
     parser.add_argument("--calls", type=int, help="soak: number of calls")
     parser.add_argument("--members", help="crowds: members; scale: members of each group, comma-separated")
     parser.add_argument("--deadline", type=float, help="scale: seconds for the whole run")

@@ -206,18 +206,6 @@ def _reported(news: queue.SimpleQueue[tuple[float, Change]], names: set[str]) ->
             return when
 
 
-def exercise(actors: Sequence[Any]) -> dict[str, float]:
-    """Form a group of these ``Member``s, call, kill every tenth, call again, shut down; returns the seconds of each."""
-    took: dict[str, float] = {}
-    of_all(actors, "membership")  # wait until they have started
-    with formed(actors, took) as group:
-        took["first_calls"] = call_all_pairs(actors)
-        took["calls"] = call_all_pairs(actors)
-        took.update(kill_some(actors, group))
-        took["calls_after"] = call_all_pairs(actors)
-    return took
-
-
 def interrupt_forming(actors: Sequence[Any], after_s: float) -> dict[str, float]:
     """Press Ctrl-C so long after ``init_group`` was called.
 

@@ -122,17 +122,17 @@ class End:
 
 
 @contextmanager
-def actors(count: int, *, gpus: Sequence[str] = (), **env: str) -> Iterator[list[Any]]:
+def actors(count: int, *, gpus: Sequence[str] = (), cls: type[End] = End, **env: str) -> Iterator[list[Any]]:
     """So many living actors, started with ``runtime_env()``; they end with the block.
 
-    ``gpus``: CUDA_VISIBLE_DEVICES of each actor in turn.
+    ``gpus``: CUDA_VISIBLE_DEVICES of each actor in turn. ``cls``: their class.
     """
     ends = []
     for rank in range(count):
         visible = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
         options = {"num_cpus": 0, "num_gpus": 0.05 if gpus else 0}
         variables = {"env_vars": {**environment, **env, **visible}}
-        ends.append(ray.remote(End).options(**options, runtime_env=variables).remote())
+        ends.append(ray.remote(cls).options(**options, runtime_env=variables).remote())
     try:
         each(ends, lambda end: None)  # wait until they have started
         yield ends
@@ -143,10 +143,10 @@ def actors(count: int, *, gpus: Sequence[str] = (), **env: str) -> Iterator[list
 
 @contextmanager
 def group_of(
-    *names: str, gpus: Sequence[str] = (), config: rtr.GroupConfig | None = None, **env: str
+    *names: str, gpus: Sequence[str] = (), config: rtr.GroupConfig | None = None, cls: type[End] = End, **env: str
 ) -> Iterator[tuple[rtr.Group, dict[str, Any]]]:
     """A group of ``actors`` with these names."""
-    with actors(len(names), gpus=gpus, **env) as ends:
+    with actors(len(names), gpus=gpus, cls=cls, **env) as ends:
         members = dict(zip(names, ends, strict=True))
         with rtr.init_group(members, name=f"bench-{os.getpid()}", config=config) as group:
             yield group, members

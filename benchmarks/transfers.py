@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -106,26 +105,13 @@ def objectrefs(pick: Pick) -> list[Figure]:
     return figures
 
 
-def observability(pick: Pick, against: str | None = None) -> list[Figure]:
-    """What metrics and tracing cost an empty call, beside the same call with all off.
-
-    ``against``: the folder of another checkout to compare with, with metrics and tracing off in both.
-    """
-    if against is not None and not Path(against, "raytorchrpc").is_dir():
-        raise SystemExit(f"{against} is no checkout: it has no folder raytorchrpc")
-    with tempfile.TemporaryDirectory() as elsewhere:
+def observability(pick: Pick) -> list[Figure]:
+    """What metrics and tracing cost an empty call, beside the same call with all off."""
+    with tempfile.TemporaryDirectory() as folder:
 
         def traced(group: Any) -> AbstractContextManager[Any]:
-            return group.trace(Path(elsewhere, "trace.json"))
+            return group.trace(Path(folder, "trace.json"))
 
-        other = None if against is None else str(Path(against).resolve())
-        env = {} if other is None else {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-        ends = [_ours("all off", env=env), _ours("metrics_period_s=1", env=env, config={"metrics_period_s": 1.0})]
-        ends.append(_ours("traced", env=env, pair="all off", own_turn=True, around=traced))
-        ends += [] if other is None else [_ours("the other checkout", env={"PYTHONPATH": other})]
-        before = os.getcwd()
-        os.chdir(before if other is None else elsewhere)  # workers search the driver's folder before PYTHONPATH
-        try:
-            return engine(ends, [Pattern("an empty call")], [0], rounds=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))
-        finally:
-            os.chdir(before)
+        ends = [_ours("all off"), _ours("metrics_period_s=1", config={"metrics_period_s": 1.0})]
+        ends.append(_ours("traced", pair="all off", own_turn=True, around=traced))
+        return engine(ends, [Pattern("an empty call")], [0], rounds=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol
 
 from raytorchrpc.process.locks import Lock
 
+#: How the names of the package's own services begin.
+PACKAGES_OWN = "raytorchrpc."
 #: Entries of ``PairStats.latency``: the last but one ends at 67 s.
 BUCKETS = 28
 _LAST = BUCKETS - 1
@@ -90,7 +92,7 @@ def merged(rows: Iterable[PairStats], *keep: str) -> list[PairStats]:
 
 def counted_name(method: str, args: tuple[Any, ...]) -> str:
     """The name under which a call is counted and traced: a service names its object, as in ``queue batches.put``."""
-    if not method.startswith("raytorchrpc."):
+    if not method.startswith(PACKAGES_OWN):
         return method
     operation = method.rpartition(".")[2]
     named = len(args) > 1 and type(args[0]) is type(args[1]) is str
@@ -98,19 +100,21 @@ def counted_name(method: str, args: tuple[Any, ...]) -> str:
 
 
 class CallCounters:
-    """One member's counters, by peer, lane and method. Thread-safe; one short lock per event."""
+    """One member's counters, by peer, lane and method. Thread-safe; a call takes one short lock, at its end."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._counters: dict[tuple[str, str, str], PairStats] = {}
+        self._sent: deque[tuple[str, str, str, int]] = deque()
+        """What ``finished`` or a reader of the counters adds up."""
+        self.sent = self._sent.append
+        """Call it with (peer, lane, method, bytes) when a call was sent. ``method``: see ``counted_name``. No lock."""
 
-    def sent(self, peer: str, lane: str, method: str, size: int) -> None:
-        """A call with ``size`` bytes was sent. ``method``: see ``counted_name``."""
-        with self._lock:
-            try:  # without a call, so that no signal handler runs here
-                counter = self._counters[peer, lane, method]
-            except KeyError:
-                counter = self._new_counter(peer, lane, method)
+    def _add_sent(self) -> None:
+        """Under the lock."""
+        while self._sent:
+            peer, lane, method, size = self._sent.popleft()
+            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
             counter.calls += 1
             counter.bytes_out += size
 
@@ -126,10 +130,9 @@ class CallCounters:
         """The outcome of a call over ``lane`` was taken; ``size`` bytes came back, over ``came_by``."""
         bucket = min(int(seconds * 1e6).bit_length(), _LAST)
         with self._lock:
-            try:
-                counter = self._counters[peer, lane, method]
-            except KeyError:
-                counter = self._new_counter(peer, lane, method)
+            if self._sent:
+                self._add_sent()
+            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
             counter.seconds += seconds
             counter.latency[bucket] += 1
             if error is not None:
@@ -145,6 +148,7 @@ class CallCounters:
     def rows(self, caller: str) -> list[PairStats]:
         """A snapshot of the counters."""
         with self._lock:
+            self._add_sent()
             counters = self._counters.values()
             return [replace(row, caller=caller, errors={**row.errors}, latency=[*row.latency]) for row in counters]
 

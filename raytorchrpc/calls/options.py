@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -40,10 +40,6 @@ class CallOptions(NamedTuple):
     """``Call.cancel`` reaches the callee."""
     method: str = ""
     """The method that errors name, if it is not the one called."""
-
-    def retries(self, usual: Mapping[str, int], method: str) -> int:
-        """How often the call may be sent again; ``usual``: by method."""
-        return usual.get(method, 0) if self.retry is None else self.retry
 
 
 DEFAULTS = CallOptions()

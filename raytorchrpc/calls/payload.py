@@ -86,10 +86,12 @@ class Payloads:
             return route.fabric, _in_message(body, route.devices)
         if not body.tensors:
             lane = route.tensors if method in route.heavy_results else route.calls
+            if (most := lane.capabilities.in_band_bytes) is None or len(body.payload) <= most:
+                return lane, Payload(body)
             return lane, self._without_tensors(route, lane, body)
         lane = route.calls
         if lane.capabilities.carries(body.tensors):
-            return lane, _in_message(body, route.devices)
+            return lane, Payload(outbound(body, route.devices) if route.devices else body)
         self._check_mapped(route, body.tensors, route.devices)
         payload = self._beside(route, lane, body, route.devices, share)
         return (route.tensors, _in_message(body, route.devices)) if payload is None else (lane, payload)
@@ -106,12 +108,14 @@ class Payloads:
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
             fits = can.rrefs or not body.rrefs
-            return fits, self._without_tensors(route, lane, body) if fits else Payload(body)
+            if not fits or (most := can.in_band_bytes) is None or len(body.payload) <= most:
+                return fits, Payload(body)
+            return True, self._without_tensors(route, lane, body)
         fits = can.carries(body.tensors)
         if not fits or can.in_band_cuda:  # else there is no CUDA tensor
             self.check_reply(route, body.tensors)
         if fits and (can.rrefs or not body.rrefs):
-            body = outbound(body, devices)
+            body = outbound(body, devices) if devices else body
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
             return True, Payload(body if as_is else _unshared(body, frozen))
         if not body.rrefs:
@@ -124,9 +128,8 @@ class Payloads:
         return False, Payload(_unshared(outbound(body, devices), frozen))
 
     def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Payload:
-        """A large pickle travels like a tensor: a lane for those copies it once."""
-        most = lane.capabilities.in_band_bytes
-        if most is not None and len(body.payload) > most and not body.rrefs and "cpu" in route.beside:
+        """A pickle that is large for a message travels like a tensor: a lane for those copies it once."""
+        if not body.rrefs and "cpu" in route.beside:
             lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
             if (payload := self._beside(route, lane, lifted, {}, False)) is not None:
                 return payload

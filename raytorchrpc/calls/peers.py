@@ -301,7 +301,8 @@ class PeerTable:
         if self._closed:
             self.check_open()
         try:
-            return self._routes[find(target, self._ranks, self._described)]
+            rank = self._ranks.get(target) if type(target) is str else None
+            return self._routes[find(target, self._ranks, self._described) if rank is None else rank]
         except NotAMember:
             if not self._await_announcement(target, timeout_s):
                 raise

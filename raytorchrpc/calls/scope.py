@@ -86,9 +86,10 @@ class Scope(NamedTuple):
 
     def on_a_thread(self, admission: Any) -> Scope:
         """As ``inside``; the path also marks a method without an admission."""
-        if admission is not None or (token := token_of_threads()) in self.path:
-            return self.inside(admission)
-        return Scope((*self.path, token), self.limit)
+        token = token_of_threads() if admission is None else admission.token
+        if token in self.path:
+            return self if admission is self.admission else self._replace(admission=admission)
+        return Scope((*self.path, token), self.limit, admission)
 
     def inside(self, admission: Any) -> Scope:
         """The scope of a method that runs inside ``admission`` on behalf of this scope."""

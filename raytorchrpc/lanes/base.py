@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
-from raytorchrpc.process.completion import Completion, nothing, run_reported
+from raytorchrpc.process.completion import Completion, nothing
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import Shape, view_at
 from raytorchrpc.tensors.kept_errors import again
@@ -75,7 +75,7 @@ class Pending(Completion):
         """Complete it with a message or an error. Once, from any thread, which runs the callbacks."""
         self._message, self._error = message, error
         if self._on_released is not None:  # first: the caller may send its next call as soon as it sees this one done
-            run_reported(self._on_released)
+            self._on_released()
         self.complete()
 
     def take(self) -> Message:
@@ -177,7 +177,7 @@ class MessageLane(PeerLane):
 
         ``caller_waits``: the caller will wait next, on this thread, so a lane may let that thread read the reply.
         ``on_released``: called when the call is over (answered, however late, or lost), before its reply is taken. It
-        is short and idempotent. Any thread may call it, perhaps also if this raises.
+        is short and idempotent, and does not raise. Any thread may call it, perhaps also if this raises.
 
         The tensors in ``message`` belong to the lane until the call is over and must not change meanwhile. Raises
         LaneUnavailable if nothing was sent and nothing can be, for instance for a CUDA tensor without a device map;

@@ -157,7 +157,7 @@ def settle(done: Future[T], function: Callable[..., T], *args: Any) -> None:
 
 
 def pause(seconds: float = PAUSE_S) -> None:
-    """Sleep briefly, so that memory or threads may be freed. Allocates nothing."""
+    """Sleep briefly, so that what was lacking, such as a descriptor, may be freed."""
     _pause.acquire(True, seconds)
 
 

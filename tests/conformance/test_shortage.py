@@ -13,7 +13,6 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.base import Message, Pending
 from raytorchrpc.lanes.common import frames
 from tests.conformance.peers import EMPTY, Node, answer
-from tests.polling import wait_until
 from tests.shortage import NO_MEMORY, Failing, Shortage, shortage
 
 __all__ = ["shortage"]
@@ -92,15 +91,31 @@ def test_who_has_no_memory_for_a_message_is_still_in_step(pair: Pair, monkeypatc
 def test_half_a_request_whose_rest_cannot_be_sent_ends_the_connection(unix: Pair, shortage: Shortage) -> None:
     """Or nothing could be sent by it for ever."""
     unix.ask()
-    (accepted,) = unix.b.lane._selector.connections.values()  # type: ignore[attr-defined]
-    assert wait_until(accepted.acquire_read, PATIENCE_S)  # it stands still
+    selector = unix.b.lane._selector  # type: ignore[attr-defined]
+    (accepted,) = selector.connections.values()
+    selector.enable(accepted.fd, 0)  # it stands still
     shortage.begin()
     large = Message(("echo",), EMPTY._replace(payload=bytes(8 << 20)))
     with pytest.raises(PeerLost, match="the rest of it cannot be sent"):
         unix.a.lane.call("b", large, 0.1)
     shortage.end()
-    accepted.release_read()
+    selector.enable(accepted.fd)
     assert unix.ask().header == ("echo",)
+
+
+@pytest.mark.parametrize("error", [KeyError("a fault"), OSError(9, "closed")], ids=repr)
+def test_a_request_that_fails_at_its_listener_costs_its_connection(
+    pair: Pair, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer cannot end the process."""
+    pair.ask()
+    failing = Failing([error] * 8, pair.b.lane._serve)  # more often than there are listeners
+    monkeypatch.setattr(pair.b.lane, "_serve", failing)
+    for _ in range(8):
+        with pytest.raises(PeerLost):
+            pair.ask()
+    assert failing.errors == []
+    assert pair.ask().header == ("echo",)
 
 
 def test_a_request_that_could_not_begin_is_in_flight_no_more(unix: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

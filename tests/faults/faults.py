@@ -210,7 +210,8 @@ class FdLimit(Fault):
 
 @dataclass(frozen=True)
 class Shortage(Fault):
-    """For so many seconds it may map ``spare`` more bytes (RLIMIT_AS), and calls need more than that there.
+    """For so many seconds it may map ``spare`` more bytes (RLIMIT_AS), and calls need more than that there: a message
+    that it has no memory for fails its call, and what lacks less than that ends it.
 
     0 spare bytes: less than a thread's stack takes, so no thread can be started.
     """
@@ -218,7 +219,7 @@ class Shortage(Fault):
     seconds: float
     spare: int = 0
     tensor: bool = False
-    """A call brings it a tensor, which may go by torchrpc: TensorPipe ends a process that has no memory for it."""
+    """A call brings it a tensor, which may go by torchrpc."""
     may_kill = True
 
     def strike(self, on: Strike) -> None:

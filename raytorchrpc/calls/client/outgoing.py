@@ -16,7 +16,7 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.client.future import call_back
 from raytorchrpc.calls.client.stream import NEXT, Stream
-from raytorchrpc.calls.counters import CallCounters, counted_name
+from raytorchrpc.calls.counters import PACKAGES_OWN, CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
 from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band
@@ -52,7 +52,8 @@ from raytorchrpc.tensors.kept_errors import untraced
 _NOTICE_S = 10.0
 #: Packing that takes no longer than this is not counted, since every call would pay for it (seconds).
 _SOON_S = 0.005
-_NO_PAYLOAD = Payload(NOTHING)
+_NO_PAYLOAD, _OK = Payload(NOTHING), ReplyHeader(protocol.OK)
+NO_REPLY = Message(tuple(_OK), NOTHING)
 
 
 class Phase(Enum):
@@ -76,36 +77,30 @@ _DECIDED = (ARRIVED, FAILED, TAKEN)
 class OutgoingCall:
     """One call, from its first request to its outcome: what a ``Future`` waits for. Thread-safe."""
 
-    cancellable = False
-    """Whether ``cancel`` reaches the callee."""
-    _span: Span | None = None
-    """If it is traced."""
-    _counted = ""
-    """The name under which it is counted."""
-    _sent_by = ""
-    """The lane of its payload."""
-    _phase, _payload = UNSENT, _NO_PAYLOAD
-    _pending: Any
-    """Complete when the call can move on."""
-    _header = ReplyHeader(protocol.OK)
-    """Of the reply, once it has arrived."""
-    _error: BaseException | None = None
-    """Why it was lost or has failed."""
-    _started, _number = 0.0, 0
-    _is_reported = False
-    """A failure is logged if this is dropped."""
-    _is_fetched = _may_have_run = _is_cancelled = False
-    _retries = 0
+    _lane: MessageLane
+    """Of its request, once that is sent."""
+    _deadline: float
 
     def __init__(self, calls: OutgoingCalls, route: PeerRoute, method: str, options: CallOptions) -> None:
         self._calls, self._route, self._method, self._options = calls, route, method, options
         self._lock = Lock()
+        self._phase, self._payload = UNSENT, _NO_PAYLOAD
+        self._message, self._header = NO_REPLY, _OK
+        self._pending: Any = None
+        """Complete when the call can move on."""
+        self._error: BaseException | None = None
+        """Why it was lost or has failed."""
+        self._span: Span | None = None
+        """If it is traced."""
+        self.cancellable = self._is_reported = False
+        """Whether ``cancel`` reaches the callee; whether a failure is logged if this is dropped."""
+        self._is_fetched = self._may_have_run = self._is_cancelled = False
+        self._counted = self._sent_by = ""
+        """The name under which it is counted; the lane of its payload."""
+        self._started, self._number, self._retries = 0.0, 0, 0
 
-    def send(self, args: tuple[Any, ...], kwargs: Any, retries: int = 0, target: Any = None) -> None:
-        """Send it, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
-        if not retries:
-            self._transmit(args, kwargs, self._options.timeout)
-            return
+    def send_often(self, args: tuple[Any, ...], kwargs: Any, retries: int, target: Any) -> None:
+        """As ``send``, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
         peer, options = self._route.member.name, self._options
         self._deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
         self._retries = retries
@@ -123,13 +118,13 @@ class OutgoingCall:
 
     def _attempt(self) -> None:
         try:
-            self._transmit(*self._arguments, max(0.001, self.remaining()))
+            self.send(*self._arguments, max(0.001, self.remaining()))
         except PeerLost as lost:
             with self._lock:
                 self._lose(untraced(lost))
 
-    def _transmit(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
-        """Send its request."""
+    def send(self, args: tuple[Any, ...], kwargs: Any, timeout: float | None) -> None:
+        """Send its request. Raises what keeps it from being sent."""
         began = time.monotonic()
         calls, route, method, options = self._calls, self._route, self._method, self._options
         if calls.interval is not None and not calls.interval.used:
@@ -141,7 +136,7 @@ class OutgoingCall:
             span = tracer.call(f"{peer}.{counted_name(method, args)}", options.caller_waits)
         number = next(calls.numbers) if options.cancellable else 0
         header, body, in_context = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
-        size = body_bytes(body)
+        size = body_bytes(body) if body.tensors else len(body.payload)
         credit, has_waited = calls.credit.take(route.member, method, size, began + header.seconds)
         payload: Payload | None = None
         try:
@@ -170,14 +165,18 @@ class OutgoingCall:
             raise
         self._lane, self._payload, self._number = lane, payload, number
         self._started, self._deadline = started, started + header.seconds
-        self._counted, self._sent_by = counted_name(method, args), payload.lane or lane.name
+        self._counted = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
+        self._sent_by = payload.manifests[0][0] if payload.manifests else lane.name
         self.cancellable = self._is_reported = options.cancellable
-        calls.counters.sent(peer, self._sent_by, self._counted, size)
+        calls.counters.sent((peer, self._sent_by, self._counted, size))
         if span is not None:
             span.about.update(lane=lane.name, bytes_out=size)
-            if payload.lane is not None:
-                span.beside("ship", payload.lane, started)
+            if payload.manifests:
+                span.beside("ship", self._sent_by, started)
             self._span = span
+        if self._phase is UNSENT:
+            self._pending, self._phase = pending, SENT
+            return
         with self._lock:  # another thread may add a callback while the call is sent again
             self._pending, self._is_fetched, self._phase = pending, False, SENT
 
@@ -220,11 +219,15 @@ class OutgoingCall:
 
     def _advance(self, pending: Any) -> bool:
         """Move on after ``pending``, which is complete; whether the outcome can be taken."""
+        if self._phase in _DECIDED:
+            return True
         header: ReplyHeader | None = None
         error: Exception | None = None
+        message = NO_REPLY
         if pending is self._pending and self._phase in _IN_FLIGHT:
             try:
-                header = ReplyHeader(*pending.take().header)
+                message = pending.take()
+                header = ReplyHeader(*message.header)
             except Exception as failure:
                 error = untraced(failure)
         with self._lock.once(self.label) if self._lock._is_owned() else self._lock:
@@ -232,7 +235,7 @@ class OutgoingCall:
                 if error is not None:
                     self._fail(error)
                 elif header is not None:
-                    self._header, self._phase = header, ARRIVED
+                    self._message, self._header, self._phase = message, header, ARRIVED
                     if header.kind == protocol.KEPT:
                         self._fetch(header.number)
             return self._phase in _DECIDED
@@ -351,9 +354,10 @@ class OutgoingCall:
 
     def _take(self) -> tuple[Any, BaseException | None, int, str]:
         """The value or the exception in the reply, its bytes, and the lane that brought them."""
-        message, header, calls, route = self._pending.take(), self._header, self._calls, self._route
-        self._phase = TAKEN
-        message.make_current()
+        message, header, calls, route = self._message, self._header, self._calls, self._route
+        self._phase, self._message = TAKEN, NO_REPLY
+        if message.make_current is not nothing:
+            message.make_current()
         for export in self._payload.exports:
             export.finished()
         came_by = self._lane.name if message.body.tensors else self._sent_by
@@ -373,8 +377,9 @@ class OutgoingCall:
             into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
             size, value = into.receive(calls.codec, body, pending, self.label, self._options.keep)
         else:
-            body = calls.payloads.unpack(body, pending, keep=self._options.keep)
-            size = body_bytes(body)
+            if pending or self._options.keep:
+                body = calls.payloads.unpack(body, pending, keep=self._options.keep)
+            size = body_bytes(body) if body.tensors else len(body.payload)
         if span is not None:
             span.beside("fetch", came_by)
         if header.kind == protocol.RAISED:
@@ -396,7 +401,7 @@ class OutgoingCall:
             call = OutgoingCall(calls, route, NEXT, unlimited)
             call._may_have_run = item > 0  # the generator, whatever became of this request
             try:
-                call.send((number, item), {})
+                call.send((number, item), {}, unlimited.timeout)
             except PeerLost as lost:
                 raise PeerLost(lost.peer, lost.cause, item > 0 or lost.may_have_run) from None
             return call
@@ -455,7 +460,7 @@ class OutgoingCall:
     def __del__(self) -> None:
         # Nobody took the result, or not in time: out-of-band tensors that arrive with it have to be discarded.
         # An interrupt may have ended __init__. In a fork the call is the parent's.
-        if self._phase is TAKEN or fork.forked():
+        if getattr(self, "_phase", TAKEN) is TAKEN or fork.forked():
             return
         with contextlib.suppress(Exception):
             if self._phase in _UNDER_WAY:
@@ -523,7 +528,10 @@ class OutgoingCalls:
             options = options._replace(into=receiver(options.into))
         route = self.peers.route_for_call(target, options.timeout)
         call = OutgoingCall(self, route, method, options)
-        call.send(args, kwargs, options.retries(route.retries, method), target)
+        if retries := route.retries.get(method, 0) if options.retry is None else options.retry:
+            call.send_often(args, kwargs, retries, target)
+        else:
+            call.send(args, kwargs, options.timeout)
         return call
 
     def close(self) -> None:
@@ -540,7 +548,7 @@ class OutgoingCalls:
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
-        self.counters.sent(route.member.name, lane.name, method, body_bytes(body))
+        self.counters.sent((route.member.name, lane.name, method, body_bytes(body)))
         return rref
 
     def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:

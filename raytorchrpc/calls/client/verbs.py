@@ -23,7 +23,6 @@ from raytorchrpc.calls.scope import on_loop, refuse_on_loop
 from raytorchrpc.errors import RpcTimeout
 from raytorchrpc.process import threads
 from raytorchrpc.process.completion import Completion
-from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import process_deadlines
 
 #: Tensors to receive a result into: a list or a tuple.
@@ -67,7 +66,9 @@ class _Proxy:
 def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
     if on_loop():
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
-    local, options = _member(_target, _options)
+    local, options = current_local(), _options
+    if local is None:
+        local, options = _member(_target, options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
     return result_of(local.outgoing.call(_target, _name, args, kwargs, options))
 
@@ -100,16 +101,15 @@ def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
 class _DeferredCall(OutgoingCall):
     """A call that waits for this process to become a member. A worker sends it then, as one whose peer was lost."""
 
-    cancellable = True
-    _phase = LOST
-    _route: Any = None
-    """Once it is being sent."""
+    _route: Any
+    """None until it is being sent."""
     _awaited: rejoin.Awaited | None
     """This process as the member that it becomes, until it is one."""
 
     def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
-        self._method, self._options, self._lock = method, options, Lock()
-        self._pending = Completion()
+        unknown: Any = None
+        super().__init__(unknown, unknown, method, options)
+        self.cancellable, self._phase, self._pending = True, LOST, Completion()
         self._keep(args, kwargs, target)
         self._awaited = awaited = rejoin.awaited(options.timeout)
         awaited.add_done_callback(self._joined)
@@ -126,7 +126,8 @@ class _DeferredCall(OutgoingCall):
         if self._route is not None:
             return super()._next_route()
         route = self._calls.peers.route_for_call(self._target)
-        self._retries = self._options.retries(route.retries, self._method)
+        usual = route.retries.get(self._method, 0)
+        self._retries = usual if self._options.retry is None else self._options.retry
         return route
 
     @property

@@ -105,14 +105,19 @@ class Admission:
         if monitor is None:
             with self.gate.lock:
                 monitor = self.gate.monitor_of(self)
-        monitor.leave(self, lends=True)
+        if (following := monitor.pass_on(self, lends=True)) is not None:
+            following.spawn()
 
     def regain(self) -> None:
         """Block until it is this method's turn again."""
-        assert self.monitor is not None
+        monitor = self.monitor
+        assert monitor is not None
         try:
-            if not self.monitor._take_back(self):
-                self.monitor._await(_Waiter(self.label), back=self)
+            with monitor.lock:
+                if not monitor._running:
+                    monitor._give_back(self)
+            if not self.held:
+                monitor._await(_Waiter(self.label), back=self)
         finally:
             self.owner = threading.get_ident()
 
@@ -162,7 +167,7 @@ class Gate:
                         f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} "
                         f"times already, which is the limit; end the recursion earlier, or make it a loop"
                     )
-                if not gate._is_free(path):
+                if gate._running >= gate._limit or (gate._lent >= MOST_LENT and gate._token not in path):
                     gate._queue.append(_Queued(job, time.monotonic()))
                     return False
                 admission = gate._admit(job.label, direct=True)
@@ -233,14 +238,6 @@ class Gate:
             raise interrupt
         return waiter.admission
 
-    def _take_back(self, admission: Admission) -> bool:
-        """Give a lent admission back, unless another method runs."""
-        with self.lock:
-            if self._running:
-                return False
-            self._give_back(admission)
-            return True
-
     def _queue_up(self, waiter: _Waiter, back: Admission | None = None) -> None:
         with self.lock:
             self._queue.append(_Queued(waiter, time.monotonic(), back))
@@ -250,10 +247,9 @@ class Gate:
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
-    def leave(self, admission: Admission, lends: bool = False) -> None:
-        """Give the admission up, or lend it; the next in the queue starts on a thread of its own."""
-        following = self.pass_on(admission, lends)
-        if following is not None:
+    def leave(self, admission: Admission) -> None:
+        """Give the admission up; the next in the queue starts on a thread of its own."""
+        if (following := self.pass_on(admission)) is not None:
             following.spawn()
 
     def pass_on(self, admission: Admission, lends: bool = False) -> Job | None:
@@ -271,7 +267,7 @@ class Gate:
                 self._admitted.pop(admission.token, None)
                 if admission.monitor not in (None, self):
                     self._close(admission.monitor)
-            following = self._next()
+            following = self._next() if self._queue else None
         if following is None:
             return None
         job: Job = following[0]
@@ -478,6 +474,8 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
 
     False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """
+    if current_scope.get().admission is None:
+        return pending.wait(timeout_s)
     admission = _own_admission()
     if admission is None or not admission.held or timeout_s <= 0:  # lent already, by what a handler has interrupted
         return pending.wait(timeout_s)

@@ -69,13 +69,24 @@ class IncomingCalls:
                 if self.interval is not None and not self.interval.used:
                     self.interval.shorten()
                 header = RequestHeader._make(message.header)
-                exposed = self._exposed(header.method)
+                exposed = self.methods.get(header.method) or self.services.get(header.method)
+                if exposed is None:
+                    raise NoSuchMethod(self._why_not(header.method))
                 route = self._peers.route_back(caller)
                 made: type[ServedCall] = exposed.call or ServedCall
                 call = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
                 if header.number and not self.callee.cancellable.add(call):
                     return call.answer_cancelled
-                return self._dispatch(call)
+                if exposed.concurrent:
+                    return call.run if call.admit(None) else None
+                gate = gates.gate_of(self.callee.instance, exposed.concurrency_group)
+                if gate is None:
+                    raise NotAMember(f"the actor of member {name!r} is gone from its process")
+                if gate.request(call):
+                    return call.run
+                if call.phase is QUEUED:
+                    gate.watch(call, self.callee.deadlines)
+                return None
             return self._control(lane, ControlHeader(*message.header), message, reply)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
@@ -119,12 +130,6 @@ class IncomingCalls:
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self.callee.local, *arguments)
 
-    def _exposed(self, name: str) -> Exposed:
-        exposed = self.methods.get(name) or self.services.get(name)
-        if exposed is None:
-            raise NoSuchMethod(self._why_not(name))
-        return exposed
-
     def _why_not(self, name: str) -> str:
         """Why this member does not serve a method of that name."""
         if self.callee.instance is None:
@@ -148,16 +153,3 @@ class IncomingCalls:
         similar = difflib.get_close_matches(name, self.methods, 1)
         meant = f"; did you mean {similar[0]!r}?" if similar else ""
         return f"{cls.__name__} has no method {name!r} (exposed: {offered}){meant}"
-
-    def _dispatch(self, call: ServedCall) -> Work | None:
-        """Admit the call, or have it queue; returns its work, if a thread is to run it now."""
-        if call.exposed.concurrent:
-            return call.run if call.admit(None) else None
-        gate = gates.gate_of(self.callee.instance, call.exposed.concurrency_group)
-        if gate is None:
-            raise NotAMember(f"the actor of member {self.callee.name!r} is gone from its process")
-        if gate.request(call):
-            return call.run
-        if call.phase is QUEUED:
-            gate.watch(call, self.callee.deadlines)
-        return None

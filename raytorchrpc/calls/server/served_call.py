@@ -36,6 +36,7 @@ from raytorchrpc.errors import (
 )
 from raytorchrpc.lanes.base import Message, MessageLane, Reply
 from raytorchrpc.process import threads
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import AtOnce, Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, thread_modes
@@ -273,9 +274,9 @@ class ServedCall:
         self.kind, self.number = header.kind, header.number
         self.message, self.pending, self.send = message, pending, send
         until = header.deadline
-        limit = Limit(time.monotonic() + header.seconds if until is None else until)
+        self.limit = Limit(time.monotonic() + header.seconds if until is None else until)
         self.path = header.path
-        self.scope = Scope(header.path, limit)
+        self.scope = Scope(header.path, self.limit)
         self.context = torch_internals.NO_CONTEXT
         if lane.capabilities.rrefs:  # else the lane records no hop
             self.context = torch_internals.current_autograd_context()
@@ -298,10 +299,7 @@ class ServedCall:
         return self.scope.holds_a_thread or (self.admission is not None and self.admission.gate.lends)
 
     def _advance(self, phase: Phase) -> bool:
-        """Move on; False if it is cancelled, or is to be and has replied."""
-        if not self.number:  # it cannot be cancelled
-            self.phase = phase
-            return True
+        """Move on a call that may be cancelled; False if it is, or is to be and has replied."""
         with self.callee.cancellable.lock:
             if self.phase is CANCELLED or (self.phase is REPLIED and phase is CANCELLED):
                 return False
@@ -319,7 +317,10 @@ class ServedCall:
         ``inside``: it runs on the event loop, inside an admission that its chain holds there and leaves itself.
         """
         self.admission, self._leaves = admission, not inside
-        self._advance(ADMITTED)
+        if self.number:
+            self._advance(ADMITTED)
+        else:
+            self.phase = ADMITTED
         if inside or self.exposed.is_coroutine or (self.callee.is_async and not self.exposed.concurrent):
             self._start_on_loop()
             return False
@@ -379,10 +380,12 @@ class ServedCall:
             before = current_scope.set(self.scope.on_a_thread(admission))
             try:
                 if self.context == torch_internals.NO_CONTEXT:
-                    complete(self._call())
+                    if (left := self._call()) is not None:
+                        complete(left)
                 else:
                     with torch_internals.autograd_context(self.context):
-                        complete(self._call())
+                        if (left := self._call()) is not None:
+                            complete(left)
             except BaseException as error:
                 self._refuse(error)
             finally:
@@ -452,12 +455,10 @@ class ServedCall:
         args, kwargs = self._arguments()
         if self.exposed.service:
             return self.exposed.function(self.callee.local, self.route.member.rank, *args, **kwargs)
-        return self._runs(self.exposed.function, self.callee.instance, *args, **kwargs)
-
-    @property
-    def _runs(self) -> Callable[..., Any]:
-        """Runs user code on this thread. The actor's own event loop has the modes of torch that Ray's calls have."""
-        return thread_modes.run if self._task is None else _called
+        if self._task is None:
+            return thread_modes.run(self.exposed.function, self.callee.instance, *args, **kwargs)
+        # The actor's own event loop has the modes of torch that Ray's calls have.
+        return self.exposed.function(self.callee.instance, *args, **kwargs)
 
     def _answer_later(self, later: Any) -> None:
         try:
@@ -472,23 +473,22 @@ class ServedCall:
 
     def _end(self) -> None:
         host_device_copy.reap_copies()
-        if self.scope.limit is not None:
-            self.scope.limit.over = True
+        self.limit.over = True
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.phase is CANCELLED:  # asked after the task is known: one of the two threads sees the other's
             raise CancelledError(self._why())
         if self.span is not None:
             self.span.begin()
-        deadline = self.scope.deadline
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > self.limit.at:
             raise RpcTimeout(f"{self.label} waited for its turn until its deadline, and did not run")
         callee, message = self.callee, self.message
-        message.make_current()
+        if message.make_current is not nothing:
+            message.make_current()
         try:
-            body = callee.payloads.unpack(
-                message.body, self.pending, arrives_on=self.route.cpu_arrives_on, keep=self.exposed.keep
-            )
+            body, arrives_on = message.body, self.route.cpu_arrives_on
+            if self.pending or self.exposed.keep or (arrives_on is not None and body.tensors):
+                body = callee.payloads.unpack(body, self.pending, arrives_on=arrives_on, keep=self.exposed.keep)
             if self.pending and self.span is not None:
                 self.span.beside("fetch", message.manifests[0][0])
             decoded = callee.codec.decode(*body)
@@ -555,7 +555,9 @@ class ServedCall:
 
     def reply(self, message: Message) -> None:
         """Send a reply. Raises PeerLost if the caller is gone, or has cancelled the call and has another reply."""
-        if not self._advance(REPLIED):  # again, if an earlier reply could not be sent
+        if not self.number:
+            self.phase = REPLIED
+        elif not self._advance(REPLIED):  # again, if an earlier reply could not be sent
             raise PeerLost("the caller", "it cancelled the call")
         if self.span is not None:
             self.span.end()
@@ -563,10 +565,6 @@ class ServedCall:
 
     def _refuse(self, error: BaseException) -> None:
         self.callee.replies.refuse(self.kind, error, self.reply)
-
-
-def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 NO_MESSAGE = Message((), NOTHING)
@@ -596,14 +594,13 @@ class _InContext:
                 error = thrown
 
 
-def complete(left: Coroutine[Any, Any, None] | None) -> None:
+def complete(left: Coroutine[Any, Any, None]) -> None:
     """Run to its end, on this thread, what is left of a call."""
-    if left is not None:
-        try:
-            left.send(None)
-        except StopIteration:
-            return
-        raise RuntimeError("a call on a thread has waited for an event loop")
+    try:
+        left.send(None)
+    except StopIteration:
+        return
+    raise RuntimeError("a call on a thread has waited for an event loop")
 
 
 def _in_autograd_context(coroutine: Coroutine[Any, Any, Any], context_id: int) -> Any:

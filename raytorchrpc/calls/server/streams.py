@@ -128,8 +128,7 @@ class ServedStream(ServedCall):
             if request is None:
                 self._awaited = DeferredReply()
                 return self._awaited
-        if self.scope.limit is not None:
-            self.scope.limit.at = time.monotonic() + self._seconds  # each item has the call's whole time
+        self.limit.at = time.monotonic() + self._seconds  # each item has the call's whole time
         return request
 
     def _patience(self) -> float:

@@ -312,8 +312,14 @@ class NngLane(ConnectedLane[Connection]):
                 if not self._readable(fd):
                     threads.pause()  # else epoll would report it again at once
             else:
-                for frame in connection.read():
-                    self._serve_request(connection, frame.call, frame.message)
+                try:
+                    for frame in connection.read():
+                        self._serve_request(connection, frame.call, frame.message)
+                except Exception as error:  # a peer must not end this process
+                    if threads.is_shortage(error):
+                        raise
+                    threads.report(error, f"{self._me} closes a connection")
+                    connection.end(f"a request could not be served: {error}")
         return not self._closed
 
     def _serve_request(self, connection: Connection, number: int, message: Message) -> None:

@@ -15,6 +15,7 @@ import time
 from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Set
+from enum import Enum
 from functools import partial
 from threading import get_ident
 from typing import Any, ClassVar, cast
@@ -60,8 +61,25 @@ def _timeval(seconds: int) -> bytes:
     return seconds.to_bytes(8, "little") + bytes(8)
 
 
+class Polled(Enum):
+    """Whether the leader polls a connection, if no caller reads it."""
+
+    NOT = "not polled"
+    """No reply is to come, or a caller that waits is about to read it."""
+    SOON = "polled soon, if no caller reads it"
+    NOW = "polled"
+
+
+NOT, SOON, NOW = Polled  # to look them up there takes longer
+
+
 class Connection(connections.Connection):
-    """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which."""
+    """At most one thread reads it at a time: the leader, or a caller that waits. ``_state`` guards which.
+
+    The leader always polls an accepted connection. It polls one of our own only while replies are to come that no
+    caller reads: a caller that waits in a process that serves no requests reads its own reply, and those of others
+    meanwhile. One that a caller has just left is polled soon, unless a caller has read it again by then.
+    """
 
     def __init__(
         self,
@@ -83,20 +101,25 @@ class Connection(connections.Connection):
         self._protection = protection
         self._reader = frames.FrameReader(protection)
         self._sending = threading.Lock()
-        self.enabled = self.accepted or (first is not None and not first.caller_waits)
-        """Whether the leader polls it. It always polls an accepted connection, but one of our own only while
-        that has replies to come that no caller reads: a caller that waits in a process that serves no requests reads
-        its own reply, and those of others meanwhile.
-        """
-        self._enables_later = False
+        self.polled = NOW if self.accepted or (first is not None and not first.caller_waits) else NOT
         self._read_lately = False
-        """A caller has read it and is likely to again: the leader need not poll it."""
-        self._callbacks = 0  # calls in flight that have a callback
+        """A caller has read it since it was to be polled soon."""
+        self._callbacks = 0
+        """Calls in flight that have a callback, which no caller reads for."""
         self._spinner = Spinner()
         if first is not None:
             self.first = pending = SocketPending(first.on_released, self._state)
             pending.connection = self
             self._begin(pending)
+
+    def __repr__(self) -> str:
+        if self._ended is not None:
+            state = f"ended: {self._ended}"
+        else:
+            state = (
+                f"{'read by a thread' if self._reading else self.polled.value}, {len(self._pending)} calls in flight"
+            )
+        return f"<connection {'from a caller' if self.peer is None else f'to {self.peer!r}'}, {state}>"
 
     # Calls.
 
@@ -105,9 +128,8 @@ class Connection(connections.Connection):
             raise connections.Interrupted
         pending = SocketPending(on_released, self._state)
         pending.connection = self
-        number = 0
+        number = self._begin(pending)
         try:
-            number = self._begin(pending)
             if not caller_waits:
                 with self._state:
                     self._ensure_reader()
@@ -123,26 +145,28 @@ class Connection(connections.Connection):
         """
         if self._callbacks:
             self._enable()
-        elif not (self.enabled or self._reading or self._enables_later):
+        elif self.polled is NOT and not self._reading:
             self._selector.enable_later(self)
-            self._enables_later = True
+            self.polled = SOON
 
     def enable_if_unread(self) -> bool:
         """Called soon after ``Selector.enable_later``. Returns whether to call it again."""
         with self._state:
-            wanted = self.accepted or bool(self._pending)
-            again = wanted and self._read_lately and not self.enabled
-            self._read_lately = False
-            self._enables_later = again
-            if wanted and not again:
+            was_read, self._read_lately = self._read_lately, False
+            if self.polled is not SOON:
+                return False
+            if self._pending and was_read:
+                return True
+            self.polled = NOT
+            if self._pending:
                 self._enable()
-            return again
+            return False
 
     def _enable(self) -> None:
         """Under ``_state``: have the leader poll it, unless a thread reads it."""
-        if not self.enabled and not self._reading and self._ended is None:
+        if self.polled is not NOW and not self._reading and self._ended is None:
             self._selector.enable(self.fd)
-            self.enabled = True  # afterwards: a signal handler may run before
+            self.polled = NOW  # afterwards: a signal handler may run before
 
     def send(self, buffers: list[Any], deadline: float, take_back: Callable[[], object] = nothing) -> None:
         """Send one frame. Raises PeerLost, and RpcTimeout for a request of which nothing was sent by the deadline. On
@@ -165,7 +189,9 @@ class Connection(connections.Connection):
             rest = self._send_by(until, deadline, buffers)
         finally:
             if not rest:
-                self._end_send()
+                self._sending.release()
+                if self._ended is not None:
+                    self._free_if_unused()
         if rest:
             self._finish_later(rest, deadline if self.accepted else deadline + FINISH_S, take_back)
 
@@ -224,8 +250,8 @@ class Connection(connections.Connection):
             copies = [memoryview(bytes(part)) for part in rest]  # the program may change its tensors from now on
             threads.start(self._finish, copies, until, take_back, name="raytorchrpc-rest")
         except BaseException as error:
+            self._sending.release()
             self.end(f"a message was sent in part, and the rest of it cannot be sent: {error}")
-            self._end_send()
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
     def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
@@ -251,7 +277,9 @@ class Connection(connections.Connection):
             self.end(str(error))
             run_reported(take_back)
         finally:
-            self._end_send()
+            self._sending.release()
+            if self._ended is not None:
+                self._free_if_unused()
 
     # Reading.
 
@@ -271,14 +299,19 @@ class Connection(connections.Connection):
     def exclude_selector(self) -> None:
         """Called by the reading thread, which is about to wait: the leader need not wake."""
         with self._state:
-            if self.enabled and self._ended is None:  # after the end its descriptor may have been reused
-                self.enabled = False
+            if self.polled is NOW and self._ended is None:  # after the end its descriptor may have been reused
+                self.polled = NOT
                 self._selector.enable(self.fd, 0)
 
     def release_read(self) -> None:
         """Let other threads read. The calling thread is likely to read again soon, so the leader polls this connection
         only if it does not, or for a caller that waits.
         """
+        if self.accepted:
+            self._reading = 0
+            if self._ended is not None:
+                self._free_if_unused()
+            return
         with self._state:
             self._reading = 0
             if self._ended is not None:
@@ -352,8 +385,7 @@ class Connection(connections.Connection):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
         finally:
-            with self._state:
-                self._free()
+            self._free_if_unused()
 
     def _free(self) -> None:
         """Under ``_state``, after the end: close the descriptor, unless a thread may be about to use it.
@@ -365,11 +397,9 @@ class Connection(connections.Connection):
             self.sock.close()
             self._sending.release()
 
-    def _end_send(self) -> None:
-        self._sending.release()
-        if self._ended is not None:
-            with self._state:
-                self._free()
+    def _free_if_unused(self) -> None:
+        with self._state:
+            self._free()
 
 
 def _poll_in(fd: int) -> select.poll:
@@ -392,19 +422,18 @@ class SocketPending(Pending):
     connection: Connection
 
     def wait(self, timeout_s: float) -> bool:
-        if self.done:
-            return True
         connection, deadline = self.connection, time.monotonic() + timeout_s
-        if connection.acquire_read():
+        if not self.done and connection.acquire_read():
             try:
                 if timeout_s > 0:
-                    connection.exclude_selector()
+                    if connection.polled is NOW:
+                        connection.exclude_selector()
                     connection.read_until(self, deadline)
                 else:
                     connection.read()
             finally:
                 connection.release_read()
-        return super().wait(deadline - time.monotonic())
+        return self.done or super().wait(deadline - time.monotonic())
 
     def check_reader(self) -> None:
         if self.connection._reading == get_ident():
@@ -495,7 +524,7 @@ class SocketLane(ConnectedLane[Connection]):
     ) -> Connection:
         tune(sock)
         connection = Connection(self._selector, sock, peer, protection, self._discard, first)
-        if not self._selector.add(connection):
+        if not self._selector.add(connection, polled=connection.polled is NOW):
             raise self._left(peer)
         return connection
 
@@ -503,12 +532,19 @@ class SocketLane(ConnectedLane[Connection]):
 
     def _read(self, connection: Connection, tasks: deque[Task]) -> None:
         """Read what has arrived, and add the work that it brought. Requests enter their queues in the order sent."""
-        if not connection.acquire_read():
+        if connection.accepted:  # Nobody else reads it, so no lock is needed. Its end looks at this after it is noted.
+            connection._reading = get_ident()
+        elif not connection.acquire_read():
             return  # a caller reads it
         try:
             for frame in connection.read():
                 if (work := self._serve(frame.message, partial(connection.reply, frame.call))) is not None:
                     tasks.append(work)
+        except Exception as error:  # those that have been accepted are served; a peer must not end this process
+            if threads.is_shortage(error):
+                raise
+            threads.report(error, f"{self._me} closes a connection")
+            connection.end(f"a request could not be accepted: {error}")
         finally:
             connection.release_read()
 

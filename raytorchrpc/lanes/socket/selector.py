@@ -149,11 +149,11 @@ class Selector:
         self._listening.add(fd)
         self._epoll.register(fd, _READ_ONCE)
 
-    def add(self, connection: Connection) -> bool:
-        """Add a connection; it is polled from now on if it is enabled. Returns False after ``close``."""
+    def add(self, connection: Connection, *, polled: bool = True) -> bool:
+        """Add a connection, which is polled from now on, or once it is enabled. Returns False after ``close``."""
         with self._lock:
             if not self.closed:
-                self._epoll.register(connection.fd, _READ if connection.enabled else 0)
+                self._epoll.register(connection.fd, _READ if polled else 0)
                 self.connections[connection.fd] = connection
             return not self.closed
 
@@ -202,7 +202,7 @@ class Selector:
     def start(self) -> None:
         """Start the threads. Raises ThreadShortage."""
         self._add_thread()
-        self._ensure_follower()
+        self._add_thread()
 
     def close(self) -> bool:
         """Wake all threads so that they end. The last one frees the descriptors. Returns False if closed before."""
@@ -250,11 +250,6 @@ class Selector:
             self.retire(1)
             raise
 
-    def _ensure_follower(self) -> None:
-        """Have a follower: the leader is about to do something that may block."""
-        if self._idle <= 1:
-            self._add_thread()
-
     # --- one thread ------------------------------------------------------------------------------------------
 
     def _step(self, me: _Listener) -> bool | Task:
@@ -266,23 +261,20 @@ class Selector:
             if self._leader is not me and self._is_surplus():
                 return False
         while not self.closed:
-            with self._lock:
-                if self._leader is None:
-                    self._become_leader(me)
+            if self._leader is None:
+                with self._lock:
+                    if self._leader is None:
+                        self._become_leader(me)
             if self._leader is me:
-                return self._lead(me)
+                if not self._tasks or time.monotonic() - self._polled >= BRIEF_S:  # methods have kept it from polling
+                    self._poll(wait=not self._tasks)
+                return self._next_task(me) if self._tasks else True
             self._follow(me)
         with self._lock:
             if self._tasks:  # their methods may be admitted, and would keep others out for ever
                 return self._tasks.popleft()
         self.retire(1)
         return False
-
-    def _lead(self, me: _Listener) -> bool | Task:
-        """Poll. Returns the next task; False if this thread is to end."""
-        if not self._tasks or self._is_late():
-            self._poll(wait=not self._tasks)
-        return self._next_task(me) if self._tasks else True
 
     def _is_surplus(self) -> bool:
         with self._lock:
@@ -291,10 +283,6 @@ class Selector:
             self._idle -= 1
             self._threads -= 1
             return True
-
-    def _is_late(self) -> bool:
-        """Whether methods, however brief, have kept the leader from polling for so long that it polls next."""
-        return time.monotonic() - self._polled >= BRIEF_S
 
     def _become_leader(self, me: _Listener) -> None:
         """Under the lock."""
@@ -347,7 +335,8 @@ class Selector:
 
     def _next_task(self, me: _Listener) -> bool | Task:
         """As the leader, take the next task. While it runs another thread may become the leader."""
-        self._ensure_follower()
+        if self._idle <= 1:  # this thread is about to do what may block
+            self._add_thread()
         me.began = time.monotonic()
         with self._lock:
             if not self._tasks:  # another thread has taken it, as the selector was closed

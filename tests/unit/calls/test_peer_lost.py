@@ -166,10 +166,10 @@ BESIDE = (("shm", None, (), None),)
 
 
 def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -> None:
-    def fetch(*_: Any) -> Any:
+    def read(*_: Any) -> Any:
         raise PeerLost("caller", "the route for tensors broke")
 
-    lost = refused({"shm": SimpleNamespace(fetch=fetch, used=lambda *_: None)})
+    lost = refused({"shm": SimpleNamespace(read=read, used=lambda *_: None)})
     assert isinstance(lost, PeerLost)
     assert (lost.peer, lost.may_have_run) == ("callee", False)
     assert "could not fetch the arguments: the route for tensors broke" in str(lost)

@@ -25,8 +25,6 @@ Task = Callable[[], None]
 class Source:
     """A connection that brings some methods each time it is readable."""
 
-    enabled = True
-
     def __init__(self, *tasks: Task) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.tasks = tasks
