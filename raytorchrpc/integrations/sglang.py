@@ -117,9 +117,9 @@ class Updates:
         return []
 
 
-def _check(what: str, answer: tuple[bool, str]) -> None:
+def _check(step: str, answer: tuple[bool, str]) -> None:
     if not answer[0]:
-        raise rtr.RayTorchRpcError(f"{what} of SGLang failed: {answer[1]}")
+        raise rtr.RayTorchRpcError(f"{step} of SGLang failed: {answer[1]}")
 
 
 # --- in each process that runs a part of the model ----------------------------------------------------------------
@@ -166,13 +166,18 @@ class _Plan:
 
     def _place(self, model: Any, layout: Any) -> None:
         """Have the model's loaders load tensors without memory, and note where they would have copied them."""
-        recorded = record("SGLang", model, layout, [its for _, its in _tensors_of(model)])
-        lacking = [name for name, its in model.named_parameters() if recorded.filled[memory_of(its)] < its.numel()]
+        recorded = record("SGLang", model, layout, [tensor for _, tensor in _tensors_of(model)])
+        lacking = [
+            name for name, tensor in model.named_parameters() if recorded.filled[memory_of(tensor)] < tensor.numel()
+        ]
         check_filled("SGLang", model, layout, lacking)
         self.parts = Parts(copied.source for _, copied in recorded.copies)
-        views = [to.detach().as_strided(its.to.shape, its.to.strides, its.to.offset) for to, its in recorded.copies]
+        views = [
+            to.detach().as_strided(copied.to.shape, copied.to.strides, copied.to.offset)
+            for to, copied in recorded.copies
+        ]
         pairs = zip(views, recorded.copies, strict=True)
-        self.shards = [rtr.Shard(view, its.global_shape, its.offset) for view, (_, its) in pairs]
+        self.shards = [rtr.Shard(view, copied.global_shape, copied.offset) for view, (_, copied) in pairs]
 
 
 _plans: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()
@@ -184,8 +189,10 @@ def _tensors_of(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 def _key(model: Any, layout: Any, into: str) -> Any:
     """Changes where the published tensors, or those of the model, are others or have moved."""
-    there = [(name, its.data_ptr(), its.shape, its.stride(), its.dtype) for name, its in _tensors_of(model)]
-    return into, [(name, its.dtype, its.shape) for name, its in layout.items()], there
+    there = [
+        (name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in _tensors_of(model)
+    ]
+    return into, [(name, tensor.dtype, tensor.shape) for name, tensor in layout.items()], there
 
 
 def _bring(model: Any, request: Mapping[str, Any]) -> None:

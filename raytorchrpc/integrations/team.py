@@ -44,8 +44,8 @@ class Team:
             there = set() if group is None else {member.name for member in group.members}
             names = {handle: name for handle, name in self._names.items() if name in there}
             taken, arriving = {*there, *self._names.values()}, dict[str, ActorHandle[Any]]()
-            for role, its in actors.items():
-                for handle in its:
+            for role, handles in actors.items():
+                for handle in handles:
                     if handle not in names:
                         free = (name for number in itertools.count() if (name := f"{role}_{number}") not in taken)
                         names[handle] = name = next(free)
@@ -58,7 +58,7 @@ class Team:
                 self._is_own = True
             elif arriving:
                 group.add(arriving, timeout=timeout)
-            self._held[holder], self._names = [handle for its in actors.values() for handle in its], names
+            self._held[holder], self._names = [handle for handles in actors.values() for handle in handles], names
             self._dismiss(group)
             return [names[handle] for handle in self._held[holder]]
 
@@ -75,7 +75,7 @@ class Team:
 
     def _dismiss(self, group: rtr.Group | None) -> None:
         """End the membership of actors that nobody holds."""
-        held = {handle for its in self._held.values() for handle in its}
+        held = {handle for handles in self._held.values() for handle in handles}
         leaving = {self._names.pop(handle) for handle in [*self._names] if handle not in held}
         if group is not None:
             with suppress(rtr.RayTorchRpcError):  # one of them was lost for good meanwhile

@@ -214,10 +214,10 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
 
 def _by_name(weights: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     """The tensors of a TensorDict or a dict, by their dotted names."""
-    found: dict[str, torch.Tensor] = {}
-    for name, its in weights.items():
-        if isinstance(its, (TensorDictBase, Mapping)):
-            found |= _by_name(its, f"{prefix}{name}.")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        if isinstance(value, (TensorDictBase, Mapping)):
+            tensors |= _by_name(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = its
-    return found
+            tensors[f"{prefix}{name}"] = value
+    return tensors

@@ -132,14 +132,14 @@ def resolve(row: Lane, reference: str) -> Callable[..., Any]:
 
 @functools.cache
 def _resolved(reference: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = pkgutil.resolve_name(reference)
-    return found
+    function: Callable[..., Any] = pkgutil.resolve_name(reference)
+    return function
 
 
 def distributions(lanes: Sequence[str]) -> dict[str, str]:
     """By name, which distribution of this process has that lane, with its version; names without one are left out."""
-    found = _installed() if lanes else {}
-    return {name: _described(found[name][0]) for name in lanes if name in found}
+    installed = _installed() if lanes else {}
+    return {name: _described(installed[name][0]) for name in lanes if name in installed}
 
 
 _Points = Mapping[str, tuple[importlib.metadata.EntryPoint, ...]]
@@ -153,13 +153,13 @@ def _installed() -> _Points:
 @functools.lru_cache(maxsize=4)
 def _declared_on(path: tuple[str, ...]) -> _Points:
     """Scans the metadata of all distributions: tens of milliseconds."""
-    found: dict[str, tuple[importlib.metadata.EntryPoint, ...]] = {}
+    points: dict[str, tuple[importlib.metadata.EntryPoint, ...]] = {}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         if point.name in _BUILT_IN:
             logger.warning("%s declares a lane %r; raytorchrpc's own is used", _described(point), point.name)
         else:
-            found[point.name] = (*found.get(point.name, ()), point)
-    return found
+            points[point.name] = (*points.get(point.name, ()), point)
+    return points
 
 
 def _described(point: importlib.metadata.EntryPoint) -> str:
@@ -169,15 +169,15 @@ def _described(point: importlib.metadata.EntryPoint) -> str:
 def _load(point: importlib.metadata.EntryPoint) -> Lane:
     where = f"lane {point.name!r} of {_described(point)} (entry point {point.value!r})"
     try:
-        found = point.load()
+        row = point.load()
     except Exception as error:
         raise ConfigurationError(f"{where} cannot be loaded: {error!r}") from error
-    if not isinstance(found, Lane):
-        raise ConfigurationError(f"{where} is of type {type(found).__name__}, not raytorchrpc.lanes.registry.Lane")
-    if found.name != point.name:
-        raise ConfigurationError(f"{where} has the name {found.name!r} in its row; the two names must be the same")
-    if not found.carries or not set(found.carries) <= set(TRAFFIC):
-        raise ConfigurationError(f"{where} has carries={found.carries!r}; expected some of {TRAFFIC}")
-    if found.always or found.rrefs:
+    if not isinstance(row, Lane):
+        raise ConfigurationError(f"{where} is of type {type(row).__name__}, not raytorchrpc.lanes.registry.Lane")
+    if row.name != point.name:
+        raise ConfigurationError(f"{where} has the name {row.name!r} in its row; the two names must be the same")
+    if not row.carries or not set(row.carries) <= set(TRAFFIC):
+        raise ConfigurationError(f"{where} has carries={row.carries!r}; expected some of {TRAFFIC}")
+    if row.always or row.rrefs:
         raise ConfigurationError(f"{where} sets always or rrefs, which only raytorchrpc's own lanes may set")
-    return found
+    return row

@@ -91,8 +91,8 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
     until = None if timeout is None else time.monotonic() + timeout
     done, missing = ray.wait(list(refs), num_returns=len(refs), timeout=timeout, fetch_local=False)
     for ref in done:
-        left = _METADATA_S if until is None else max(0.0, min(_METADATA_S, until - time.monotonic()))
-        ray_internals.wait_for_transport_metadata(ref, left)
+        seconds = _METADATA_S if until is None else max(0.0, min(_METADATA_S, until - time.monotonic()))
+        ray_internals.wait_for_transport_metadata(ref, seconds)
     if missing:
         raise TimeoutError(f"{len(missing)} of {len(refs)} objects do not exist after {timeout:g} s")
 

@@ -273,10 +273,10 @@ class Pull:
         """Block until it is done, at most ``until``."""
         call, self._call = self._call, None
         while call is not None and not self._arrived.done():
-            left = until - time.monotonic()
-            if call.wait(max(0.0, min(left, _CHECK_S))):
+            seconds = until - time.monotonic()
+            if call.wait(max(0.0, min(seconds, _CHECK_S))):
                 self.settle(partial(_outcome, call))
-            elif left <= 0:
+            elif seconds <= 0:
                 self._call = call  # for the next wait
                 return False
         return self._arrived.wait(max(0.0, until - time.monotonic()))
@@ -320,8 +320,8 @@ def filled(targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> 
         if is_freed(target):
             raise ValueError(f"a target of shape {tuple(target.shape)} {FREED}")
         if (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
-            its, its_target = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
-            raise ValueError(f"a tensor of {its} cannot be received into one of {its_target}")
+            given, wanted = (f"{one.dtype} {tuple(one.shape)}" for one in (tensor, target))
+            raise ValueError(f"a tensor of {given} cannot be received into one of {wanted}")
     copy_into([target.detach() for target in targets], [tensor.detach() for tensor in tensors])
     return list(targets)
 

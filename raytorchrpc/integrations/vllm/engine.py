@@ -183,14 +183,14 @@ def _newest(store: rtr.WeightStore, timeout: float) -> int:
     Data parallel engines are not asked: a program may update one after the other.
     """
     groups = [get_tp_group(), get_pp_group(), get_pcp_group()]
-    found: Any = None
+    outcome: Any = None
     if all(group.is_first_rank for group in groups):
         try:
-            found = store.wait(timeout=timeout)
+            outcome = store.wait(timeout=timeout)
         except rtr.RayTorchRpcError as error:
-            found = error
+            outcome = error
     for group in groups:
-        found = group.broadcast_object(found)
-    if isinstance(found, Exception):
-        raise found
-    return int(found)
+        outcome = group.broadcast_object(outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return int(outcome)

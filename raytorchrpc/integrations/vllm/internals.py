@@ -48,7 +48,7 @@ def as_loaded(model: Module) -> Iterator[None]:
 
 def tensors_of(layer: Module) -> Tensors:
     """The layer's own parameters and buffers that a checkpoint may fill, by name."""
-    return {name: its for name, its in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS}
+    return {name: tensor for name, tensor in get_layer_tensors(layer).items() if name not in SKIP_LOAD_TENSORS}
 
 
 def tensors_in_use(layer: Module) -> Tensors:

@@ -72,7 +72,7 @@ class LayeredUpdate:
         for each in divide(processed, lambda layer: layer.nbytes, group_bytes):
             self._groups.append(_Group(each, store, loads=True))
         ways = {"in its parameters": direct, "layer by layer": processed}
-        sizes = {way: sum(layer.nbytes for layer in its) / 1e6 for way, its in ways.items() if its}
+        sizes = {way: sum(layer.nbytes for layer in chosen) / 1e6 for way, chosen in ways.items() if chosen}
         why = next((layer.processed for layer in processed if layer.processed), "as asked" if processed else None)
         self.how = " and ".join(f"{way} ({size:,.1f} MB)" for way, size in sizes.items()) + (f": {why}" if why else "")
 
@@ -100,7 +100,7 @@ class LayeredUpdate:
 
     def _start(self, group: _Group, version: int, progress: Progress) -> Future[None]:
         """Begin to pull a group, on a thread."""
-        device, left, done = self._engine.device, progress.left(), Future[None]()
+        device, seconds, done = self._engine.device, progress.left(), Future[None]()
         for layer in group.taken_out:
             internals.take_out(layer.module, device, layer.kept)
         targets = group.targets()
@@ -110,7 +110,7 @@ class LayeredUpdate:
 
         def pull() -> None:
             with stream:
-                group.pull(targets, version, left)
+                group.pull(targets, version, seconds)
 
         threads.start(threads.settle, done, pull, name="raytorchrpc-vllm-pull")
         return done
@@ -146,8 +146,10 @@ def _layers_of(
     with internals.as_loaded(model):
         there = {module: internals.tensors_of(module) for module in names}
         in_use = {module: internals.tensors_in_use(module) for module in names}
-        recorded = record("vLLM", model, layout, [its for tensors in there.values() for its in tensors.values()])
-    owners = {memory_of(its): (module, name) for module, tensors in there.items() for name, its in tensors.items()}
+        recorded = record("vLLM", model, layout, [tensor for tensors in there.values() for tensor in tensors.values()])
+    owners = {
+        memory_of(tensor): (module, name) for module, tensors in there.items() for name, tensor in tensors.items()
+    }
     parts, zeros = defaultdict[Any, list[tuple[str, Copy]]](list), defaultdict[Any, list[tuple[str, View]]](list)
     for to, copied in recorded.copies:
         module, name = owners[memory_of(to)]
@@ -157,10 +159,10 @@ def _layers_of(
         zeros[module].append((name, view))
     layers = []
     for module in names:
-        if not (its := parts.get(module)):
+        if not (copies := parts.get(module)):
             continue
         if internals.is_attention(module):
-            raise NoPlan(f"{its[0][1].source!r} is a scale of {names[module]}, which vLLM loads with the attention")
+            raise NoPlan(f"{copies[0][1].source!r} is a scale of {names[module]}, which vLLM loads with the attention")
         loaded, used = there[module], in_use[module]
         changed = [name for name in loaded if not _is_like(loaded[name], used.get(name))]
         kept = [name for name in loaded if not recorded.filled[memory_of(loaded[name])]]
@@ -169,15 +171,15 @@ def _layers_of(
         processed = internals.why_processed(module)
         if changed and processed is None:
             processed = f"vLLM changes the layout of {changed[0]!r} after loading"
-        size = sum(math.prod(copied.to.shape) * loaded[name].itemsize for name, copied in its)
-        layers.append(Layer(module, names[module], its, zeros[module], kept, size, processed))
+        size = sum(math.prod(copied.to.shape) * loaded[name].itemsize for name, copied in copies)
+        layers.append(Layer(module, names[module], copies, zeros[module], kept, size, processed))
     check_filled("vLLM", model, layout, _lacking(recorded, there, in_use, names))
-    planned = {memory_of(its) for layer in layers for its in in_use[layer.module].values() if its.numel()}
+    planned = {memory_of(tensor) for layer in layers for tensor in in_use[layer.module].values() if tensor.numel()}
     sharing = [
         module
         for module in names
         if module not in parts
-        and any(memory_of(its) in planned for its in in_use[module].values())
+        and any(memory_of(tensor) in planned for tensor in in_use[module].values())
         and internals.why_processed(module)
     ]
     return layers, sharing
@@ -198,10 +200,14 @@ def _lacking(
     """The parameters that nothing fills, or not all of them."""
     lacking, shared = [], set()
     for module, tensors in there.items():
-        for name, its in tensors.items():
-            filled, used = recorded.filled[memory_of(its)], in_use[module].get(name)
+        for name, tensor in tensors.items():
+            filled, used = recorded.filled[memory_of(tensor)], in_use[module].get(name)
             if filled and used is not None and used.numel():
                 shared.add(memory_of(used))
-            if isinstance(its, torch.nn.Parameter) and not internals.is_attention(module) and filled < its.numel():
+            if (
+                isinstance(tensor, torch.nn.Parameter)
+                and not internals.is_attention(module)
+                and filled < tensor.numel()
+            ):
                 lacking.append((f"{names[module]}.{name}", used if not filled else None))
     return [name for name, used in lacking if used is None or not used.numel() or memory_of(used) not in shared]

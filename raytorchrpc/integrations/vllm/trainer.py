@@ -61,7 +61,7 @@ class ModelSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes and global shapes."""
-        return [ParamMeta(name, its.dtype, tuple(its.shape)) for name, its in self.tensors().items()]
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors().items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one after the other; gathers DTensors, for engines of others."""
