@@ -97,7 +97,6 @@ class LocalMember:
             with suppress(Exception):
                 lane.close()
         self.services.close()
-        self.incoming.callee.replies.close()
         self.outgoing.close()
         self.workers.stop()
         self.deadlines.stop()

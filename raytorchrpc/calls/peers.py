@@ -63,13 +63,14 @@ class PeerRoute:
 
     member: Member
     calls: MessageLane
-    """Carries calls without tensors, and those whose tensors it can take in band."""
-    tensors: MessageLane
-    """Carries the other calls with tensors."""
+    """Carries calls, with the tensors that no other lane takes."""
     fabric: MessageLane
     """torchrpc: carries RRefs and what distributed autograd follows."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Lanes for tensors that travel beside a message of ``calls``, by device type."""
+    through_cpu: str | None = ""
+    """Why CUDA tensors stay in the messages of ``calls``, copied to the CPU, if no tensor lane takes them. None: those
+    do not carry them."""
     devices: Mapping[Device, Device] = field(default_factory=dict)
     """Where arguments arrive: this process's GPU, or "cpu" -> the peer's, or "cpu"."""
     devices_back: Mapping[Device, Device] = field(default_factory=dict)
@@ -84,8 +85,6 @@ class PeerRoute:
     """By method: how often a call may be repeated there, if the member is lost and comes back."""
     same_clock: bool = False
     """Both are on one node, so ``time.monotonic`` is the same on both: a deadline need not wait to be read."""
-    heavy_results: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Methods whose last result needed the lane for tensors: calls to them take it at once."""
 
 
 def process_token(generation: str, rank: int, incarnation: int) -> str:
@@ -171,7 +170,7 @@ def _wait_until(timeout_s: float | None, limit_s: float) -> float:
 def _route_to_client(rank: int) -> PeerRoute:
     """It names no lane: a reply takes the connection that brought the request."""
     no_lane: Any = None
-    return PeerRoute(Member(rank, "a client", None, "", 0, "", -1), no_lane, no_lane, no_lane)
+    return PeerRoute(Member(rank, "a client", None, "", 0, "", -1), no_lane, no_lane)
 
 
 class _Routes(dict[int, PeerRoute]):

@@ -77,23 +77,23 @@ class Membership:
         if self.is_client:
             lane, near = lanes[registry.CONTROL], me.node_id == peer.node_id
             absent = AbsentLane("a client of a group has no torchrpc agent", "init_group(..., include_driver=True)")
-            return PeerRoute(peer, lane, lane, absent, token=token, retries=prepared.retries, same_clock=near)
+            return PeerRoute(peer, lane, absent, token=token, retries=prepared.retries, same_clock=near)
         if peer.rank == me.rank:
             refused = forbidden(table.config, registry.FABRIC)
             fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-            return PeerRoute(peer, lanes[registry.LOOPBACK], lanes[registry.LOOPBACK], fabric, token=token)
+            return PeerRoute(peer, lanes[registry.LOOPBACK], fabric, token=token)
         route = plan.route(me.name, peer.name)
         outward, inward = plan.device_map(me.name, peer.name), plan.device_map(peer.name, me.name)
         refused = route.why_not(registry.FABRIC)
         fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-        best = {choice.traffic: choice for choice in reversed(route.tensor_lanes)}  # the preferred lane for each kind
         opened = local.tensor_lanes.keys() & prepared.addresses.keys()
+        usable = [choice for choice in route.tensor_lanes if choice.out_of_band and choice.lane in opened]
         return PeerRoute(
             peer,
             lanes[route.message_lane],
-            lanes[route.in_band_lane] if route.in_band_lane else fabric,
             fabric,
-            {kind: choice.lane for kind, choice in best.items() if choice.out_of_band and choice.lane in opened},
+            {choice.traffic: choice.lane for choice in reversed(usable)},  # the preferred lane for each kind
+            route.through_cpu(),
             outward,
             way_back(inward),
             inward.get(CPU),
@@ -319,7 +319,7 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
         silent.update(unreachable(urls, deadline))
     for name in (*near, *far):
         route = local.peers.route(name)
-        routes = {route.calls, route.tensors, route.fabric} if name in far else {route.calls}
+        routes = {route.calls, route.fabric} if name in far else {route.calls}
         routes -= set() if agents else {route.fabric}
         for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
             try:
@@ -505,11 +505,13 @@ def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses
                 local.lanes.remove(lane)
                 lane.close()
                 raise
+            if lane.beside is not None:
+                local.tensor_lanes[row.name] = lane.beside
             continue
         try:
             addresses[row.name] = lane.open()
         except LaneUnavailable as error:
-            logger.warning("%s: %s; %s carries its tensors instead", spec.name, error, registry.FABRIC)
+            logger.warning("%s: %s; the next lane of its routes carries its tensors instead", spec.name, error)
             continue
         local.tensor_lanes[row.name] = lane
 

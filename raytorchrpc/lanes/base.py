@@ -101,16 +101,17 @@ class Capabilities:
     """What a message lane can do, as data, so that no code depends on which lane it is."""
 
     in_band_bytes: int | None
-    """Most bytes of CPU tensors in one message; None = no limit. Larger ones need another lane."""
+    """Above so many bytes, CPU tensors are better carried by a tensor lane, if one takes them; None: never. Messages
+    carry any number of bytes."""
     in_band_cuda: bool
-    """Messages may contain CUDA tensors."""
+    """Messages may contain CUDA tensors. Otherwise those that no tensor lane takes are copied to the CPU first."""
     copies_at_once: bool
     """``call`` and ``reply`` have copied the tensors' data when they return; otherwise they read it later."""
     rrefs: bool
     """Carries torch RRefs, and records the hop in torch's distributed autograd."""
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one message may contain these tensors."""
+        """Whether all of these tensors are best carried in the message."""
         size = 0
         for tensor in tensors:
             if tensor.is_cuda and not self.in_band_cuda:
@@ -161,6 +162,11 @@ class MessageLane(PeerLane):
     capabilities: ClassVar[Capabilities]
 
     @property
+    def beside(self) -> TensorLane | None:
+        """Carries tensors by the same mechanism beside the messages of another lane."""
+        return None
+
+    @property
     def has_unread(self) -> bool:
         """Whether requests have arrived that it has not handled yet, as far as it can tell."""
         return False
@@ -203,6 +209,8 @@ class TensorCapabilities:
     """Device types it carries: "cpu", "cuda"."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
+    reads_later: bool = False
+    """CPU tensors too must not change before ``Export.finished``."""
     in_place: bool = False
     """``read`` copies out of the sender's own memory, and only what is asked for; see ``TensorLane.lend``."""
 
@@ -411,13 +419,14 @@ class TensorLane(PeerLane):
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         """Make all tensors of one message available to ``peer``.
 
-        Afterwards the caller may drop the tensors. It may change CPU tensors at once, and CUDA tensors after
-        ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before it is read.
+        Afterwards the caller may drop the tensors. It may change CPU tensors at once (but see ``reads_later``), and
+        CUDA tensors after ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before
+        it is read.
 
         ``devices``: where tensors arrive, this process's GPU -> the peer's. Either may be "cpu"; such entries concern
         only lanes whose capabilities have ``takes_cuda``.
 
-        Raises LaneUnavailable if it cannot (no room, or memory that it cannot share); then another lane carries them.
+        Raises LaneUnavailable if it cannot (no room, or memory that it cannot share); then the message carries them.
         """
 
     @abstractmethod

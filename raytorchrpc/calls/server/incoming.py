@@ -96,10 +96,6 @@ class IncomingCalls:
         return AtOnce(self.callee.replies.send, reply, lambda: message).run
 
     def _control(self, lane: MessageLane, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
-        if header.kind == protocol.FETCH:
-            kept = self.callee.replies.take(header.number)
-            kept.make_current()
-            return self._answer(reply, kept)
         if header.kind == protocol.CANCEL:
             return partial(self._answer_cancelled, self.callee.cancellable.cancel(header.number), reply)
         if header.kind == protocol.CLOSE and (stream := self.callee.streams.get(header.number)) is not None:

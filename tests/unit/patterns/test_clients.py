@@ -31,7 +31,7 @@ class Groups:
         self.lane.peers = members.members
         for member in (local.me for local in members.members.values()):
             token = process_token(GENERATION, member.rank, member.incarnation)
-            self.local.peers.add_peer(PeerRoute(member, self.lane, self.lane, self.lane, token=token, same_clock=True))
+            self.local.peers.add_peer(PeerRoute(member, self.lane, self.lane, token=token, same_clock=True))
 
     def find(self, home: Any) -> tuple[LocalMember, Member]:
         return self.local, self.local.peers.route(home).member
