@@ -170,7 +170,7 @@ def _wait_until(timeout_s: float | None, limit_s: float) -> float:
 def _route_to_client(rank: int) -> PeerRoute:
     """It names no lane: a reply takes the connection that brought the request."""
     no_lane: Any = None
-    return PeerRoute(Member(rank, "a client", None, "", 0, "", -1), no_lane, no_lane)
+    return PeerRoute(Member(rank, "a client", None, "", 0, "", -1), no_lane, no_lane, through_cpu=None)
 
 
 class _Routes(dict[int, PeerRoute]):

@@ -77,7 +77,9 @@ class Membership:
         if self.is_client:
             lane, near = lanes[registry.CONTROL], me.node_id == peer.node_id
             absent = AbsentLane("a client of a group has no torchrpc agent", "init_group(..., include_driver=True)")
-            return PeerRoute(peer, lane, absent, token=token, retries=prepared.retries, same_clock=near)
+            return PeerRoute(
+                peer, lane, absent, through_cpu=None, token=token, retries=prepared.retries, same_clock=near
+            )
         if peer.rank == me.rank:
             refused = forbidden(table.config, registry.FABRIC)
             fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
