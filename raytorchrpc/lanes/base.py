@@ -190,6 +190,10 @@ class MessageLane(PeerLane):
         PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
 
+    def watch(self, reply: Reply) -> Pending:
+        """What fails when the connection ends that brought a request. ``reply``: what answers that. Raises PeerLost."""
+        raise LaneUnavailable(self.name, "it has no connections of its own")
+
     def _unknown(self, peer: str) -> PeerLost:
         return PeerLost(peer, GONE, may_have_run=False)
 

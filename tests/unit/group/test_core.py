@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from raytorchrpc.group.messages import Prepared
 from raytorchrpc.group.view import Answer, Peer
 from tests.unit.group.followers import Follower, Group, elsewhere
 
+CLIENT = 1 << 32
+"""A rank that no member has."""
 A, B, C = "worker_0", "worker_1", "worker_2"
 
 
@@ -30,7 +33,7 @@ class Supervised:
 
     def __init__(self) -> None:
         self.group, self.now = Group(1), 100.0
-        self.core = Core(self.group.roster.peers(self.group.prepared))
+        self.core = Core(self.group.roster, self.group.prepared)
         self.names = list(self.group.roster.records)
         self.silent: set[str] = set()
         self.asked: list[core.Announce] = []
@@ -122,7 +125,7 @@ def test_members_that_are_found_lost_one_by_one_are_announced_together(its: Supe
 def test_listeners_hear_in_time_of_many_that_are_lost_while_the_others_are_busy() -> None:
     """Processes that start again take the cores that the others need to follow."""
     group = Group(32)
-    supervised, now = Core(group.roster.peers(group.prepared)), 0.0
+    supervised, now = Core(group.roster, group.prepared), 0.0
     names = list(group.roster.records)
     supervised.handle([partial(supervised.dialled, name, original(name), None) for name in names], now)
     supervised.handle([partial(supervised.broke, name, original(name), "closed") for name in names[::10]], now)
@@ -141,10 +144,30 @@ def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised)
         assert its.core.due() == pytest.approx(its.now + pause_s)
 
 
+def test_a_client_follows_the_group_and_is_not_in_it(its: Supervised) -> None:
+    name, process = "client", (CLIENT, 0)
+    first = its.core.view.entries[0].peer
+    client = first._replace(member=replace(first.member, name=name, rank=CLIENT))
+    version = its.core.view.promise()
+    assert its.tell(its.core.client_arrived, client, version) == [core.Dial([name], 2.0)]
+    its.tell(its.core.dialled, name, process, None)
+    assert its.asked == [] and CLIENT not in its.core.view.entries
+    its.silent.add(name)
+    its.lose(A)
+    assert any(name in told.members for told in its.asked) and its.core.awaited(its.core.view.version) == set()
+    assert its.core.unready().keys() == {A}
+    assert its.tell(its.core.broke, name, process, "connection closed") == []
+    assert its.core.away().keys() == its.core.causes().keys() == {A}
+    its.said(Fate.UNKNOWN, name)
+    version, asked = its.core.view.version, len(its.asked)
+    assert its.tell(its.core.dialled, name, process, "refused", ended=True) == [core.Forget([name]), core.Post()]
+    assert (its.core.view.version, len(its.asked), its.core.clients) == (version, asked, {})
+
+
 def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
     its.lose(A)
     done = its.said(Fate.DEAD, A, cause="killed.")
-    assert done == [core.Forget([A]), core.Strike(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
+    assert done == [core.Forget([A]), core.Post(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
     assert its.core.unready() == {} and 0 not in its.core.view.entries
     assert its.tell(its.core.broke, A, original(A), "late") == its.said(Fate.ENDED, A) == []
     assert its.core.due() is None
@@ -349,7 +372,7 @@ def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
 def test_a_member_that_a_user_removes_is_heard_of_no_more(its: Supervised) -> None:
     assert its.tell(its.core.removed, [A, B]) == [
         core.Forget([A, B]),
-        core.Strike(),
+        core.Post(),
         core.Report(core.Change("removed", (A, B))),
     ]
     assert its.tell(its.core.broke, A, original(A), "closed") == [] and its.core.unready() == {}
@@ -404,7 +427,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance, self.group = random.Random(seed), Group(1)
-        self.core = Core(self.group.roster.peers(self.group.prepared))
+        self.core = Core(self.group.roster, self.group.prepared)
         self.now, self._later, self._numbers = 0.0, list[Any](), itertools.count()
         self.troubled = True
         self.processes = {name: self.group.follower(rank) for rank, name in enumerate(self.group.roster.records)}
@@ -449,7 +472,7 @@ class World:
                 case core.Dial():
                     for name in its.names:
                         self.later(self.chance.random() / 10, partial(self.dial, name, self.process(name)))
-                case core.Strike():
+                case core.Post():
                     left = self.core.view.entries
                     gone = [name for name, its in self.group.roster.records.items() if its.member.rank not in left]
                     self.group.roster = self.group.roster.without(gone)
@@ -587,7 +610,7 @@ def test_all_members_end_up_with_the_view_whatever_happens(seed: int) -> None:
 def test_members_that_all_miss_a_change_follow_while_more_changes_go_on() -> None:
     """On a busy machine each is late for each: what it has acknowledged stays so, and it gets the rest at once."""
     group = Group(32)
-    supervised, now, rounds = Core(group.roster.peers(group.prepared)), 0.0, 0
+    supervised, now, rounds = Core(group.roster, group.prepared), 0.0, 0
     members = {name: group.follower(rank) for rank, name in enumerate(group.roster.records)}
     for name in members:
         supervised.handle([partial(supervised.dialled, name, original(name), None)], now)
