@@ -15,8 +15,11 @@ import pytest
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
 from raytorchrpc.group.messages import Prepared
+from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.view import Answer, Peer
+from tests.unit import clusters
 from tests.unit.group.followers import Follower, Group, elsewhere
+from tests.unit.group.test_roster import prepared_of, probes_of
 
 CLIENT = 1 << 32
 """A rank that no member has."""
@@ -162,6 +165,54 @@ def test_a_client_follows_the_group_and_is_not_in_it(its: Supervised) -> None:
     version, asked = its.core.view.version, len(its.asked)
     assert its.tell(its.core.dialled, name, process, "refused", ended=True) == [core.Forget([name]), core.Post()]
     assert (its.core.view.version, len(its.asked), its.core.clients) == (version, asked, {})
+
+
+class Newcomers:
+    """An attempt to admit members, as ``formation.Formation`` has it."""
+
+    def __init__(self, its: Supervised, *names: str) -> None:
+        self.participants: dict[str, Any] = dict.fromkeys(names)
+        self.roster, self._probes = its.core.roster, probes_of(clusters.hosts_of(2, 8))
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {name: self.roster.records[name].member.rank for name in self.participants}
+
+    def assign(self, roster: Roster, beside: Roster | None = None) -> None:
+        self.roster = roster.admit(self.participants, {name: self._probes[name] for name in self.participants}, beside)
+
+    def has_others(self, roster: Roster) -> bool:
+        changed = (roster.records.keys() ^ self.roster.records.keys()) > self.participants.keys()
+        self.roster = roster.with_members(self.roster, self.participants)
+        return changed
+
+    def prepare(self) -> dict[str, Prepared]:
+        prepared = prepared_of(self.roster)
+        return {name: prepared[name] for name in self.participants}
+
+
+def test_processes_join_step_by_step(its: Supervised) -> None:
+    new, other = "worker_8", "worker_9"
+    first, second = (core.Admission("added", Newcomers(its, name)) for name in (new, other))
+    for each in (first, second):
+        its.tell(its.core.assign, each)
+    assert (first.attempt.ranks, second.attempt.ranks) == ({new: 8}, {other: 9}) and len(its.core.roster.records) == 8
+    its.tell(its.core.removed, [A])
+    its.tell(its.core.announce, first, first.attempt.prepare())
+    assert first.step is core.Step.ASSIGNED, "the members have changed: it prepares again"
+    its.tell(its.core.announce, first, first.attempt.prepare())
+    assert first.step is core.Step.ANNOUNCED and its.core.view.entries[8].state.absence is not None
+    its.tell(its.core.connect, first)
+    assert first.prepared.keys() == {*its.names, new} - {A} and first.away == {} and first.silent == set()
+    done = its.tell(its.core.arrive, first)
+    assert done == [core.Dial([new], 2.0), core.Post({new: None}), core.Report(core.Change("added", (new,)))]
+    assert first.step is core.Step.JOINED and new in its.core.roster.records
+
+    its.tell(its.core.announce, second, second.attempt.prepare())
+    its.tell(its.core.announce, second, second.attempt.prepare())
+    its.tell(its.core.give_up, second)
+    assert 9 not in its.core.view.entries and other not in its.core.roster.records
+    assert its.core.roster.next_rank == 10, "some member may know the rank"
 
 
 def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
