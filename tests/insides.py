@@ -177,12 +177,6 @@ def tensor_lanes() -> set[str]:
     return {*process_member().tensor_lanes}
 
 
-def lanes_to(peer: str) -> tuple[str, str]:
-    """The names of the lanes for calls and for calls with tensors to this peer."""
-    route: Any = process_member().peers.route(peer)
-    return route.calls.name, route.tensors.name
-
-
 def served(kind: str) -> dict[str, Any]:
     """The objects of a kind of which this member is the home, by name."""
     services = process_member().services

@@ -22,7 +22,7 @@ from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.codec import Encoded, as_tensor
 from raytorchrpc.tensors.devices import CPU, Device, check_mapped
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
-from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, inbound, outbound, to_cpu
+from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, inbound, outbound, placed, to_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,18 @@ T = TypeVar("T")
 Runs = tuple[tuple[str, tuple[int, ...], int], ...]
 #: Describes the out-of-band tensors of a message: (lane, positions in the body (None: all), runs, descriptor).
 TensorManifest = tuple[str, tuple[int, ...] | None, Runs, Any]
+
+
+#: In place of a tensor lane: CUDA tensors that are in the message, copied to the CPU. The descriptor has the GPUs on
+#: which they arrive.
+_IN_MESSAGE = ""
+#: In place of positions: the RRefs of the body.
+_RREFS: tuple[int, ...] = ()
+
+
+def tensor_lane(manifests: Sequence[TensorManifest]) -> str | None:
+    """The tensor lane of a message's out-of-band tensors, if there are any (of two lanes the first)."""
+    return (manifests[0][0] or None) if manifests else None
 
 
 class Payload(NamedTuple):
@@ -44,7 +56,7 @@ class Payload(NamedTuple):
     @property
     def lane(self) -> str | None:
         """The tensor lane of the out-of-band tensors, if there are any (of two lanes the first)."""
-        return self.manifests[0][0] if self.manifests else None
+        return tensor_lane(self.manifests)
 
     def cancel(self) -> None:
         """Take the out-of-band tensors back: the message was not sent."""
@@ -68,13 +80,13 @@ class Payloads:
         nobody takes.
         """
         self._rank, self._lanes, self.leave = rank, lanes, leave
-        self._warned: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
         self._lock = Lock()
 
     # --- what is sent --------------------------------------------------------------------------------------------
 
     def pack_request(
-        self, route: PeerRoute, method: str, body: Encoded, share: bool, in_context: bool
+        self, route: PeerRoute, body: Encoded, share: bool, in_context: bool
     ) -> tuple[MessageLane, Payload]:
         """The lane for a request, and its payload. Raises LaneUnavailable. Blocks while tensors are copied.
 
@@ -84,56 +96,70 @@ class Payloads:
         # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
         if body.rrefs or in_context:
             return route.fabric, _in_message(body, route.devices)
+        lane = route.calls
         if not body.tensors:
-            lane = route.tensors if method in route.heavy_results else route.calls
             if (most := lane.capabilities.in_band_bytes) is None or len(body.payload) <= most:
                 return lane, Payload(body)
             return lane, self._without_tensors(route, lane, body)
-        lane = route.calls
         if lane.capabilities.carries(body.tensors):
             return lane, Payload(outbound(body, route.devices) if route.devices else body)
         self._check_mapped(route, body.tensors, route.devices)
-        payload = self._beside(route, lane, body, route.devices, share)
-        return (route.tensors, _in_message(body, route.devices)) if payload is None else (lane, payload)
+        return lane, self._beside(route, lane, body, route.devices, share)
 
-    def pack_reply(
-        self, route: PeerRoute, lane: MessageLane, body: Encoded, share: bool, frozen: bool
-    ) -> tuple[bool, Payload]:
-        """Whether ``lane``, which brought the request, can carry the result, and the payload. If it cannot, the caller
-        has to fetch the payload over another lane. Raises LaneUnavailable. Blocks while tensors are copied.
+    def pack_reply(self, route: PeerRoute, lane: MessageLane, body: Encoded, share: bool, frozen: bool) -> Payload:
+        """The payload of a result, for the lane that brought the request. Raises LaneUnavailable. Blocks while tensors
+        are copied.
 
         ``share``: as for ``pack_request``. ``frozen``: this process does not change the tensors any more. All others
         are copied if a lane reads them later and the actor may still hold them.
         """
+        if body.rrefs and not lane.capabilities.rrefs:
+            return self._with_rrefs(
+                route, body.rrefs, self.pack_reply(route, lane, body._replace(rrefs=()), share, frozen)
+            )
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
-            fits = can.rrefs or not body.rrefs
-            if not fits or (most := can.in_band_bytes) is None or len(body.payload) <= most:
-                return fits, Payload(body)
-            return True, self._without_tensors(route, lane, body)
-        fits = can.carries(body.tensors)
-        if not fits or can.in_band_cuda:  # else there is no CUDA tensor
-            self.check_reply(route, body.tensors)
-        if fits and (can.rrefs or not body.rrefs):
+            if (most := can.in_band_bytes) is None or len(body.payload) <= most:
+                return Payload(body)
+            return self._without_tensors(route, lane, body)
+        if can.carries(body.tensors):
+            if can.in_band_cuda:  # else there is no CUDA tensor
+                self._check_mapped(route, body.tensors, devices)
             body = outbound(body, devices) if devices else body
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
-            return True, Payload(body if as_is else _unshared(body, frozen))
-        if not body.rrefs:
-            share = share and _on_one_gpu(body, devices, route.same_gpus)
-            # A lane copies what stays on GPUs later, from where it is.
-            later = any(tensor.is_cuda and not goes_to_cpu(tensor, devices) for tensor in body.tensors)
-            kept = snapshot(body) if later and not share and not frozen else body
-            if (payload := self._beside(route, lane, kept, devices, share)) is not None:
-                return True, payload
-        return False, Payload(_unshared(outbound(body, devices), frozen))
+            # A lane that reads CUDA tensors later cannot be told when they may change again.
+            return Payload(body if as_is or (frozen and not _has_cuda(body)) else snapshot(body))
+        self._check_mapped(route, body.tensors, devices)
+        share = share and _on_one_gpu(body, devices, route.same_gpus)
+        kept = snapshot(body) if not share and not frozen and self._reads_later(route, body, devices) else body
+        return self._beside(route, lane, kept, devices, share)
+
+    def _reads_later(self, route: PeerRoute, body: Encoded, devices: Mapping[Device, Device]) -> bool:
+        """Whether a lane may read some tensor after it has been exported."""
+        # What stays on GPUs is copied later, from where it is.
+        if any(tensor.is_cuda and not goes_to_cpu(tensor, devices) for tensor in body.tensors):
+            return True
+        lane = self._lanes.get(route.beside.get(CPU, ""))
+        return lane is not None and lane.capabilities.reads_later
+
+    def _with_rrefs(self, route: PeerRoute, rrefs: Sequence[Any], payload: Payload) -> Payload:
+        """A result whose RRefs the caller fetches over torchrpc."""
+        try:
+            lane: Any = route.fabric.beside
+            export = lane.export_rrefs(rrefs, route.member.name)
+        except BaseException:
+            payload.cancel()
+            raise
+        manifest = (lane.name, _RREFS, (), export.descriptor)
+        return payload._replace(manifests=(*payload.manifests, manifest), exports=(*payload.exports, export))
 
     def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Payload:
         """A pickle that is large for a message travels like a tensor: a lane for those copies it once."""
-        if not body.rrefs and "cpu" in route.beside:
-            lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
-            if (payload := self._beside(route, lane, lifted, {}, False)) is not None:
-                return payload
-        return Payload(body)
+        if body.rrefs or CPU not in route.beside:
+            return Payload(body)
+        lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
+        payload = self._beside(route, lane, lifted, {}, False)
+        return payload if payload.manifests else Payload(body)
 
     def check_reply(self, route: PeerRoute, tensors: Sequence[torch.Tensor]) -> None:
         """Raise LaneUnavailable for a result on a GPU that has no mapping to that caller."""
@@ -141,16 +167,15 @@ class Payloads:
 
     def _check_mapped(self, route: PeerRoute, tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> None:
         if route.member.rank != self._rank:
-            check_mapped(tensors, route.member.name, devices, "torchrpc")
+            # A guest's route names no lane.
+            check_mapped(tensors, route.member.name, devices, getattr(route.calls, "name", "socket"))
 
     def _beside(
         self, route: PeerRoute, lane: MessageLane, body: Encoded, devices: Mapping[Device, Device], share: bool
-    ) -> Payload | None:
-        if not route.beside and CPU not in devices.values():
-            return None
+    ) -> Payload:
         share = share and _on_one_gpu(body, devices, route.same_gpus)
-        in_band = lane.capabilities.in_band_bytes or 0
-        return self.split(body, route.member.name, route.beside, devices, in_band, share)
+        in_band, through_cpu = lane.capabilities.in_band_bytes, route.through_cpu
+        return self.split(body, route.member.name, route.beside, devices, in_band, share, lane.name, through_cpu)
 
     def split(
         self,
@@ -158,44 +183,57 @@ class Payloads:
         peer: str,
         routes: Mapping[str, str],
         devices: Mapping[Any, Device],
-        in_band: int,
+        in_band: int | None,
         share: bool = False,
-    ) -> Payload | None:
-        """Export the tensors that are too large for the message; see ``placement``. Blocks while tensors are copied to
-        the CPU.
+        lane: str = "",
+        through_cpu: str | None = "",
+    ) -> Payload:
+        """Export the tensors that are too large for the message; see ``placement``. Those that no lane takes stay in
+        it, CUDA tensors as copies on the CPU. Blocks while tensors are copied to the CPU.
 
         Args:
             routes: the tensor lanes to this peer, by device type.
             share: CUDA tensors may be shared instead of copied; the peer uses the same GPU.
-
-        Returns None if no lane takes some tensor: then torchrpc has to carry the message.
+            lane: the message's.
+            through_cpu: see PeerRoute.
         """
         manifests: list[TensorManifest] = []
         exports: list[Export] = []
-        left = dict(enumerate(body.tensors))
-        for kind, positions in placement(body.tensors, devices, in_band).items():
-            name = routes.get(kind)
-            try:
-                if name is None:
-                    raise LaneUnavailable(kind, "")
-                tensors: Sequence[torch.Tensor] = [left.pop(position) for position in positions]
-                lane = self._lane(name)
-                if not lane.capabilities.takes_cuda:
-                    tensors = to_cpu(tensors, devices)
-                export = (lane.share if share and kind == "cuda" else lane.export)(tensors, peer, devices)
-            except BaseException as error:
-                for export in exports:
-                    export.cancel()
-                if not isinstance(error, LaneUnavailable):
-                    raise
-                if name is not None:
-                    self._warn(peer, name, error)
-                return None
-            exports.append(export)
-            where = None if len(positions) == len(body.tensors) else tuple(positions)
-            manifests.append((name, where, runs_of(tensors), export.descriptor))
-        body = body._replace(tensors=list(left.values())) if manifests else body
-        return Payload(outbound(body, devices), tuple(manifests), tuple(exports))
+        stay = dict(enumerate(body.tensors))
+        try:
+            for kind, positions in placement(body.tensors, devices, in_band).items():
+                if (name := routes.get(kind)) is None:
+                    continue
+                tensors: Sequence[torch.Tensor] = [stay[position] for position in positions]
+                try:
+                    beside = self._lane(name)
+                    if not beside.capabilities.takes_cuda:
+                        tensors = to_cpu(tensors, devices)
+                    export = (beside.share if share and kind == "cuda" else beside.export)(tensors, peer, devices)
+                except LaneUnavailable as error:
+                    self._warn(f"tensors to {peer} go by {lane} instead of {name}", error.reason)
+                    continue
+                exports.append(export)
+                where = None if len(positions) == len(body.tensors) else tuple(positions)
+                manifests.append((name, where, runs_of(tensors), export.descriptor))
+                for position in positions:
+                    del stay[position]
+            on_gpu = {place: tensor.device.index for place, tensor in stay.items() if tensor.is_cuda}
+            on_gpu = {place: index for place, index in on_gpu.items() if devices[index] != CPU}
+            if on_gpu:
+                if through_cpu is None:
+                    raise LaneUnavailable(lane, "it carries no CUDA tensors; move them to the CPU first")
+                if "cuda" not in routes:
+                    self._warn(f"CUDA tensors to {peer} go by {lane}, copied to the CPU and back", through_cpu)
+                arrive = tuple(devices[index] for index in on_gpu.values())
+                manifests.append((_IN_MESSAGE, tuple(on_gpu), (), arrive))
+                devices = {**devices, **dict.fromkeys(on_gpu.values(), CPU)}
+            body = outbound(body._replace(tensors=list(stay.values())) if exports else body, devices)
+        except BaseException:
+            for export in exports:
+                export.cancel()
+            raise
+        return Payload(body, tuple(manifests), tuple(exports))
 
     def _lane(self, name: str) -> TensorLane:
         lane = self._lanes.get(name)
@@ -203,13 +241,13 @@ class Payloads:
             raise LaneUnavailable(name, "this member has left the group")
         return lane
 
-    def _warn(self, peer: str, lane: str, error: LaneUnavailable) -> None:
+    def _warn(self, what: str, reason: str) -> None:
         with self._lock:
-            cause = (lane, re.sub(r"\d+", "", error.reason))  # one warning whatever the sizes
+            cause = re.sub(r"\d+", "", reason)  # one warning whatever the sizes
             known = cause in self._warned
             self._warned.add(cause)
         if not known:
-            logger.warning("tensors to %s go by torchrpc instead of %s: %s", peer, lane, error.reason)
+            logger.warning("%s: %s", what, reason)
 
     # --- what is received ----------------------------------------------------------------------------------------
 
@@ -218,22 +256,33 @@ class Payloads:
 
         Raises LaneUnavailable after this process has left the group.
         """
-        return [PendingTensors(self._lane(manifest[0]), peer, manifest, self.leave) for manifest in manifests]
+        beside = [manifest for manifest in manifests if manifest[0] != _IN_MESSAGE]
+        return [PendingTensors(self._lane(manifest[0]), peer, manifest, self.leave) for manifest in beside]
 
     def unpack(
-        self, body: Encoded, pending: Sequence[PendingTensors], *, arrives_on: Device | None = None, keep: bool
+        self,
+        body: Encoded,
+        pending: Sequence[PendingTensors],
+        manifests: Sequence[TensorManifest] = (),
+        *,
+        arrives_on: Device | None = None,
+        keep: bool,
     ) -> Encoded:
         """The body of a message with all its tensors, on the thread that will use them. Blocks while they are read.
 
         Args:
             pending: what ``receive`` returned.
+            manifests: the message's.
             arrives_on: the GPU to copy CPU tensors to; None or "cpu" leaves them.
             keep: copy each tensor into memory of its own.
         """
         if pending:
             body = joined(body, pending)
             if is_out_of_band(body):
-                return Encoded(cast(bytes, body.tensors[0].numpy().data), (), (), 0)
+                return Encoded(cast(bytes, body.tensors[0].numpy().data), (), body.rrefs, 0)
+        for lane, places, _, devices in manifests:
+            if lane == _IN_MESSAGE:
+                body = placed(body, places or (), devices)
         if arrives_on is not None and arrives_on != CPU and body.tensors:
             body = inbound(body, arrives_on)
         return owned(body) if keep else body
@@ -244,11 +293,13 @@ def is_out_of_band(body: Encoded) -> bool:
     return body.payload == _IS_TENSOR
 
 
-def placement(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in_band: int) -> dict[str, Sequence[int]]:
+def placement(
+    tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in_band: int | None
+) -> dict[str, Sequence[int]]:
     """Which tensors leave the message: their positions, by the type of the device that they arrive on.
 
     ``devices``: where tensors arrive, this process's GPU or "cpu" -> the peer's. CUDA tensors that arrive on the CPU
-    travel as CPU tensors. ``in_band``: CPU bytes that may stay in the message.
+    travel as CPU tensors. ``in_band``: CPU bytes that may stay in the message; None: all.
     """
     found: dict[str, list[int]] = {}
     crossing = CPU in devices.values()
@@ -257,7 +308,7 @@ def placement(tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device], in
         if crossing and goes_to_cpu(tensor, devices):
             kind = "cpu"
         found.setdefault(kind, []).append(position)
-    if sum(tensors[position].nbytes for position in found.get("cpu", ())) <= in_band:
+    if in_band is None or sum(tensors[position].nbytes for position in found.get("cpu", ())) <= in_band:
         found.pop("cpu", None)
     return dict(found)
 
@@ -266,9 +317,8 @@ def _in_message(body: Encoded, devices: Mapping[Device, Device]) -> Payload:
     return Payload(outbound(body, devices) if devices else body)
 
 
-def _unshared(body: Encoded, frozen: bool) -> Encoded:
-    # A lane that reads CUDA tensors later cannot be told when they may change again: those are copied even if frozen.
-    return body if frozen and not any(tensor.is_cuda for tensor in body.tensors) else snapshot(body)
+def _has_cuda(body: Encoded) -> bool:
+    return any(tensor.is_cuda for tensor in body.tensors)
 
 
 def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple[Any, Any]]) -> bool:
@@ -359,10 +409,22 @@ def kinds(body: Encoded, pending: Sequence[PendingTensors]) -> list[Shape]:
 
 def joined(body: Encoded, pending: Sequence[PendingTensors]) -> Encoded:
     """The body with all its tensors in their places. Blocks while they are read."""
+    body, pending = with_rrefs(body, pending)
     if not pending:
         return body
     read = [(tensors.positions, cast(list[torch.Tensor], tensors.read())) for tensors in pending]
     return body._replace(tensors=_in_places(read, body.tensors))
+
+
+def with_rrefs(body: Encoded, pending: Sequence[PendingTensors]) -> tuple[Encoded, list[PendingTensors]]:
+    """Read the RRefs of a result, if they are out of band. Blocks. Returns the body with them, and what else is."""
+    tensors: list[PendingTensors] = []
+    for each in pending:
+        if each.positions == _RREFS:
+            body = body._replace(rrefs=each.read())
+        else:
+            tensors.append(each)
+    return body, tensors
 
 
 def read_into(body: Encoded, pending: Sequence[PendingTensors], copies: Copies) -> Arrived:

@@ -17,23 +17,19 @@ REMOTE = 1
 """Run a method; the result stays in the callee, in an RRef."""
 PING = 2
 """Reply at once."""
-FETCH = 3
-"""Reply with the kept result of that number."""
-WATCH = 4
+WATCH = 3
 """Never answered: the caller's lane fails the request when this process ends."""
-ASK = 5
+ASK = 4
 """Run a function of this package on a worker thread. The body holds (function, arguments)."""
-CANCEL = 6
+CANCEL = 5
 """Cancel the call of that number."""
-CLOSE = 7
+CLOSE = 6
 """Close the stream of that number."""
 
 # Kinds of reply.
 OK = 0
 RAISED = 1
-KEPT = 2
-"""The lane cannot carry the result's tensors: fetch the result of that number over another lane."""
-STREAM = 3
+STREAM = 2
 """The method is a generator: ask for its items, in the stream of that number."""
 
 
@@ -65,7 +61,7 @@ class ControlHeader(NamedTuple):
     caller: int
     token: str
     number: int = 0
-    """For FETCH: of the kept result. For CANCEL: of the call. For CLOSE: of the stream."""
+    """For CANCEL: of the call. For CLOSE: of the stream."""
 
 
 class ReplyHeader(NamedTuple):
@@ -73,6 +69,6 @@ class ReplyHeader(NamedTuple):
 
     kind: int
     number: int = 0
-    """For KEPT: of the result to fetch. For STREAM: of the stream."""
+    """For STREAM: of the stream."""
     ahead: int = 0
     """For STREAM: how many items to ask for ahead."""

@@ -58,7 +58,7 @@ class ControlConnections:
         ``call_all``; by default that is dropped. ``tcp_host``: listen there, too.
         """
         self._codec, self._run = Codec(ray_internals.cloudpickler()), run
-        self._replies = Replies(name, self._codec, None)
+        self._replies = Replies(name, self._codec)
         self._by_tcp = set[str]()  # the lane looks it up: replacing it for each of n members would cost n^2
         self._lane = SocketLane(name, credentials, tcp_host=tcp_host, by_tcp=self._by_tcp)
         self.address: SocketAddress = self._lane.open(self._serve, lambda work: work())

@@ -101,16 +101,17 @@ class Capabilities:
     """What a message lane can do, as data, so that no code depends on which lane it is."""
 
     in_band_bytes: int | None
-    """Most bytes of CPU tensors in one message; None = no limit. Larger ones need another lane."""
+    """Above so many bytes, CPU tensors are better carried by a tensor lane, if one takes them; None: never. Messages
+    carry any number of bytes."""
     in_band_cuda: bool
-    """Messages may contain CUDA tensors."""
+    """Messages may contain CUDA tensors. Otherwise those that no tensor lane takes are copied to the CPU first."""
     copies_at_once: bool
     """``call`` and ``reply`` have copied the tensors' data when they return; otherwise they read it later."""
     rrefs: bool
     """Carries torch RRefs, and records the hop in torch's distributed autograd."""
 
     def carries(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one message may contain these tensors."""
+        """Whether all of these tensors are best carried in the message."""
         size = 0
         for tensor in tensors:
             if tensor.is_cuda and not self.in_band_cuda:
@@ -161,6 +162,11 @@ class MessageLane(PeerLane):
     capabilities: ClassVar[Capabilities]
 
     @property
+    def beside(self) -> TensorLane | None:
+        """Carries tensors by the same mechanism beside the messages of another lane."""
+        return None
+
+    @property
     def has_unread(self) -> bool:
         """Whether requests have arrived that it has not handled yet, as far as it can tell."""
         return False
@@ -184,6 +190,10 @@ class MessageLane(PeerLane):
         PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
 
+    def watch(self, reply: Reply) -> Pending:
+        """What fails when the connection ends that brought a request. ``reply``: what answers that. Raises PeerLost."""
+        raise LaneUnavailable(self.name, "it has no connections of its own")
+
     def _unknown(self, peer: str) -> PeerLost:
         return PeerLost(peer, GONE, may_have_run=False)
 
@@ -199,6 +209,8 @@ class TensorCapabilities:
     """Device types it carries: "cpu", "cuda"."""
     takes_cuda: bool = False
     """CUDA tensors may be exported to arrive as CPU tensors."""
+    reads_later: bool = False
+    """CPU tensors too must not change before ``Export.finished``."""
     in_place: bool = False
     """``read`` copies out of the sender's own memory, and only what is asked for; see ``TensorLane.lend``."""
 
@@ -287,6 +299,7 @@ class Copies(Sequence[Copy]):
         copies: Sequence[Copy],
         targets: Sequence[torch.Tensor | None],
         filled: Sequence[torch.Tensor] | None = None,
+        nbytes: int | None = None,
         known: dict[Hashable, Any] | None = None,
     ) -> None:
         """
@@ -294,9 +307,10 @@ class Copies(Sequence[Copy]):
             copies: they hold no memory, so they may be kept for as long as addresses stay the same.
             targets: the tensor that each copy fills, without autograd; None where the lane provides it.
             filled: tensors that have the memory of all targets, if not the targets themselves.
+            nbytes: of all targets, if that is known.
             known: what lanes have worked out about the same copies before.
         """
-        self._copies, self._targets, self._filled = copies, targets, filled
+        self._copies, self._targets, self._filled, self._nbytes = copies, targets, filled, nbytes
         self._known: dict[Hashable, Any] = {} if known is None else known
 
     @classmethod
@@ -328,10 +342,10 @@ class Copies(Sequence[Copy]):
     @property
     def nbytes(self) -> int:
         """Of all targets."""
-        return self.prepared("nbytes", self._count_bytes)
-
-    def _count_bytes(self) -> int:
-        return sum([size_of((target.dtype, target.shape)) for _, target, _, _ in self._copies if target is not None])
+        if self._nbytes is None:
+            targets = [target for _, target, _, _ in self._copies if target is not None]
+            self._nbytes = sum([size_of((target.dtype, target.shape)) for target in targets])
+        return self._nbytes
 
     def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, or what it returned before for this key. It must not hold the targets' memory."""
@@ -407,13 +421,14 @@ class TensorLane(PeerLane):
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
         """Make all tensors of one message available to ``peer``.
 
-        Afterwards the caller may drop the tensors. It may change CPU tensors at once, and CUDA tensors after
-        ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before it is read.
+        Afterwards the caller may drop the tensors. It may change CPU tensors at once (but see ``reads_later``), and
+        CUDA tensors after ``Export.finished``. What lies in memory of ``lend``, or on a GPU, may not be copied before
+        it is read.
 
         ``devices``: where tensors arrive, this process's GPU -> the peer's. Either may be "cpu"; such entries concern
         only lanes whose capabilities have ``takes_cuda``.
 
-        Raises LaneUnavailable if it cannot (no room, or memory that it cannot share); then another lane carries them.
+        Raises LaneUnavailable if it cannot (no room, or memory that it cannot share); then the message carries them.
         """
 
     @abstractmethod

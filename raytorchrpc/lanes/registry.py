@@ -42,17 +42,17 @@ class Lane:
     """``"module:function"``: makes one member's lane, not open yet: ``(LaneSetup) -> MessageLane | TensorLane``."""
     out_of_band: bool = False
     """A TensorLane: its tensors travel out of band, and their descriptors in the messages of the lane that carries the
-    calls. Otherwise a MessageLane."""
+    calls. Otherwise a MessageLane: where that carries the calls, tensors that no other lane takes stay in its
+    messages."""
     carries_descriptors: bool = False
     """A MessageLane whose messages carry such descriptors (``Message.manifests``)."""
     always: bool = False
     """Each member opens it. Otherwise a member opens it only if one of its routes uses it."""
     rrefs: bool = False
-    """Runs on the process's torchrpc agent, and carries torch RRefs and what distributed autograd follows."""
+    """Runs on the process's torchrpc agent, and carries torch RRefs and what distributed autograd follows. Where
+    another lane carries the calls, it carries tensors out of band."""
     shares_memory: bool = False
     """Between members on one GPU, ``share=True`` gives the receiver the sender's memory itself."""
-    last_resort: bool = False
-    """Reaches every member, more slowly than the other lanes: the plan warns where it replaces one that was allowed."""
 
 
 _RULES = "raytorchrpc.lanes.rules"
@@ -65,13 +65,13 @@ def _row(name: str, carries: tuple[Traffic, ...], **properties: bool) -> Lane:
 #: The lanes of this package, in the order in which routing prefers them for each kind of traffic they carry.
 LANES: tuple[Lane, ...] = (
     _row("loopback", (), always=True),
-    _row("socket", ("calls",), always=True, carries_descriptors=True),
+    _row("socket", ("calls", "cpu", "cuda"), always=True, carries_descriptors=True),
     _row("shm", ("cpu",), out_of_band=True),
     _row("cuda_ipc", ("cuda",), out_of_band=True, shares_memory=True),
     _row("nixl", ("cpu", "cuda"), out_of_band=True),
     _row("nccl", ("cuda",), out_of_band=True),
     _row("torchrpc", ("calls", "cpu", "cuda"), always=True, rrefs=True),
-    _row("nng", ("calls", "cpu"), last_resort=True),
+    _row("nng", ("calls", "cpu", "cuda"), carries_descriptors=True),
 )
 _BUILT_IN = {lane.name: lane for lane in LANES}
 

@@ -29,6 +29,8 @@ class Pair:
     """``GroupConfig.always_tcp``: use TCP even where Unix sockets would work."""
     tls: bool = False
     """``GroupConfig.tls``: whatever crosses a network must be encrypted."""
+    carrier: str = ""
+    """The lane that carries the calls; empty until that is decided."""
 
 
 #: Why the lane cannot carry the traffic (str), or how it carries it and why it can (tuple).
@@ -37,12 +39,25 @@ Verdict = str | tuple[str, str]
 
 def socket_rule(pair: Pair, traffic: Traffic) -> Verdict:
     a, b = pair.a, pair.b
+    how = "unix socket" if _by_unix_socket(pair) else "tcp socket"
+    if traffic != "calls":
+        return _in_messages(pair, traffic, how)
     if pair.tcp:
-        return "tcp socket", "asked for by always_tcp"
-    if a.shares(b, "net"):  # abstract socket names belong to the network namespace, not to the file system
-        return "unix socket", "same host and network namespace"
-    why = "same host, different network namespaces" if a.same_host(b) else "different hosts"
-    return "tcp socket", why
+        return how, "asked for by always_tcp"
+    if a.shares(b, "net"):
+        return how, "same host and network namespace"
+    return how, "same host, different network namespaces" if a.same_host(b) else "different hosts"
+
+
+def _by_unix_socket(pair: Pair) -> bool:
+    # Abstract socket names belong to the network namespace, not to the file system.
+    return not pair.tcp and pair.a.shares(pair.b, "net")
+
+
+def _in_messages(pair: Pair, traffic: Traffic, how: str) -> Verdict:
+    if traffic == "cpu":
+        return how, "in the messages of calls"
+    return _no_gpu(pair) or (how, "in the messages of calls, copied to the CPU and back to a GPU")
 
 
 def shm_rule(pair: Pair, traffic: Traffic) -> Verdict:
@@ -110,6 +125,8 @@ def torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
         return f"torchrpc over {transport}", "reaches every member; carries RRefs and autograd"
     if traffic == "cuda" and (obstacle := _no_gpu(pair)):
         return obstacle
+    if pair.carrier != "torchrpc" and "torchrpc" not in pair.named and _by_unix_socket(pair):
+        return "same network namespace: used only if GroupConfig.lanes names it, as Unix sockets are as fast"
     channel = backends.channel_between(pair.a, pair.b, pair.agent_a, pair.agent_b, cuda=traffic == "cuda")
     if channel is None:
         return f"the two agents have no TensorPipe channel for {TRAFFIC_TEXT[traffic]} in common"
@@ -117,8 +134,8 @@ def torchrpc_rule(pair: Pair, traffic: Traffic) -> Verdict:
 
 
 def nng_rule(pair: Pair, traffic: Traffic) -> Verdict:
-    how = "ipc" if pair.a.shares(pair.b, "net") and not pair.tcp else "tcp"
-    return f"nng over {how}", "reaches every member; slower than the others"
+    how = f"nng over {'ipc' if _by_unix_socket(pair) else 'tcp'}"
+    return (how, "reaches every member") if traffic == "calls" else _in_messages(pair, traffic, how)
 
 
 def _unencrypted(pair: Pair) -> str | None:

@@ -7,7 +7,7 @@ all pairs that are alike: many members publish the same but for their names, and
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raytorchrpc.config import GroupConfig
@@ -30,7 +30,8 @@ class LaneChoice:
     """What it runs over: ``unix socket``, ``torchrpc over uv, channel mpt_uv``."""
     reason: str
     out_of_band: bool = False
-    """A tensor lane: the descriptors of its tensors travel in the messages of the lane that carries the calls."""
+    """Tensors travel out of band, and their descriptors in the messages of the lane that carries the calls. Otherwise
+    they are part of these."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,13 @@ class PairRoute:
         """The lane for calls that carry no tensor."""
         return self.lanes("calls")[0].lane
 
-    @property
-    def in_band_lane(self) -> str | None:
-        """The lane whose messages carry CPU tensors of any size; None if all of them travel out of band."""
-        return next((choice.lane for choice in self.lanes("cpu") if not choice.out_of_band), None)
+    def through_cpu(self) -> str | None:
+        """Why CUDA tensors are copied to the CPU and stay in the messages of calls, if no lane for tensors takes them;
+        None if messages do not carry them.
+        """
+        if all(choice.out_of_band for choice in self.lanes("cuda")):
+            return None
+        return "; ".join(f"{no.lane}: {no.reason}" for no in self.rejected if no.traffic == "cuda")
 
     def why_not(self, lane: str) -> str | None:
         """Why a lane carries no calls here; None if it can."""
@@ -216,20 +220,33 @@ def _judge(pair: Pair, lanes: Sequence[Candidate]) -> Verdicts:
     carrier: Lane | None = None
     """The lane that carries the calls, and with them the descriptors of tensors that travel out of band."""
     for traffic in TRAFFIC:
-        for each in lanes:
+        # The messages of calls are for what no other lane takes.
+        for each in sorted(lanes, key=lambda each: each.lane is carrier):
             lane = each.lane
             if traffic not in lane.carries:
                 continue
             missing = _not_installed(pair, lane.name, each.distribution) if each.distribution else None
+            out_of_band = traffic != "calls" and lane is not carrier
             verdict = each.refused or missing or _ruled(each, pair, traffic)
-            if lane.out_of_band and not (carrier and carrier.carries_descriptors):
-                verdict = f"calls go by {carrier.name if carrier else 'no lane'}, which carries no tensor descriptors"
+            if out_of_band and not isinstance(verdict, str):
+                verdict = _not_beside(lane, carrier) or verdict
             if isinstance(verdict, str):
                 rejected.append(Rejection(lane.name, traffic, verdict))
                 continue
-            choices.append(LaneChoice(lane.name, traffic, *verdict, out_of_band=lane.out_of_band))
-            carrier = carrier or lane
+            choices.append(LaneChoice(lane.name, traffic, *verdict, out_of_band=out_of_band))
+            if carrier is None:
+                carrier, pair = lane, replace(pair, carrier=lane.name)
     return tuple(choices), tuple(rejected)
+
+
+def _not_beside(lane: Lane, carrier: Lane | None) -> str | None:
+    """Why a lane cannot carry tensors out of band for this lane of calls; None if it can."""
+    calls = "no lane" if carrier is None else carrier.name
+    if not (lane.out_of_band or lane.rrefs):
+        return f"calls go by {calls}"
+    if carrier is None or not carrier.carries_descriptors:
+        return f"calls go by {calls}, which carries no tensor descriptors"
+    return None
 
 
 def _ruled(each: Candidate, pair: Pair, traffic: Traffic) -> Verdict:

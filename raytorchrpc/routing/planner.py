@@ -10,7 +10,6 @@ A route keeps each rejected lane with its reason. Nothing here imports torch or 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
@@ -43,26 +42,9 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
     number = {name: index for index, (_, _, names) in enumerate(found) for name in names}
     kinds = tuple(Kind(endpoint, agent) for endpoint, agent, _ in found)
     planned = RoutePlan(config, kinds, {name: number[name] for name in members}, warnings, others)
-    return replace(planned, warnings=(*warnings, *_last_resorts(planned, lanes)))
-
-
-def _last_resorts(plan: RoutePlan, lanes: Sequence[Candidate]) -> tuple[str, ...]:
-    """One warning for each reason why CPU tensors take a lane of last resort instead of one that was allowed.
-
-    Raises ConfigurationError if nothing can carry calls or CPU tensors between two members.
-    """
-    slow = {each.lane.name for each in lanes if each.lane.last_resort}
-    better = {each.lane.name for each in lanes if not (each.refused or each.lane.out_of_band)} - slow
-    found: dict[str, str] = {}
-    for route in (plan.route(a, b) for a, b in plan.samples()):
-        _check_carried(route, plan.config)
-        for no in route.rejected if route.in_band_lane in slow else ():
-            if no.lane in better and no.traffic == "cpu" and no.reason not in found:
-                found[no.reason] = (
-                    f"CPU tensors between {route.a} and {route.b} go by {route.in_band_lane}, which is slower than "
-                    f"{no.lane}: {no.reason}; see GroupConfig.transports and channels"
-                )
-    return tuple(found.values())
+    for a, b in planned.samples():
+        _check_carried(planned.route(a, b), config)
+    return planned
 
 
 def _check_allowed(lanes: Sequence[Candidate], config: GroupConfig) -> None:

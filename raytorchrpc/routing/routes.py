@@ -83,7 +83,6 @@ class RoutePlan:
         for choices in dict.fromkeys(self.route(name, other).choices for other in others):
             for traffic in TRAFFIC:
                 used += [choice.lane for choice in choices if choice.traffic == traffic][:1]
-            used += [choice.lane for choice in choices if choice.traffic == "cpu" and not choice.out_of_band][:1]
         return tuple(dict.fromkeys(used))
 
     def _one_of_each(self, name: str) -> Iterable[str]:

@@ -210,6 +210,14 @@ def inbound(body: Encoded, index: int) -> Encoded:
     return body._replace(tensors=[*moved, *body.tensors[split:]])
 
 
+def placed(body: Encoded, positions: Sequence[int], indices: Sequence[int]) -> Encoded:
+    """As ``inbound``, for the tensors at these positions: each to the GPU of its index."""
+    tensors = list(body.tensors)
+    for position, index in zip(positions, indices, strict=True):
+        (tensors[position],) = _to_gpu([tensors[position]], torch.device("cuda", index))
+    return body._replace(tensors=tensors)
+
+
 def _to_gpu(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     arrived: list[torch.Tensor] = []
     announced: list[tuple[torch.Tensor, torch.Tensor]] = []

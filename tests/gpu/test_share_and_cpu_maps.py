@@ -402,7 +402,9 @@ def test_a_tensor_without_a_way_names_both_remedies(actors: dict[str, Any], grou
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_expandable_segments_go_by_torchrpc_and_say_why(actors: dict[str, Any], group: rtr.Group, share: bool) -> None:
+def test_expandable_segments_cross_through_the_cpu_and_say_why(
+    actors: dict[str, Any], group: rtr.Group, share: bool
+) -> None:
     def call(self: Any, share: bool) -> list[str]:
         mine = torch.arange(float(LARGE), device="cuda")
         assert any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
@@ -411,7 +413,7 @@ def test_expandable_segments_go_by_torchrpc_and_say_why(actors: dict[str, Any], 
             assert result.is_cuda and torch.equal(result, mine * 2)
         return [message for message in self.messages if "instead of cuda_ipc" in message]
 
-    before = lanes_used(group, "x", "a").get("torchrpc", (0, 0))[0]
+    before = lanes_used(group, "x", "a").get("socket", (0, 0))[0]
     (message,) = on(actors["x"], call, share)
     assert "expandable_segments:True" in message and "PYTORCH_CUDA_ALLOC_CONF" in message
-    assert lanes_used(group, "x", "a")["torchrpc"][0] - before >= 8 * LARGE
+    assert lanes_used(group, "x", "a")["socket"][0] - before >= 8 * LARGE

@@ -67,7 +67,7 @@ def test_large_tensors_and_arrays_go_by_nixl_both_ways(stores: list[Any], group:
     assert all_given_back(stores)
 
 
-def test_what_does_not_fit_goes_by_torchrpc(spawn: Spawn) -> None:
+def test_what_does_not_fit_stays_in_the_message(spawn: Spawn) -> None:
     actors = [spawn(TensorStore) for _ in range(2)]
     config = rtr.GroupConfig(lanes=LANES, shm_bytes=4 * MIB)
 
@@ -79,5 +79,5 @@ def test_what_does_not_fit_goes_by_torchrpc(spawn: Spawn) -> None:
     with rtr.init_group(dict(zip("pq", actors, strict=True)), name="another", config=config) as group:
         in_actor(actors[0], exchange)
         lanes = bytes_by_lane(group, "p", "q")
-    assert lanes["torchrpc"][0] >= 8_000_000
+    assert lanes["socket"][0] >= 8_000_000
     assert lanes["nixl"][0] >= 1_600_000

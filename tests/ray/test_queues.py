@@ -25,11 +25,6 @@ from tests.ray.test_tensor_lanes import MIB, used
 LARGE = 2 * MIB  # elements of float32
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves most tests."""
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     made = {name: spawn_for_module(Peer) for name in ("home", "a", "b")}

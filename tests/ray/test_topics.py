@@ -19,11 +19,6 @@ from tests.ray.test_tensor_lanes import MIB
 LARGE = MIB  # elements of float32
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves most tests."""
-
-
 @pytest.fixture(scope="module")
 def actors(spawn_for_module: Spawn) -> dict[str, Any]:
     return {name: spawn_for_module(Peer) for name in ("home", "a", "b")}

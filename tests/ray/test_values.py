@@ -152,7 +152,7 @@ def test_a_caller_that_keeps_gets_memory_of_its_own(actors: list[Any], form: Cal
     assert [int(one["array"].sum()) for one in kept] == [number * LARGE for number in range(10)]
 
 
-def test_what_is_larger_than_the_arena_goes_by_torchrpc_with_one_warning(
+def test_what_is_larger_than_the_arena_stays_in_the_message_with_one_warning(
     actors: list[Any], form: Callable[..., rtr.Group]
 ) -> None:
     group = form(shm_bytes=8 * MIB)
@@ -173,5 +173,5 @@ def test_what_is_larger_than_the_arena_goes_by_torchrpc_with_one_warning(
         return said
 
     (said,) = in_actor(actors[0], exchange)
-    assert "go by torchrpc instead of shm" in said and "8 MiB" in said and "shm_bytes" in said
-    assert bytes_by_lane(group, "a", "b")["torchrpc"][0] >= 12 * 8 * MIB
+    assert "go by socket instead of shm" in said and "8 MiB" in said and "shm_bytes" in said
+    assert bytes_by_lane(group, "a", "b")["socket"][0] >= 12 * 8 * MIB

@@ -17,7 +17,7 @@ from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, used
-from tests.ray.weight_helpers import came_from, no_group_is_left, no_readers  # noqa: F401
+from tests.ray.weight_helpers import no_readers
 
 #: Elements of float32: above and below what travels in a message.
 LARGE, SMALL = MIB, 100

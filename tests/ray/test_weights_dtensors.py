@@ -14,7 +14,6 @@ import torch.distributed as dist
 import raytorchrpc as rtr
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.weight_helpers import no_group_is_left  # noqa: F401
 
 TRAINERS, GENERATORS = ("t0", "t1"), ("g0", "g1")
 

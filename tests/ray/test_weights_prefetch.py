@@ -13,7 +13,7 @@ from tests.insides import in_actor
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB
-from tests.ray.weight_helpers import no_group_is_left, no_readers  # noqa: F401
+from tests.ray.weight_helpers import no_readers
 
 #: Width of the model: its largest tensor does not travel in a message.
 WIDTH = 600

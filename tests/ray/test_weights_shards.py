@@ -18,7 +18,6 @@ import raytorchrpc as rtr
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn, pid_of
-from tests.ray.weight_helpers import no_group_is_left  # noqa: F401
 
 #: The global tensors, by name. Some are larger than what travels in a message.
 SHAPES = {"matrix": (640, 768), "odd": (7, 5, 3), "vector": (11,), "scalar": (), "q": (8, 6), "k": (4, 6), "v": (4, 6)}

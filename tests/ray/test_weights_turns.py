@@ -11,13 +11,13 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.patterns.weights import chained_pull, pull_plan, source_pull
-from raytorchrpc.patterns.weights.versions import KIND
+from raytorchrpc.patterns.weights.published import KIND
 from tests import insides
 from tests.insides import in_actor
 from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
-from tests.ray.weight_helpers import came_from, no_group_is_left  # noqa: F401
+from tests.ray.weight_helpers import came_from
 
 READERS = ("a", "b", "c")
 SIZE = 1 << 20

@@ -1,17 +1,10 @@
-"""What tests of weights run in actors and readers, and one fixture of theirs."""
+"""What tests of weights run in homes and readers."""
 
 from __future__ import annotations
-
-import pytest
 
 import raytorchrpc as rtr
 from tests import insides
 from tests.polling import wait_until
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> None:
-    """Here one group serves the tests of a module."""
 
 
 def came_from() -> dict[str, int]:

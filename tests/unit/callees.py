@@ -48,7 +48,7 @@ def make_callee(
     """A member named ``callee`` that serves these methods. Its callers have the ranks below ``callers``."""
     peers, codec, unused = PeerTable("group", Services()), Codec(), cast("Any", None)
     for rank in range(callers):
-        peers.add_peer(PeerRoute(Member(rank, f"caller {rank}", None, "node", 0, "", rank + 1), unused, unused, unused))
+        peers.add_peer(PeerRoute(Member(rank, f"caller {rank}", None, "node", 0, "", rank + 1), unused, unused))
     payloads = Payloads(99, tensor_lanes or {})
     workers = Workers("test")
     callee = Callee("callee", None, local, codec, payloads, workers, deadlines)

@@ -208,7 +208,7 @@ class Members:
     def _know(self, local: LocalMember, peer: Member) -> None:
         lane = self.lanes[local.me.name]
         token = process_token(GENERATION, peer.rank, peer.incarnation)
-        local.peers.add_peer(PeerRoute(peer, lane, lane, lane, self._beside, token=token, same_clock=True))
+        local.peers.add_peer(PeerRoute(peer, lane, lane, self._beside, token=token, same_clock=True))
 
     @contextmanager
     def acting(self, name: str | None) -> Iterator[LocalMember]:

@@ -19,7 +19,7 @@ from raytorchrpc.calls.client.stream import NEXT, Stream
 from raytorchrpc.calls.counters import PACKAGES_OWN, CallCounters, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
-from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band
+from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band, tensor_lane, with_rrefs
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
 from raytorchrpc.calls.receive_into import receiver
@@ -61,16 +61,14 @@ class Phase(Enum):
 
     UNSENT = "its request was not sent"
     SENT = "its request is in flight"
-    FETCHING = "its result is being fetched over another lane"
     LOST = "its peer was lost, and it is sent again once the peer is back"
     ARRIVED = "its reply is here"
     FAILED = "no reply comes"
     TAKEN = "its outcome was taken, or is not wanted"
 
 
-UNSENT, SENT, FETCHING, LOST, ARRIVED, FAILED, TAKEN = Phase  # to look them up there takes longer
-_IN_FLIGHT = (SENT, FETCHING)
-_UNDER_WAY = (SENT, FETCHING, ARRIVED)
+UNSENT, SENT, LOST, ARRIVED, FAILED, TAKEN = Phase  # to look them up there takes longer
+_UNDER_WAY = (SENT, ARRIVED)
 _DECIDED = (ARRIVED, FAILED, TAKEN)
 
 
@@ -94,7 +92,7 @@ class OutgoingCall:
         """If it is traced."""
         self.cancellable = self._is_reported = False
         """Whether ``cancel`` reaches the callee; whether a failure is logged if this is dropped."""
-        self._is_fetched = self._may_have_run = self._is_cancelled = False
+        self._may_have_run = self._is_cancelled = False
         self._counted = self._sent_by = ""
         """The name under which it is counted; the lane of its payload."""
         self._started, self._number, self._retries = 0.0, 0, 0
@@ -146,7 +144,7 @@ class OutgoingCall:
             if span is not None:
                 header = header._replace(mark=span.mark)
                 span.lap()
-            lane, payload = calls.payloads.pack_request(route, method, body, options.share, in_context)
+            lane, payload = calls.payloads.pack_request(route, body, options.share, in_context)
             started = time.monotonic()
             if (took := started - began) > _SOON_S:
                 if took >= header.seconds:
@@ -166,7 +164,7 @@ class OutgoingCall:
         self._lane, self._payload, self._number = lane, payload, number
         self._started, self._deadline = started, started + header.seconds
         self._counted = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
-        self._sent_by = payload.manifests[0][0] if payload.manifests else lane.name
+        self._sent_by = tensor_lane(payload.manifests) or lane.name if payload.manifests else lane.name
         self.cancellable = self._is_reported = options.cancellable
         calls.counters.sent((peer, self._sent_by, self._counted, size))
         if span is not None:
@@ -178,7 +176,7 @@ class OutgoingCall:
             self._pending, self._phase = pending, SENT
             return
         with self._lock:  # another thread may add a callback while the call is sent again
-            self._pending, self._is_fetched, self._phase = pending, False, SENT
+            self._pending, self._phase = pending, SENT
 
     @property
     def label(self) -> str:
@@ -224,38 +222,25 @@ class OutgoingCall:
         header: ReplyHeader | None = None
         error: Exception | None = None
         message = NO_REPLY
-        if pending is self._pending and self._phase in _IN_FLIGHT:
+        if pending is self._pending and self._phase is SENT:
             try:
                 message = pending.take()
                 header = ReplyHeader(*message.header)
             except Exception as failure:
                 error = untraced(failure)
         with self._lock.once(self.label) if self._lock._is_owned() else self._lock:
-            if pending is self._pending and self._phase in _IN_FLIGHT:
+            if pending is self._pending and self._phase is SENT:
                 if error is not None:
                     self._fail(error)
                 elif header is not None:
                     self._message, self._header, self._phase = message, header, ARRIVED
-                    if header.kind == protocol.KEPT:
-                        self._fetch(header.number)
             return self._phase in _DECIDED
-
-    def _fetch(self, number: int) -> None:
-        self._route.heavy_results.add(self._method)
-        self._lane, self._is_fetched, self._phase = self._route.tensors, True, FETCHING
-        left = max(0.001, self.remaining())
-        try:
-            self._pending = self._calls.control(self._route, self._lane, protocol.FETCH, left, number)
-        except Exception as error:
-            self._fail(error.with_traceback(None))
 
     def _fail(self, error: Exception) -> None:
         """Under the lock: the request has failed."""
         if isinstance(error, RpcTimeout):
             error = RpcTimeout(*error.args)  # the lane's own leads to this call, once it is raised
-        elif isinstance(error, RayTorchRpcError):
-            error = self._after_reply(error) if self._is_fetched else error
-        elif not isinstance(error, MemoryError):
+        elif not isinstance(error, (RayTorchRpcError, MemoryError)):
             error = SerializationError(f"the answer of {self.label} cannot be read here: {shown(error)}")
         if not (isinstance(error, PeerLost) and self._lose(error)):
             self._error, self._phase = error, FAILED
@@ -326,7 +311,6 @@ class OutgoingCall:
                     # The callee's server refused the call, because its process is another one, or leaves.
                     peer = self._route.member.name
                     lost = isinstance(error, PeerLost) and error.peer == peer and not error.may_have_run
-                    error = self._after_reply(error) if self._is_fetched else error
             except RpcTimeout:
                 error = self._late()
             except Exception as failure:
@@ -363,29 +347,28 @@ class OutgoingCall:
         came_by = self._lane.name if message.body.tensors else self._sent_by
         span = None
         if message.manifests:
-            came_by, span = message.manifests[0][0], self._span
+            came_by, span = tensor_lane(message.manifests) or came_by, self._span
         if span is not None:
             span.lap()
         pending = calls.payloads.receive(route.member.name, message.manifests) if message.manifests else []
         value: Any = None
         body = message.body
         if pending and is_out_of_band(body):
-            body, pending = calls.payloads.unpack(body, pending, keep=False), []
+            body, pending = calls.payloads.unpack(body, pending, keep=False), []  # with RRefs
         if header.kind == protocol.OK and self._options.into is not None:
+            body, pending = with_rrefs(body, pending)
             into = receiver(self._options.into)
             into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
             into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
             size, value = into.receive(calls.codec, body, pending, self.label, self._options.keep)
         else:
-            if pending or self._options.keep:
-                body = calls.payloads.unpack(body, pending, keep=self._options.keep)
+            if message.manifests or self._options.keep:
+                body = calls.payloads.unpack(body, pending, message.manifests, keep=self._options.keep)
             size = body_bytes(body) if body.tensors else len(body.payload)
         if span is not None:
             span.beside("fetch", came_by)
         if header.kind == protocol.RAISED:
             return None, decode_exception(calls.codec, body, self.label), size, came_by
-        if self._lane is not route.calls and not message.body.tensors:
-            route.heavy_results.discard(self._method)
         if header.kind == protocol.STREAM:
             value = self._stream(header)
         elif self._options.into is None:
@@ -552,7 +535,7 @@ class OutgoingCalls:
         return rref
 
     def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:
-        """Send a request without a body to the peer's process itself: PING, WATCH or FETCH."""
+        """Send a request without a body to the peer's process itself: PING or WATCH."""
         header = ControlHeader(kind, self._rank, route.token, number)
         return lane.call(route.member.name, Message(tuple(header), NOTHING), timeout_s)
 

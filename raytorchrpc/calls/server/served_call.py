@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.payload import Payloads, PendingTensors
+from raytorchrpc.calls.payload import Payloads, PendingTensors, tensor_lane
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import ASK, CALL, KEPT, OK, RAISED, REMOTE, RequestHeader
+from raytorchrpc.calls.protocol import ASK, CALL, OK, RAISED, REMOTE, RequestHeader
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed
@@ -28,7 +28,6 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
-    LaneUnavailable,
     PeerLost,
     RayTorchRpcError,
     RpcTimeout,
@@ -41,7 +40,6 @@ from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.workers import AtOnce, Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
-from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.exceptions import encode_exception
 from raytorchrpc.tensors.kept_errors import untraced
 
@@ -51,20 +49,12 @@ logger = logging.getLogger(__name__)
 _MOST_EARLY = 1024
 
 
-class _Kept(NamedTuple):
-    message: Message
-    fetched: Callable[[], None]
-    """Cancels the drop at the deadline."""
-
-
 class Replies:
     """Answers requests, with results or exceptions. Thread-safe."""
 
-    def __init__(self, name: str, codec: Codec, deadlines: Deadlines | None) -> None:
-        """``name``: of this member. ``deadlines``: None where no result is ever kept."""
-        self._name, self._codec, self._deadlines = name, codec, deadlines
-        self._kept: dict[int, _Kept] = {}
-        self._numbers = itertools.count()
+    def __init__(self, name: str, codec: Codec) -> None:
+        """``name``: of this member."""
+        self._name, self._codec = name, codec
 
     def refusal(self, kind: int, error: BaseException) -> Message:
         """The reply with an exception, to a request of that kind."""
@@ -94,8 +84,8 @@ class Replies:
         try:
             try:
                 reply(make())
-            except Exception as error:  # a kept result that no lane takes, or that there is no memory for
-                if not isinstance(error, LaneUnavailable) and not threads.is_shortage(error):
+            except Exception as error:
+                if not threads.is_shortage(error):
                     raise
                 reply(self.refusal(kind, error))
         except PeerLost as lost:
@@ -104,35 +94,6 @@ class Replies:
             if threads.is_shortage(error):
                 threads.end_process(error, f"{self._name}, which has to answer a call,")
             threads.report(error, f"{self._name} could not answer a call")
-
-    # --- results that another lane has to carry --------------------------------------------------------------
-
-    def keep(self, body: Encoded, seconds: float) -> Message:
-        """Keep a result until the caller fetches it, or for ``seconds``; returns the reply that announces it."""
-        number = next(self._numbers)
-        assert self._deadlines is not None
-        fetched = self._deadlines.at(time.monotonic() + seconds, partial(self._drop, number))
-        self._kept[number] = _Kept(Message((OK,), body, handoff_streams(body.tensors)), fetched)
-        return Message((KEPT, number), NOTHING)
-
-    def _drop(self, number: int) -> None:
-        self._kept.pop(number, None)
-
-    def take(self, number: int) -> Message:
-        """Take a kept result. Raises RpcTimeout if it was dropped."""
-        kept = self._kept.pop(number, None)
-        if kept is None:
-            raise RpcTimeout(f"the result was kept for {self._name!r}'s caller until its deadline, and dropped")
-        kept.fetched()
-        return kept.message
-
-    def kept(self) -> int:
-        """How many results are kept."""
-        return len(self._kept)
-
-    def close(self) -> None:
-        """Drop all kept results."""
-        self._kept.clear()
 
 
 class CancellableCalls:
@@ -219,7 +180,7 @@ class Callee:
         self.name, self.instance, self.local = name, instance, local
         self.codec, self.payloads, self.workers, self.deadlines = codec, payloads, workers, deadlines
         self.replies, self.cancellable, self.streams = (
-            Replies(name, codec, deadlines),
+            Replies(name, codec),
             CancellableCalls(),
             StreamTable(),
         )
@@ -487,10 +448,11 @@ class ServedCall:
             message.make_current()
         try:
             body, arrives_on = message.body, self.route.cpu_arrives_on
-            if self.pending or self.exposed.keep or (arrives_on is not None and body.tensors):
-                body = callee.payloads.unpack(body, self.pending, arrives_on=arrives_on, keep=self.exposed.keep)
-            if self.pending and self.span is not None:
-                self.span.beside("fetch", message.manifests[0][0])
+            manifests, keep = message.manifests, self.exposed.keep
+            if manifests or keep or (arrives_on is not None and body.tensors):
+                body = callee.payloads.unpack(body, self.pending, manifests, arrives_on=arrives_on, keep=keep)
+            if self.span is not None and (came_by := tensor_lane(manifests)) is not None:
+                self.span.beside("fetch", came_by)
             decoded = callee.codec.decode(*body)
             del body  # only the method is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
@@ -537,13 +499,7 @@ class ServedCall:
             return
         if self.span is not None:
             self.span.lap()
-        fits, payload = self.callee.payloads.pack_reply(
-            self.route, self.lane, body, self.exposed.share, self.exposed.frozen
-        )
-        if not fits:
-            left = max(1.0, (self.scope.deadline or 0.0) - time.monotonic())
-            self.reply(self.callee.replies.keep(payload.body, left))
-            return
+        payload = self.callee.payloads.pack_reply(self.route, self.lane, body, self.exposed.share, self.exposed.frozen)
         if self.span is not None and payload.lane is not None:
             self.span.beside("ship", payload.lane)
         try:

@@ -1,4 +1,4 @@
-"""The nng lane: calls with any number of CPU tensors over nng's Pair protocol, within a host and between hosts.
+"""The nng lane: calls over nng's Pair protocol, within a host and between hosts.
 
 It does not need torchrpc, and authenticates both ends of every connection. One thread reads all connections of a
 member; methods run on the member's own threads.
@@ -30,6 +30,8 @@ from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.process.locks import Lock, interrupted_frames
 from raytorchrpc.tensors.codec import Encoded
 
+#: CPU tensors up to this size travel in band even if a tensor lane takes them (bytes).
+IN_BAND_BYTES = 256 * 1024
 #: A reply that makes no progress for this long ends its connection (seconds).
 REPLY_PATIENCE_S = 10.0
 #: The accepting end sends it after the handshake, on the thread that takes over: the other would not notice that nng is
@@ -193,7 +195,7 @@ class NngLane(ConnectedLane[Connection]):
 
     name: ClassVar[str] = "nng"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        in_band_bytes=None, in_band_cuda=False, copies_at_once=True, rrefs=False
+        in_band_bytes=IN_BAND_BYTES, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
     def __init__(self, me: str, credentials: Credentials, *, tcp_host: str | None, by_tcp: frozenset[str]) -> None:

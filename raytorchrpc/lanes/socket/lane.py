@@ -1,8 +1,9 @@
 """The socket lane: authenticated sockets, Unix on one host and TCP between hosts. A small call takes a fifth to a tenth
 of its time over torchrpc.
 
-It carries calls without tensors, and small CPU tensors in band. Threads of its own read requests (see ``selector``). A
-caller that waits reads its own connection meanwhile, so that a reply costs one wake-up too.
+It carries calls, and in band the CPU tensors that are small or that no tensor lane takes. Threads of its own read
+requests (see ``selector``). A caller that waits reads its own connection meanwhile, so that a reply costs one wake-up
+too.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from collections.abc import Callable, Set
 from enum import Enum
 from functools import partial
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError
-from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Reply, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
 from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
@@ -34,14 +35,15 @@ from raytorchrpc.process.completion import nothing, run_reported
 from raytorchrpc.process.locks import Lock, interrupted, interrupted_frames
 from raytorchrpc.tensors.codec import body_bytes
 
-#: CPU tensors up to this size travel in band: two copies through the kernel cost less than a second message (bytes).
+#: CPU tensors up to this size travel in band even if a tensor lane takes them: two copies through the kernel cost less
+#: (bytes).
 IN_BAND_BYTES = 256 * 1024
 #: The first request of a connection goes with the handshake up to this size: the kernel takes it at once (bytes).
 FIRST_BYTES = 16 * 1024
 #: A caller that reads checks its deadline this often (seconds).
 SLICE_S = 1
-#: Time for the rest of a request whose deadline passed midway (seconds). A peer that does not read it loses its
-#: connection.
+#: A peer that reads nothing for this long, of a reply or of the rest of a request whose deadline passed midway, loses
+#: its connection (seconds).
 FINISH_S = 10.0
 _NOT_TAKEN = "it did not take the data in time"
 _IOV_MAX = 1024
@@ -174,7 +176,7 @@ class Connection(connections.Connection):
 
         If a part of a request was sent by then, this returns, and another thread sends the rest: a partial frame would
         cost the other calls on this connection their replies. So it is with a reply on an event loop. A reply that is
-        not read in time ends the connection. ``take_back`` is called if that happens after this has returned.
+        not read ends the connection. ``take_back`` is called if that happens after this has returned.
         """
         until = deadline
         if _get_running_loop() is not None:
@@ -221,7 +223,7 @@ class Connection(connections.Connection):
             begun = True
             parts = [memoryview(part).cast("B") for part in buffers]
             size = sum(map(len, parts))
-            rest = self._send_rest(parts, sent, until)
+            rest = self._send_rest(parts, sent, until, renews=self.accepted and until == deadline)
             if rest and self.accepted and until == deadline:
                 raise TimeoutError(_NOT_TAKEN)
             if not sealed and sum(map(len, rest)) == size:
@@ -254,8 +256,11 @@ class Connection(connections.Connection):
             self.end(f"a message was sent in part, and the rest of it cannot be sent: {error}")
             raise PeerLost(self.peer or "the caller", self._ended or "", may_have_run=False) from error
 
-    def _send_rest(self, parts: list[memoryview], sent: int, deadline: float) -> list[memoryview]:
-        """Send what follows the first ``sent`` bytes; returns what is left at the deadline. Raises OSError."""
+    def _send_rest(self, parts: list[memoryview], sent: int, deadline: float, renews: bool) -> list[memoryview]:
+        """Send what follows the first ``sent`` bytes; returns what is left at the deadline. Raises OSError.
+
+        ``renews``: go on after the deadline while the peer takes data, with pauses of at most ``FINISH_S``.
+        """
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         while True:
@@ -267,11 +272,13 @@ class Connection(connections.Connection):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return parts
             sent = self._send_at_once(parts)
+            if renews:
+                deadline = max(deadline, time.monotonic() + FINISH_S)
 
     def _finish(self, rest: list[memoryview], until: float, take_back: Callable[[], object]) -> None:
         """Send the rest of a frame. ``_sending`` is held for it."""
         try:
-            if self._send_rest(rest, 0, until):
+            if self._send_rest(rest, 0, until, renews=True):
                 raise TimeoutError(_NOT_TAKEN)
         except OSError as error:
             self.end(str(error))
@@ -501,6 +508,10 @@ class SocketLane(ConnectedLane[Connection]):
         if (connection := self._made.get(peer)) is not None:
             with contextlib.suppress(OSError):  # it has ended
                 tcp.count_silence(connection.sock)
+
+    def watch(self, reply: Reply) -> Pending:
+        connection: Connection = cast(Any, reply).func.__self__  # as ``_read`` makes it
+        return connection.watch()
 
     # --- connections -----------------------------------------------------------------------------------------
 

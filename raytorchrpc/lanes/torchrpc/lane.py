@@ -1,4 +1,5 @@
-"""The torchrpc lane: requests and replies with their tensors in band, over TensorPipe, to any peer.
+"""The torchrpc lane: requests and replies with their tensors in band, over TensorPipe, to any peer; or tensors alone,
+beside the messages of another lane.
 
 It is the only lane that carries RRefs and distributed autograd. User code never runs on torchrpc's own threads: the
 served function returns a torch Future at once, which the member completes later.
@@ -6,10 +7,13 @@ served function returns a torch Future at once, which the member completes later
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -19,14 +23,31 @@ from torch.distributed.rpc.internal import RemoteException
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RemoteError, RpcTimeout
-from raytorchrpc.lanes.base import Capabilities, Message, MessageLane, PeerAddress, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.base import (
+    Arrived,
+    Capabilities,
+    Copies,
+    Export,
+    Message,
+    MessageLane,
+    PeerAddress,
+    Pending,
+    Released,
+    Serve,
+    Spawn,
+    TensorCapabilities,
+    TensorLane,
+    arrived,
+    never_fetched,
+)
 from raytorchrpc.lanes.setup import LaneSetup
 from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.this_process import MallocTrimmer
-from raytorchrpc.tensors.codec import Encoded
+from raytorchrpc.tensors.codec import NOTHING, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.devices import check_mapped
-from raytorchrpc.tensors.dtypes import UNCOPIED, copied
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 
 #: Callers wait by their own deadline. After torch's, a call would count as over while the peer still has its arguments.
@@ -51,9 +72,17 @@ class TorchRpcLane(MessageLane):
         in_band_bytes=None, in_band_cuda=True, copies_at_once=False, rrefs=True
     )
 
-    def __init__(self, me: str, fabric: Fabric, devices: Sequence[int], maps: Mapping[str, Mapping[int, int]]) -> None:
+    def __init__(
+        self,
+        me: str,
+        fabric: Fabric,
+        devices: Sequence[int],
+        maps: Mapping[str, Mapping[int, int]],
+        fetch_timeout_s: float = 60.0,
+    ) -> None:
         """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU."""
         self._me, self._fabric = me, fabric
+        self._beside = TorchRpcTensors(self, fetch_timeout_s)
         self.devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
         self.hosts: dict[str, str] = {}
@@ -63,6 +92,11 @@ class TorchRpcLane(MessageLane):
         self._broken: dict[str, Any] = {}
         """By member name: the WorkerInfo whose connections broke. The member may still live."""
         self._renewed_at: dict[str, float] = {}
+
+    @property
+    def beside(self) -> TorchRpcTensors:
+        """See MessageLane."""
+        return self._beside
 
     def open(self, serve: Serve, spawn: Spawn) -> FabricPeer:
         global _serving
@@ -75,17 +109,29 @@ class TorchRpcLane(MessageLane):
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
         self.hosts.update({peer.peer: peer.address.host for peer in peers})
+        self._beside.maps.update({peer.peer: peer.devices_back for peer in peers})
         addresses = ((peer.address, peer.devices_back) for peer in peers)
         self._fabric.add_peers([its._replace(inverse_map=back) if back else its for its, back in addresses])
 
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
     ) -> Pending:
-        known = self._known(peer, message.body.tensors)
-        worker = known.worker
+        return self.request(peer, _serve, _as_torch(message), _NO_LIMIT, message.body.tensors, on_released)
+
+    def request(
+        self,
+        peer: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout_s: float,
+        tensors: Sequence[torch.Tensor] = (),
+        on_released: Released = None,
+    ) -> Pending:
+        """Have the peer run a function of this module, whose result is what ``_as_torch`` returns."""
+        worker = self._known(peer, tensors).worker
         try:
             with self._fabric.sending:
-                future = torch_internals.invoke_async(worker, _serve, _as_torch(message), _NO_LIMIT)
+                future = torch_internals.invoke_async(worker, function, args, timeout_s)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
         return _TorchPending(future, partial(self._failed, peer=peer, worker=worker, sent=True), on_released)
@@ -152,6 +198,99 @@ class TorchRpcLane(MessageLane):
             self.disconnect(peer)
 
 
+class TorchRpcTensors(TensorLane):
+    """Carries tensors, and the RRefs of a result, beside the messages of another lane: the sender keeps them, and the
+    receiver fetches them.
+    """
+
+    name: ClassVar[str] = "torchrpc"
+    capabilities: ClassVar[TensorCapabilities] = TensorCapabilities(
+        devices=frozenset({"cpu", "cuda"}), reads_later=True
+    )
+
+    def __init__(self, lane: TorchRpcLane, fetch_timeout_s: float) -> None:
+        self._lane, self._fetch_timeout_s = lane, fetch_timeout_s
+        self.maps: dict[str, Mapping[int, int]] = {}
+        """By peer: own GPU -> the peer's, for what the peer fetches."""
+        self._numbers: dict[int, str] = {}
+        """What is kept, and for which peer."""
+
+    def open(self) -> None:
+        """Do nothing: the message lane listens."""
+
+    def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[Any, Any]) -> Export:
+        for index in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
+            there = self.maps.get(peer, {}).get(index)
+            if there != devices.get(index) or torch.device("cuda", index) not in self._lane.devices:
+                raise LaneUnavailable(
+                    self.name, f"its agents have no map of both directions between cuda:{index} and member {peer!r}"
+                )
+        return self._keep(peer, Encoded(b"", tensors, (), 0), handoff_streams(tensors))
+
+    def export_rrefs(self, rrefs: Sequence[Any], peer: str) -> Export:
+        """As ``export``; ``read`` without shapes returns the RRefs."""
+        return self._keep(peer, Encoded(b"", (), rrefs, 0), nothing)
+
+    def _keep(self, peer: str, body: Encoded, make_current: Callable[[], None]) -> Export:
+        number = next(_numbers)
+        self._numbers[number] = peer
+        _kept[number] = Message((), body, make_current), self._lane.devices
+        forget = partial(self._forget, number)
+        return Export(number, forget, forget)
+
+    def _forget(self, number: int) -> None:
+        _kept.pop(number, None)
+        self._numbers.pop(number, None)
+
+    def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
+        with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+            pending = self._lane.request(peer, _hand_over, (descriptor,), self._fetch_timeout_s)
+            if not pending.wait(self._fetch_timeout_s):
+                raise RpcTimeout(f"no tensors from {peer!r} in time over torchrpc")
+            header, body = pending.take()[:2]
+        if header:
+            raise never_fetched(peer)
+        return arrived(body.tensors, copies) if shapes else list(body.rrefs)
+
+    def release(self, peer: str, descriptor: Any) -> None:
+        with suppress(RayTorchRpcError):
+            self._lane.request(peer, _drop, (descriptor,), self._fetch_timeout_s)
+
+    def disconnect(self, peer: str) -> None:
+        self.maps.pop(peer, None)
+        for number, receiver in list(self._numbers.items()):
+            if receiver == peer:
+                self._forget(number)
+
+    def close(self) -> None:
+        for number in list(self._numbers):
+            self._forget(number)
+
+
+_kept: dict[int, tuple[Message, list[int | str | torch.device]]] = {}
+"""What peers may fetch, and the devices of the lane, by number."""
+_numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this member
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _hand_over(number: int) -> torch.futures.Future[Any]:
+    """Reply with what is kept under that number, once. Runs on a torchrpc thread."""
+    message, devices = _kept.pop(number, (_GONE, []))
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+    message.make_current()
+    future.set_result(_as_torch(message))
+    return future
+
+
+def _drop(number: int) -> tuple[Any, ...]:
+    """Nobody will fetch what is kept under that number."""
+    _kept.pop(number, None)
+    return _as_torch(_GONE)
+
+
+_GONE = Message(("gone",), NOTHING)
+
+
 class AbsentLane(MessageLane):
     """Takes the place of TorchRpcLane between members that do not use torchrpc: refuses every call, with the reason."""
 
@@ -160,19 +299,20 @@ class AbsentLane(MessageLane):
         in_band_bytes=0, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, remedy: str = "allow it in GroupConfig.lanes") -> None:
         """``reason``: why torchrpc is not used."""
-        self._reason = reason
+        self._reason, self._remedy = reason, remedy
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
         """Do nothing."""
 
+    @property
+    def beside(self) -> NoReturn:
+        """Raises LaneUnavailable."""
+        self.call()
+
     def call(self, *request: Any, **options: Any) -> NoReturn:
-        raise LaneUnavailable(
-            self.name,
-            f"{self._reason}; RRefs, distributed autograd, and tensors that no other lane carries need it: allow it in "
-            "GroupConfig.lanes",
-        )
+        raise LaneUnavailable(self.name, f"{self._reason}; RRefs and distributed autograd need it: {self._remedy}")
 
     remote = call
 
@@ -276,4 +416,5 @@ def _remote_exception(error: BaseException) -> RemoteException:
 
 def make(setup: LaneSetup) -> TorchRpcLane:
     """See registry.Lane.make. The process's agent must be running."""
-    return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps)
+    timeout_s = setup.config.rpc_timeout_s
+    return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps, timeout_s)

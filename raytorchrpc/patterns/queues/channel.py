@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,18 +37,15 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, SKIP, STATS, TAKE, WITHDRAW, HomeStore
-from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request, SequenceMark
+from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, STATS, TAKE, WITHDRAW, HomeStore
+from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request
 from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.locks import Lock
-from raytorchrpc.process.workers import Deadlines
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
 #: How long a handle takes what its abandoned requests may bring for waiting items (seconds).
 _LATE_S = 5.0
-#: Most sequences of one event loop that are kept while idle.
-_KEPT = 1000
 
 
 class Channel(Handle):
@@ -91,37 +87,41 @@ class Channel(Handle):
         """How many items one message may have."""
         raise NotImplementedError
 
-    def _put(self, values: Sequence[Any], timeout: float | None, *, in_turn: bool = False) -> Steps[None]:
-        """``in_turn``: after the puts that coroutines of this event loop have begun before."""
+    def _put(self, values: Sequence[Any], timeout: float | None) -> Steps[None]:
         local, wait_s = yield from self._begin(timeout)
+        yield from self._put_until(local, values, time.monotonic() + wait_s)
+
+    async def _aput(self, values: Sequence[Any], timeout: float | None) -> None:
+        """Put items after those whose put coroutines of this event loop have begun before."""
+        local, wait_s = await arun(self._begin(timeout))
         until = time.monotonic() + wait_s
-        sequence = running_sequence((local.incoming.token, self.kind, self._home, self._name), in_turn)
-        with ExitStack() as turn:
-            if in_turn and sequence is not None:
-                if not (yield from sequence.enter(until, local.deadlines)):
-                    raise self._full(0)
-                turn.callback(sequence.pass_on)
-            at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
-            parts = list(messages(self._encode(local, values), self._message_length))
-            accepted = 0
-            for number, items in enumerate(parts, 1):
-                outcome: Any
-                response = None
-                if at_home:
-                    outcome = self._object(local).put([private_copy(item) for item in items], until)
-                else:
-                    response = self._send_items(local, items, max(0.0, until - time.monotonic()), sequence)
-                if number == len(parts):
-                    turn.close()
-                if response is not None:
-                    outcome = yield from response
-                elif isinstance(outcome, DeferredReply):
+        turns = turns_of_loop((local.incoming.token, self.kind, self._home, self._name))
+        if not await turns.enter(wait_s):
+            raise self._full(0)
+        try:
+            await arun(self._put_until(local, values, until))
+        finally:
+            turns.pass_on()
+
+    def _put_until(self, local: LocalMember, values: Sequence[Any], until: float) -> Steps[None]:
+        at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
+        accepted = 0
+        for items in messages(self._encode(local, values), self._message_length):
+            outcome: Any
+            if at_home:
+                outcome = self._object(local).put([private_copy(item) for item in items], until)
+                if isinstance(outcome, DeferredReply):
                     outcome = yield outcome
-                if outcome is FULL:
-                    raise self._full(accepted)
-                if outcome is ENDED:
-                    raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
-                accepted += total_length(items)
+            else:
+                wait_s = max(0.0, until - time.monotonic())
+                outcome = yield from self._response(
+                    self._send(local, PUT, (*self._address, pack(items), wait_s), wait_s)
+                )
+            if outcome is FULL:
+                raise self._full(accepted)
+            if outcome is ENDED:
+                raise Closed(f"{self.kind} {self._name!r} in {self._home!r} is closed", accepted)
+            accepted += total_length(items)
 
     def _full(self, accepted: int) -> Full:
         return Full(f"{self.kind} {self._name!r} in {self._home!r} had no room in time", accepted)
@@ -135,28 +135,6 @@ class Channel(Handle):
             raise SerializationError(why) from error
         except MemoryError as error:
             raise no_memory("this process", f"an item for {self.kind} {self._name!r}", error) from error
-
-    def _send_items(
-        self, local: LocalMember, items: Sequence[Item], wait_s: float, sequence: PutSequence | None
-    ) -> Steps[Any]:
-        """Send items at once; the steps that this returns wait for the response."""
-        mark = None if sequence is None else sequence.mark(self._instance_id)
-        sent = self._send(local, PUT, (*self._address, pack(items), wait_s, mark), wait_s)
-        response = self._response(sent)
-        del sent  # see _response
-        if sequence is None:
-            return response
-        return self._in_sequence(local, response, sequence, sequence.sent(self._instance_id))
-
-    def _in_sequence(self, local: LocalMember, response: Steps[Any], sequence: PutSequence, number: int) -> Steps[Any]:
-        is_lost = True
-        try:
-            outcome = yield from response
-            is_lost = False
-            return outcome
-        finally:
-            if sequence.answered(number, is_lost):  # the puts behind a lost one need not wait for it
-                self._notify_home(local, SKIP, (*self._address, sequence.id, sequence.first))
 
     # --- taking --------------------------------------------------------------------------------------------------
 
@@ -181,17 +159,7 @@ class Channel(Handle):
             if time.monotonic() >= until:  # those are waiting items, too
                 return EMPTY
             yield self._wait_until_returned(local, returning[0], until)
-        return (yield from self._decode(local, key, batch)) if batch else batch
-
-    def _return_at_once(self, local: LocalMember, key: str, batch: Batch) -> None:
-        """Return items to the home without waiting, as far as it can be reached."""
-        if not batch:
-            return
-        if self._is_home(local):
-            with suppress(RayTorchRpcError):
-                self._return(local, key, batch)
-        else:
-            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)), self._begin_return(local))
+        return self._decode(local, key, batch) if batch else batch
 
     def _take_here(self, local: LocalMember, key: str, request: Request, until: float) -> Steps[Any]:
         store: HomeStore = self._object(local)
@@ -229,7 +197,7 @@ class Channel(Handle):
             return error
         return PeerLost(lost.peer, f"{error.cause}; an item that was on its way may be lost", True)
 
-    def _decode(self, local: LocalMember, key: str, batch: Batch) -> Steps[list[Any]]:
+    def _decode(self, local: LocalMember, key: str, batch: Batch) -> list[Any]:
         """Return the values before the first item that cannot be decoded, and return the items after it to the home.
 
         If the very first item cannot be decoded, it is lost and raises SerializationError. For want of memory, all go
@@ -240,10 +208,10 @@ class Channel(Handle):
         except UndecodableItem as undecodable:
             taken, position, cause = undecodable.values, undecodable.position, undecodable.cause
         except BaseException:  # interrupted, or there is no memory
-            self._return_at_once(local, key, batch)
+            self._return(local, key, batch)
             raise
         if rest := batch.part(max(1, position)):
-            yield from self._wait_for_return(local, key, rest, batch.part(0, position))
+            self._return(local, key, rest)
         if taken:
             return taken
         label = f"an item of {self.kind} {self._name!r} in {self._home!r}"
@@ -254,21 +222,13 @@ class Channel(Handle):
 
     # --- returning items to the home -----------------------------------------------------------------------------
 
-    def _wait_for_return(self, local: LocalMember, key: str, rest: Batch, decoded: Batch) -> Steps[None]:
-        """Return items and wait for the answer, so that the next ``get`` finds them; all of them, if cancelled."""
-        answer = self._return(local, key, rest)
-        try:
-            if answer is not None:
-                yield answer
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                if answer is not None:
-                    settle = self._begin_return(local)
-                    answer.add_done_callback(lambda _: settle())
-                self._return_at_once(local, key, decoded)
-            raise
-        finally:
-            del answer
+    def _return(self, local: LocalMember, key: str, batch: Batch) -> None:
+        """Return items to the home without waiting, as far as it can be reached."""
+        if self._is_home(local):
+            with suppress(RayTorchRpcError):
+                self._object(local).put_back(key, batch)
+        else:
+            self._put_back(local, (*self._address, key, batch.batch_id, pack(batch)), self._begin_return(local))
 
     def _begin_return(self, local: LocalMember) -> Callable[[], object]:
         """Have the next ``get`` wait until what this returns is called: items are on their way back."""
@@ -308,13 +268,6 @@ class Channel(Handle):
         returned.add_done_callback(lambda _: settle())
         return give_up_at(local.deadlines, until, waiting, settle)
 
-    def _return(self, local: LocalMember, key: str, batch: Batch) -> Future[None] | None:
-        """Return items to the home. The result is None if they are there. Raises if they cannot be sent."""
-        if self._is_home(local):
-            self._object(local).put_back(key, batch)
-            return None
-        return self._send_urgently(local, PUT_BACK, (*self._address, key, batch.batch_id, pack(batch)), RETURNS)
-
     def _notify_home(self, local: LocalMember, service: str, args: tuple[Any, ...], retry: int = 0) -> None:
         """Send a request without waiting: on an event loop by a worker thread, as a connection may be busy for long."""
 
@@ -341,96 +294,59 @@ class Channel(Handle):
 
 # --- the order of puts ------------------------------------------------------------------------------------------------
 #
-# Coroutines number the puts they have in flight, and the home admits them in that order: messages of one producer may
-# take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread that blocks in
-# ``put`` has one put in flight and needs no number.
+# Messages may take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread
+# has one put in flight, and so has an event loop: its coroutines take turns.
 
 
-class PutSequence:
-    """The puts of one event loop into one queue or topic. Used by that loop's thread only."""
+class PutTurns:
+    """The turns of the coroutines of one event loop that put into one queue or topic. Used by that loop's thread."""
 
     def __init__(self) -> None:
-        self.id = secrets.randbits(62)
-        self._last = 0
-        self._unanswered: dict[int, int | None] = {}
-        """Number -> instance id of the object, in the order in which they were sent."""
-        self._lost: set[int] = set()
-        """Puts that may never arrive, of which the home does not know."""
-        self._sending = False
-        self._waiting: deque[DeferredReply] = deque()
+        self.is_taken = False
+        self._waiting: deque[asyncio.Future[bool]] = deque()
 
-    @property
-    def idle(self) -> bool:
-        """Whether no put is in flight or being sent."""
-        return not (self._sending or self._unanswered)
-
-    @property
-    def first(self) -> int:
-        """The number of the first unanswered put; of the next put if all are answered."""
-        return next(iter(self._unanswered), self._last + 1)
-
-    def enter(self, until: float, deadlines: Deadlines) -> Steps[bool]:
-        """Wait for the turn to send, first come, first served; whether it came before ``until``."""
-        if not self._sending:
-            self._sending = True
+    async def enter(self, wait_s: float) -> bool:
+        """Wait for the turn, first come, first served; whether it came in time. Then call ``pass_on``."""
+        if not self.is_taken:
+            self.is_taken = True
             return True
-        reply = DeferredReply()
-        self._waiting.append(reply)
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[bool] = loop.create_future()
+        self._waiting.append(turn)
+        timer = loop.call_later(wait_s, _end_wait, turn)
         try:
-            return (yield give_up_at(deadlines, until, reply, partial(reply.settle, False)))  # type: ignore[no-any-return]
-        except BaseException:
-            if not reply.cancel() and reply.outcome():  # granted just now
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.result():  # granted just now
                 self.pass_on()
             raise
+        finally:
+            timer.cancel()
 
     def pass_on(self) -> None:
         while self._waiting:
-            if self._waiting.popleft().settle(True):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(True)
                 return
-        self._sending = False
-
-    def mark(self, instance_id: int | None) -> SequenceMark:
-        """Return the mark of the next put, which ``sent`` then counts."""
-        before = next(reversed(self._unanswered), 0)
-        if before and self._unanswered[before] != instance_id:
-            before = 0  # it went to another object of this name
-        return self.id, self._last + 1, before, self.first
-
-    def sent(self, instance_id: int | None) -> int:
-        """Count a put that has just been sent; returns its number, for ``answered``."""
-        self._last += 1
-        self._unanswered[self._last] = instance_id
-        return self._last
-
-    def answered(self, number: int, is_lost: bool) -> bool:
-        """Forget a put; whether to tell the home from where on to wait. ``is_lost``: it may never arrive there.
-
-        The home is told once everything before the lost one is answered, as that has to be admitted first.
-        """
-        self._unanswered.pop(number, None)
-        if is_lost:
-            self._lost.add(number)
-        if not self._lost or min(self._lost) > self.first:
-            return False
-        self._lost = {lost for lost in self._lost if lost > self.first}
-        return not self.idle
+        self.is_taken = False
 
 
-_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutSequence]] = weakref.WeakKeyDictionary()
+def _end_wait(turn: asyncio.Future[bool]) -> None:
+    if not turn.done():
+        turn.set_result(False)
+
+
+_by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutTurns]] = weakref.WeakKeyDictionary()
 _lock = Lock()
 
 
-def running_sequence(key: Any, create: bool) -> PutSequence | None:
-    """The sequence of the event loop that runs on this thread into the object that ``key`` names, if any."""
-    loop = asyncio._get_running_loop()
-    if loop is None:
-        return None
+def turns_of_loop(key: Any) -> PutTurns:
+    """The turns of the event loop that runs on this thread to put into the object that ``key`` names."""
     with _lock:
-        of_loop = _by_loop.setdefault(loop, {})
-    sequence = of_loop.get(key)
-    if sequence is None and create:
-        if len(of_loop) >= _KEPT:
-            for idle in [name for name, known in of_loop.items() if known.idle]:
-                del of_loop[idle]
-        sequence = of_loop[key] = PutSequence()
-    return sequence
+        of_loop = _by_loop.setdefault(asyncio.get_running_loop(), {})
+    if key not in of_loop:
+        for idle in [name for name, turns in of_loop.items() if not turns.is_taken]:
+            del of_loop[idle]
+        of_loop[key] = PutTurns()
+    return of_loop[key]

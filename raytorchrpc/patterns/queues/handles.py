@@ -273,11 +273,11 @@ class Queue(Consumer, Channel):
 
     async def aput(self, item: Any, timeout: float | None = None) -> None:
         """Like ``put``, for coroutines. Raises PeerBusy if too many calls to the home are in flight."""
-        await arun(self._put((item,), timeout, in_turn=True))
+        await self._aput((item,), timeout)
 
     async def aput_many(self, items: Iterable[Any], timeout: float | None = None) -> None:
         """Like ``put_many``, for coroutines."""
-        await arun(self._put(list(items), timeout, in_turn=True))
+        await self._aput(list(items), timeout)
 
     def get_nowait(self) -> Any:
         """Like ``get``, but raise Empty at once if there is no item."""
@@ -351,7 +351,7 @@ class Topic(Channel):
 
     async def apublish(self, item: Any, timeout: float | None = None) -> None:
         """Like ``publish``, for coroutines."""
-        await arun(self._put((item,), timeout, in_turn=True))
+        await self._aput((item,), timeout)
 
     def subscribe(self, policy: Policy = "block", *, maxsize: int = 64, max_bytes: int | None = None) -> Subscription:
         """Subscribe to the items that are published from now on. Blocks for an answer of the home.

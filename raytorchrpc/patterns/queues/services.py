@@ -18,7 +18,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.queues.items import PackedItems, SharedMemoryBudget, pack, unpack
-from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, Request, SequenceMark, Store
+from raytorchrpc.patterns.queues.store import Batch, BatchId, Buffer, Policy, Request, Store
 
 #: Waiting items may hold one part in so many of each sender's shared memory.
 SHARED_PART = 4
@@ -26,7 +26,7 @@ SHARED_PART = 4
 QUEUE, TOPIC = "queue", "topic"
 PUT, TAKE, PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put_back"
 WITHDRAW, END, STATS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.stats"
-SKIP, SUBSCRIBE, CANCEL = "raytorchrpc.skip", "raytorchrpc.subscribe", "raytorchrpc.cancel"
+SUBSCRIBE, CANCEL = "raytorchrpc.subscribe", "raytorchrpc.cancel"
 #: The key of a queue's only buffer.
 QUEUE_BUFFER = ""
 
@@ -79,8 +79,8 @@ class HomeStore(Store):
 
     # --- requests of peers -----------------------------------------------------------------------------------------
 
-    def serve_put(self, caller: int, packed: PackedItems, wait_s: float, mark: SequenceMark | None) -> Any:
-        return self.put(unpack(packed, caller, self.budget), time.monotonic() + wait_s, caller, mark)
+    def serve_put(self, caller: int, packed: PackedItems, wait_s: float) -> Any:
+        return self.put(unpack(packed, caller, self.budget), time.monotonic() + wait_s, caller)
 
     def serve_take(
         self, caller: int, key: str, limit: int, least: int, iteration: int, wait_s: float, request_id: int
@@ -126,7 +126,6 @@ class HomeStore(Store):
 SERVICES = object_services(
     {
         PUT: HomeStore.serve_put,
-        SKIP: HomeStore.skip,
         TAKE: HomeStore.serve_take,
         PUT_BACK: HomeStore.serve_put_back,
         WITHDRAW: lambda store, caller, key, request_id: store.withdraw(key, caller, request_id),

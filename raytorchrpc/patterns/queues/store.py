@@ -15,7 +15,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
@@ -41,15 +40,6 @@ ACCEPTED, FULL, ENDED = True, None, False
 EMPTY = None
 _NO_OUTCOME = object()
 
-#: Place of one put in its producer's sequence: (id of the PutSequence, number of this put, number of the last
-#: unanswered put before it (0: none), number of the first unanswered put).
-SequenceMark = tuple[int, int, int, int]
-
-#: A put that has arrived waits this much longer than its timeout for those before it; its producer waits even longer
-#: for the answer (seconds).
-_HOLD_S = 0.15
-#: Most producers that a home remembers while they are idle.
-_KEPT = 1000
 #: An iteration whose request was in vain keeps its place in the line for so long, to ask again (seconds).
 _ASKS_AGAIN_S = 1.0
 
@@ -228,24 +218,6 @@ class _Putter(NamedTuple):
     rank: int | None
 
 
-class _Held(NamedTuple):
-    """A put that has arrived before its predecessor."""
-
-    before: int
-    items: Sequence[Item]
-    until: float
-    reply: DeferredReply
-
-
-@dataclass
-class _Producer:
-    """What a home knows of one PutSequence."""
-
-    rank: int | None
-    last: int = 0  # all puts up to this number were admitted, or will never arrive
-    held: dict[int, _Held] = field(default_factory=dict)  # by number
-
-
 class Store:
     """The items of one queue or topic at its home. Thread-safe; ``put`` and ``take`` never block."""
 
@@ -264,7 +236,6 @@ class Store:
         self._put = 0
         self._ended: dict[int | None, tuple[int, int]] = {}
         """Items taken and dropped in buffers that have ended, by subscriber."""
-        self._producers: dict[int, _Producer] = {}
         self._withdrawn: dict[tuple[int | None, int], None] = {}
         """Requests that were withdrawn and may still arrive."""
         self._broken: Exception | None = None
@@ -288,44 +259,25 @@ class Store:
 
     # --- putting and taking --------------------------------------------------------------------------------------
 
-    def put(
-        self, items: Sequence[Item], until: float, rank: int | None = None, mark: SequenceMark | None = None
-    ) -> bool | DeferredReply | None:
+    def put(self, items: Sequence[Item], until: float, rank: int | None = None) -> bool | DeferredReply | None:
         """Add all items or none. Returns ACCEPTED, FULL, ENDED, or a reply that becomes one of them by ``until``.
 
-        ``rank``: the member that puts; None: the home. ``mark``: puts that have one wait for those of their producer
-        that were sent before; FULL if these do not arrive by ``until``.
+        ``rank``: the member that puts; None: the home.
         """
+        size = sum([item.size for item in items])
         with self._lock:
             self._check()
-            if mark is None:
-                return self._admit(items, until, rank)
-            sequence_id, number, before, first = mark
-            producer = self._producer(rank, sequence_id)
-            self._admit_up_to(producer, first - 1)
-            if before <= producer.last:
-                outcome = self._admit(items, until, rank)
-                self._admit_up_to(producer, number)
-                return outcome
-            reply = DeferredReply()
-            producer.held[number] = _Held(before, items, until, reply)
-        return give_up_at(self._deadlines, until + _HOLD_S, reply, partial(self._expire, producer, number))
-
-    def skip(self, rank: int, sequence_id: int, first: int) -> None:
-        """Do not wait for puts of a producer before number ``first`` any more."""
-        with self._lock:
-            self._admit_up_to(self._producer(rank, sequence_id), first - 1)
-
-    def _expire(self, producer: _Producer, number: int) -> None:
-        """Fail a put that has waited too long; puts that wait for it now wait for its predecessor."""
-        with self._lock:
-            expired = producer.held.pop(number, None)
-            if expired is None:
-                return  # admitted just now
-            for other, held in producer.held.items():
-                if held.before == number:
-                    producer.held[other] = held._replace(before=expired.before)
-            self._lock.after(expired.reply.settle, FULL)
+            if self._has_ended:
+                return ENDED
+            if not self._putters and self._fits(total_length(items), size):
+                self._append(items, size)
+                self._match()
+                return ACCEPTED
+            if until <= time.monotonic():
+                return FULL
+            putter = _Putter(DeferredReply(), items, size, rank)
+            self._putters.append(putter)
+        return give_up_at(self._deadlines, until, putter.reply, partial(self._withdraw_putter, putter))
 
     def _withdraw_putter(self, putter: _Putter) -> None:
         with self._lock:
@@ -413,9 +365,6 @@ class Store:
         """See ``Served``. The items that the member has put stay, and so does its buffer, as far as it has room."""
         with self._lock:
             self._withdrawn = {request: None for request in self._withdrawn if request[0] != rank}
-            for producer in self._producers.values():
-                if producer.rank == rank and producer.held:  # what has not arrived by now never will
-                    self._admit_up_to(producer, max(producer.held))
             for buffer in self._buffers.values():
                 self._drop_getters(buffer, lambda getter: getter.rank == rank)
                 buffer.away |= buffer.rank == rank
@@ -437,13 +386,11 @@ class Store:
             self._broken = error
             waiting = [putter.reply for putter in self._putters]
             waiting += [getter.reply for buffer in self._buffers.values() for getter in buffer.getters]
-            waiting += [held.reply for held in self._held()]
             for reply in waiting:
                 self._lock.after(reply.settle, None, error)
             self._putters.clear()
             self._buffers.clear()
             self._overrun.clear()
-            self._producers.clear()
 
     def stats(self, key: str | None = None) -> dict[str, int | bool]:
         """Return counts of one buffer; ``key`` None: of all buffers together."""
@@ -455,7 +402,7 @@ class Store:
                 "put": self._put,
                 "taken": sum(buffer.taken for buffer in buffers),
                 "dropped": sum(buffer.dropped for buffer in buffers),
-                "waiting_to_put": len(self._putters) + len(self._held()),
+                "waiting_to_put": len(self._putters),
                 "waiting_to_get": sum(len(buffer.getters) for buffer in buffers),
                 "buffers": len(buffers),
                 "closed": self._has_ended,
@@ -475,48 +422,6 @@ class Store:
                 "has missed items"
             )
         return f"{reason}; subscribe again"
-
-    def _held(self) -> list[_Held]:
-        return [held for producer in self._producers.values() for held in producer.held.values()]
-
-    def _producer(self, rank: int | None, sequence_id: int) -> _Producer:
-        producer = self._producers.get(sequence_id)
-        if producer is None:
-            if len(self._producers) >= _KEPT:
-                for idle in [key for key, known in self._producers.items() if not known.held][: _KEPT // 2]:
-                    del self._producers[idle]
-            producer = self._producers[sequence_id] = _Producer(rank)
-        return producer
-
-    def _admit(
-        self, items: Sequence[Item], until: float, rank: int | None, reply: DeferredReply | None = None
-    ) -> bool | DeferredReply | None:
-        """``reply``: to be settled if the items have to wait for room; None: a new one."""
-        size = sum(item.size for item in items)
-        if self._has_ended:
-            return ENDED
-        if not self._putters and self._fits(total_length(items), size):
-            self._append(items, size)
-            self._match()
-            return ACCEPTED
-        if until <= time.monotonic():
-            return FULL
-        putter = _Putter(reply or DeferredReply(), items, size, rank)
-        self._putters.append(putter)
-        self._lock.after(give_up_at, self._deadlines, until, putter.reply, partial(self._withdraw_putter, putter))
-        return putter.reply
-
-    def _admit_up_to(self, producer: _Producer, last: int) -> None:
-        """Wait no more for puts up to ``last``; admits those that waited for them."""
-        producer.last = max(producer.last, last)
-        for number in sorted(producer.held):
-            held = producer.held[number]
-            if held.before <= producer.last:
-                del producer.held[number]
-                producer.last = max(producer.last, number)
-                outcome = self._admit(held.items, held.until, producer.rank, held.reply)
-                if outcome is not held.reply:
-                    self._lock.after(held.reply.settle, outcome)
 
     def _fits(self, length: int, size: int) -> bool:
         return all(buffer.away or buffer.fits(length, size) for buffer in self._buffers.values())

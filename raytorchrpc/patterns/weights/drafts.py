@@ -19,6 +19,10 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
 )
 from raytorchrpc.tensors.cuda_streams import follow_streams
+from raytorchrpc.tensors.dtypes import view_at
+
+#: CPU memory that copies share. Smaller pieces do not always return to the system once they are unused (bytes).
+_BUCKET, _ALIGN = 64 << 20, 64
 
 #: Names and tensors, DTensors or Shards, one after the other.
 Pairs = Iterable[tuple[str, Any]]
@@ -38,6 +42,7 @@ class Draft:
         self.tensors: dict[str, torch.Tensor] = {}  # without autograd; their memory holds their elements
         self.places: dict[str, PlaceInWhole] = {}  # of shards
         self.layout: Layout | None = None
+        self._pairs: Pairs | None = None
         self.memory: VersionMemory | None = None  # for tensors of ``layout``, of which some are copied already
 
     @property
@@ -45,20 +50,25 @@ class Draft:
         """Of all tensors."""
         return sum([tensor.nbytes for tensor in self.tensors.values()])
 
-    def take(self, model: Any) -> None:
-        """Take the tensors of a model, not copies of them. Raises ConfigurationError."""
+    def take(self, model: Model | Pairs) -> None:
+        """Take the tensors of a model, not copies of them; or pairs, for ``copy``. Raises ConfigurationError."""
+        if are_pairs(model):
+            self._pairs = model
+            return
         shards = shards_of(model, self.store)
         self.tensors = {name: resolved(name, shard.tensor, self.store) for name, shard in shards.items()}
         for name, shard in shards.items():
             if not shard.is_whole:
                 self._note_place(name, shard)
 
-    def copy(self, pairs: Pairs, pool: SnapshotPool, layout: Layout | None) -> None:
-        """Copy tensors one at a time, and keep none of those that are given.
+    def copy(self, pool: SnapshotPool, layout: Layout | None) -> None:
+        """Copy the tensors of pairs one at a time, and keep none of those that are given. No effect on a model.
 
         ``layout``: of the version before. Tensors like those that it has go to memory of ``pool`` for all of it. Others
         get memory of their own. Raises ConfigurationError, and whatever the iterator raises; then nothing is left.
         """
+        if (pairs := self._pairs) is None:
+            return
         names = set[str]()
         known = {} if layout is None else {name: place for place, name in enumerate(layout.names)}
         copy = _Copy(pool.copy_bytes)
@@ -137,6 +147,7 @@ class _Copy:
         devices = range(torch.cuda.device_count()) if is_used else ()
         self._streams = {index: torch.cuda.current_stream(index) for index in devices}
         self._copy_bytes = copy_bytes
+        self._bucket, self._begin = torch.empty(0, dtype=torch.uint8, device="cpu"), 0
 
     def __call__(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
         stream = self._streams.get(source.get_device())
@@ -153,6 +164,14 @@ class _Copy:
     def _copied(self, target: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
         if target is None:
             with torch.inference_mode(False):
-                target = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+                target = self._memory(source)
         copy_tensors([target], [source], self._copy_bytes)
         return target
+
+    def _memory(self, like: torch.Tensor) -> torch.Tensor:
+        if not like.is_cpu:
+            return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        if self._begin + like.nbytes > self._bucket.nbytes:
+            self._bucket, self._begin = torch.empty(max(_BUCKET, like.nbytes), dtype=torch.uint8, device="cpu"), 0
+        begin, self._begin = self._begin, (self._begin + like.nbytes + _ALIGN - 1) & -_ALIGN
+        return view_at(self._bucket, begin, (like.dtype, tuple(like.shape)))

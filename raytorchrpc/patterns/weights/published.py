@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import in_place
 from raytorchrpc.patterns.home import object_services
+from raytorchrpc.patterns.waits import ReplyLock, Waits
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
-from raytorchrpc.patterns.weights.drafts import Draft, Pairs
+from raytorchrpc.patterns.weights.drafts import Draft
 from raytorchrpc.patterns.weights.relays import RelayPlan
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Row
 from raytorchrpc.patterns.weights.snapshots import (
@@ -31,9 +34,11 @@ from raytorchrpc.patterns.weights.snapshots import (
     copy_tensors,
     equal_bits,
 )
-from raytorchrpc.patterns.weights.versions import KIND, Versions
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import has_ended
+from raytorchrpc.tensors.kept_errors import again
+
+KIND = "weight store"
 
 #: Services of a home.
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
@@ -144,6 +149,66 @@ class Readable:
         return pieces
 
 
+V = TypeVar("V")
+
+
+class Versions(Generic[V]):
+    """What is known of each version that there is, by its number, and waits for versions. Thread-safe."""
+
+    instance_id: int
+
+    def __init__(self, local: LocalMember, name: str) -> None:
+        """``name``: of the store."""
+        self._local, self._name, self._lock = local, name, ReplyLock()
+        self._waits: Waits[int] = Waits(local.deadlines, self._lock)
+        self._versions: OrderedDict[int, V] = OrderedDict()
+        self._broken: Exception | None = None
+
+    def _newest(self) -> int:
+        """The newest version; 0 before the first."""
+        return next(reversed(self._versions), 0)
+
+    def _find(self, version: int | None) -> V:
+        """A version (None: the newest). The caller holds the lock. Raises NotFound."""
+        if not self._versions:
+            raise NotFound(f"version {version or 1} of {KIND} {self._name!r} is not there: none is published yet")
+        chosen = self._newest() if version is None else version
+        if chosen not in self._versions:
+            kept = ", ".join(map(str, self._versions))
+            raise NotFound(
+                f"version {chosen} of {KIND} {self._name!r} is not there, or no longer (there: {kept}); a store with a "
+                f"larger keep= keeps more"
+            )
+        return self._versions[chosen]
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise again(self._broken)
+
+    def wait(self, version: int, until: float) -> int | DeferredReply:
+        """Return the newest version as soon as it is at least ``version``; 0 at ``until``, or raise Empty."""
+        with self._lock:
+            self._check_open()
+            if (newest := self._newest()) >= version:
+                return newest
+            if until > time.monotonic():
+                return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
+            if (error := self._not_in_time(version)) is not None:
+                raise again(error)
+            return 0
+
+    def _not_in_time(self, version: int) -> Empty | None:
+        """What a wait that ended raises; None: it returns 0. The caller holds the lock."""
+        return None
+
+    def close(self, error: Exception) -> None:
+        """See ``Served``."""
+        with self._lock:
+            self._broken = error
+            self._waits.settle(error=error)
+            self._versions.clear()
+
+
 class PublishedWeights(Readable, Versions[Snapshot]):
     """The versions that a home has published. Thread-safe."""
 
@@ -160,13 +225,13 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
     # --- publishing ----------------------------------------------------------------------------------------------
 
-    def copy(self, draft: Draft, pairs: Pairs, version: int | None) -> None:
+    def copy(self, draft: Draft, version: int | None) -> None:
         """Copy what an iterator yields, before ``publish``. Other threads may publish meanwhile."""
         with self._lock:
             self._check_open()
             self._number(version)
             layout = self._layout
-        draft.copy(pairs, self.pool, layout)
+        draft.copy(self.pool, layout)
 
     def _number(self, version: int | None) -> int:
         """The number of the next version. The caller holds the lock. Raises ConfigurationError."""

@@ -21,10 +21,9 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, 
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run
 from raytorchrpc.patterns.home import Kind, object_services
 from raytorchrpc.patterns.waits import Waits
-from raytorchrpc.patterns.weights.drafts import Draft, Pairs
+from raytorchrpc.patterns.weights.drafts import Draft
 from raytorchrpc.patterns.weights.feeds import KIND as FEEDS
-from raytorchrpc.patterns.weights.published import PublishedWeights
-from raytorchrpc.patterns.weights.versions import KIND, Versions
+from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, Versions
 from raytorchrpc.process.locks import Turn
 
 #: The shards of one publisher.
@@ -265,14 +264,9 @@ def sources_of(store: Handle, committed: Committed | None) -> list[Handle]:
 
 
 def stage(
-    store: Handle,
-    publishers: Sequence[str],
-    draft: Draft,
-    pairs: Pairs | None,
-    version: int | None,
-    timeout: float | None,
+    store: Handle, publishers: Sequence[str], draft: Draft, version: int | None, timeout: float | None
 ) -> Steps[int]:
-    """Publish this member's shards of a version; see ``WeightStore.publish``. ``pairs``: to be copied first."""
+    """Publish this member's shards of a version; see ``WeightStore.publish``."""
     local, wait_s = yield from begin(timeout)
     if local.me.name not in publishers:
         raise ConfigurationError(
@@ -283,10 +277,9 @@ def stage(
     shards = shards_of_publisher(store, local.me.name, None)
     yield from shards._bind(local)
     weights: PublishedShards = shards._object(local)
-    if pairs is not None:
-        began = time.monotonic()
-        weights.copy(draft, pairs, version)
-        until += time.monotonic() - began
+    began = time.monotonic()
+    weights.copy(draft, version)
+    until += time.monotonic() - began
     me = (publishers.index(local.me.name), local.incoming.token, shards._instance_id)
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())

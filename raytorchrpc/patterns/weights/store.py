@@ -19,20 +19,18 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, Ra
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert
-from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
+from raytorchrpc.patterns.weights.drafts import Draft, Pairs
 from raytorchrpc.patterns.weights.model_pull import ModelPull
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
-from raytorchrpc.patterns.weights.prefetch import WeightPrefetch
+from raytorchrpc.patterns.weights.prefetch import Twins, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
-from raytorchrpc.patterns.weights.published import WAIT, PublishedWeights
+from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import forget_everywhere, names_of, publishers_of, stage
 from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
-from raytorchrpc.patterns.weights.twins import Twins
-from raytorchrpc.patterns.weights.versions import KIND
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
 from raytorchrpc.process import threads
 
@@ -193,20 +191,16 @@ class WeightStore(Handle):
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
         local, version = process_member(), checked_version("version", version)
-        draft, pairs = Draft(self._name, self._publishers is not None), None
-        if are_pairs(model):
-            pairs = model
-        else:
-            draft.take(model)
+        draft = Draft(self._name, self._publishers is not None)
+        draft.take(model)
         with _spanning(local, "publish", self._key) as about:
             if self._publishers is not None:
                 instead = "`await asyncio.to_thread(store.publish, model)`"
                 refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
-                newest = run(stage(self, self.publishers, draft, pairs, version, timeout))
+                newest = run(stage(self, self.publishers, draft, version, timeout))
             else:
                 weights = self._at_home(local)
-                if pairs is not None:
-                    weights.copy(draft, pairs, version)
+                weights.copy(draft, version)
                 newest = weights.publish(draft, version)
             about.update(version=newest, bytes=(size := draft.nbytes))
             local.weights.published(self._key, newest, size)
@@ -384,12 +378,6 @@ class WeightStore(Handle):
         """Whether a model of this process may have a version, as a pull with these options brings it."""
         return _pulled.has(self._instance_id or 0, version, options)
 
-    def _check_unsharded(self, operation: str) -> None:
-        if self._publishers is not None:
-            raise ConfigurationError(
-                f"{operation} is for whole tensors of one home; {self._name!r} has several publishers"
-            )
-
     def view(self, version: int | None = None, *, only: Only | None = None, timeout: float | None = None) -> WeightView:
         """Return the tensors of a version for reading, without a copy where that is possible.
 
@@ -489,7 +477,8 @@ class WeightStore(Handle):
         Raises ConfigurationError elsewhere, and for a store with ``publishers``.
         """
         local = process_member()
-        self._check_unsharded("clear")
+        if self._publishers is not None:
+            raise ConfigurationError(f"clear is for whole tensors of one home; {self._name!r} has several publishers")
         self._at_home(local).clear()
 
     def stats(self) -> WeightStats:

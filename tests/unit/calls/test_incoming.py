@@ -1,19 +1,16 @@
-"""What a server keeps for its callers, and for how long."""
+"""Replies: what is sent of a result, and when."""
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from raytorchrpc.calls.protocol import CALL, FETCH, OK, RAISED, ControlHeader, ReplyHeader, RequestHeader
-from raytorchrpc.calls.server.incoming import IncomingCalls
-from raytorchrpc.errors import NotFound, RpcTimeout
+from raytorchrpc.calls.protocol import CALL, OK, RAISED, ReplyHeader, RequestHeader
+from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import Capabilities, Message
 from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded
 from raytorchrpc.tensors.exceptions import decode_exception
@@ -21,64 +18,8 @@ from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, DeferredReply, exposed, make_callee
 
 
-@pytest.fixture
-def server(deadlines: Deadlines) -> IncomingCalls:
-    return make_callee(deadlines)
-
-
-def a_result() -> tuple[Encoded, weakref.ref[torch.Tensor]]:
-    tensor = torch.ones(3)
-    return NOTHING._replace(tensors=[tensor]), weakref.ref(tensor)
-
-
-def keep(server: IncomingCalls, body: Encoded, seconds: float) -> int:
-    """The number under which the caller may fetch the result."""
-    return ReplyHeader(*server.callee.replies.keep(body, seconds).header).number
-
-
-def fetch(server: IncomingCalls, number: int) -> Message:
-    """The reply to the caller that asks for it."""
-    answers: list[Message] = []
-    request = Message(tuple(ControlHeader(FETCH, 0, TOKEN, number)), NOTHING)
-    work = server.serve(SimpleNamespace(), request, answers.append)  # type: ignore[arg-type]
-    assert work is not None
-    work()
-    (answer,) = answers
-    return answer
-
-
 def request_for(method: str, caller: int = 0, body: Encoded = NOTHING) -> Message:
     return Message(tuple(RequestHeader(CALL, caller, TOKEN, method, (), 5.0, None)), body)
-
-
-def test_a_result_that_nobody_fetches_is_dropped_though_no_other_is_kept(server: IncomingCalls) -> None:
-    body, alive = a_result()
-    number = keep(server, body, 0.02)
-    del body
-    assert wait_until(lambda: gc.collect() >= 0 and alive() is None, 5)
-    error = decode_exception(Codec(), fetch(server, number).body, "callee")
-    assert isinstance(error, RpcTimeout)
-
-
-def test_a_result_that_was_fetched_leaves_nothing(server: IncomingCalls, deadlines: Deadlines) -> None:
-    body, alive = a_result()
-    number = keep(server, body, 3600)
-    assert fetch(server, number).body is body
-    del body
-    gc.collect()
-    assert alive() is None
-    for _ in range(200):
-        fetch(server, keep(server, a_result()[0], 3600))
-    assert len(deadlines._heap) < 100
-
-
-def test_what_is_kept_at_the_end_of_the_group_is_dropped(server: IncomingCalls) -> None:
-    body, alive = a_result()
-    server.callee.replies.keep(body, 3600)
-    del body
-    server.callee.replies.close()
-    gc.collect()
-    assert alive() is None
 
 
 @pytest.mark.parametrize("frozen", [False, True])

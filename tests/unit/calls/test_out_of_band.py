@@ -26,6 +26,7 @@ from raytorchrpc.lanes.base import (
     TensorLane,
     arrived,
 )
+from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import Shape
 
@@ -92,8 +93,8 @@ CPU = {"cpu": "depot"}
 GPU = {"cpu": "depot", "meta": "gpu depot"}  # a device that every machine has stands for the GPU
 
 
-def ship(splitter: Payloads, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int = 0) -> Any:
-    return splitter.split(body, "b", routes, {}, in_band)
+def ship(splitter: Payloads, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int | None = 0) -> Any:
+    return splitter.split(body, "b", routes, {}, in_band, lane="socket")
 
 
 def test_small_tensors_stay_in_the_message() -> None:
@@ -170,33 +171,38 @@ def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
     assert together.payload == b"payload"
 
 
-def test_what_travels_neither_way_is_left_to_torchrpc() -> None:
+def test_what_no_lane_takes_stays_in_the_message() -> None:
     depot = Depot()
-    splitter = Payloads(0, {"depot": depot})
-    assert ship(splitter, body_of(torch.ones(4), torch.empty(3, device="meta"))) is None
-    assert depot.cancelled == [(1, "box")]  # the other device's tensors had been exported already
-    assert ship(splitter, body_of(torch.ones(4)), {}) is None
+    body = body_of(torch.ones(4), torch.ones(5))
+    assert ship(Payloads(0, {"depot": depot}), body, {}) == (body, (), ())
+    assert ship(Payloads(0, {"depot": depot}), body, in_band=None) == (body, (), ()), "its messages carry all as well"
+    assert not depot.exported
 
 
 def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     splitter = Payloads(0, {"depot": Depot("no room: 7 MiB are out")})
+    body = body_of(torch.ones(4))
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for _ in range(3):
-            assert ship(splitter, body_of(torch.ones(4))) is None
-        assert ship(splitter, body_of(torch.ones(4)), {}) is None  # no lane by the plan: nothing to tell
+            assert ship(splitter, body) == (body, (), ())
+        assert ship(splitter, body, {}).body is body  # no lane by the plan: nothing to tell
     (record,) = caplog.records
-    assert record.getMessage() == "tensors to b go by torchrpc instead of depot: no room: 7 MiB are out"
+    assert record.getMessage() == "tensors to b go by socket instead of depot: no room: 7 MiB are out"
     caplog.clear()
     splitter._lanes["depot"].refuses = "of another kind"  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
-        assert ship(splitter, body_of(torch.ones(4))) is None
+        assert ship(splitter, body).body is body
     assert "of another kind" in caplog.text
 
 
-def test_a_second_export_that_fails_takes_back_the_first() -> None:
+def test_a_second_export_that_fails_leaves_its_tensors_in_the_message() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot("no handle")}
-    assert ship(Payloads(0, lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU) is None
-    assert lanes["depot"].cancelled == [(1, "box")]
+    splitter = Payloads(0, lanes)
+    there = torch.empty(2, device="meta")
+    shipped = ship(splitter, body_of(torch.ones(4), there), GPU)
+    assert shipped.body.tensors == [there] and not lanes["depot"].cancelled
+    together = joined(shipped.body, splitter.receive("a", shipped.manifests))
+    assert torch.equal(together.tensors[0], torch.ones(4)) and together.tensors[1] is there
 
 
 def test_what_is_kept_gets_memory_of_its_own_and_is_copied_only_for_that() -> None:
@@ -273,7 +279,7 @@ def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, in
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
     routes = {"cpu": "depot", "cuda": "gpu depot"}
     shipped = Payloads(0, lanes).split(body, "b", routes, {0: 0}, 0, share)
-    assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
+    assert [manifest[:2] for manifest in shipped.manifests] == [
         ("gpu depot", (0, 2)), ("depot", (1,)),
     ]  # fmt: skip
     assert lanes["gpu depot"].shared == ([2] if share else [])
@@ -285,11 +291,38 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
     routes = {"cpu": "depot", "cuda": "gpu depot"}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
     shipped = Payloads(0, lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
-    assert shipped is not None and [manifest[:2] for manifest in shipped.manifests] == [
+    assert [manifest[:2] for manifest in shipped.manifests] == [
         ("depot", (0, 1, 3)), ("gpu depot", (2,)),
     ]  # fmt: skip
     assert lanes["gpu depot"].shared == [1]
     assert not shipped.body.tensors
+
+
+@pytest.mark.parametrize("routes", [{}, {"cuda": "gpu depot"}], ids=["no lane", "a lane that cannot"])
+def test_cuda_tensors_that_no_lane_takes_cross_on_the_cpu(
+    cuda: Callable[[int, int], torch.Tensor],
+    routes: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_device_copy, "wait_for", lambda tensors: None)
+    monkeypatch.setattr(host_device_copy, "region_of", lambda address, size: None)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    splitter = Payloads(0, {"gpu depot": Depot("no handle")})
+    body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 2))
+    maps = {0: 1, 1: 0, 2: "cpu"}
+    with caplog.at_level(logging.WARNING, "raytorchrpc"):
+        for _ in range(2):
+            shipped = splitter.split(body, "b", routes, maps, None, lane="socket", through_cpu="no CUDA IPC")
+    assert [len(tensor) for tensor in shipped.body.tensors] == [5, 50, 6, 7]
+    assert all(tensor.is_cpu for tensor in shipped.body.tensors) and shipped.lane is None
+    (record,) = caplog.records
+    assert ("no handle" if routes else "no CUDA IPC") in record.getMessage()
+    assert not splitter.receive("a", shipped.manifests)
+    arrived = splitter.unpack(shipped.body, (), shipped.manifests, keep=False)
+    assert [str(tensor.device) for tensor in arrived.tensors] == ["cuda:1", "cpu", "cuda:0", "cpu"]
+    with pytest.raises(LaneUnavailable, match="it carries no CUDA tensors"):
+        splitter.split(body, "b", {}, maps, None, through_cpu=None)
 
 
 def test_a_lane_hears_when_its_tensors_have_been_used() -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.protocol import CALL, KEPT, OK, RAISED, ReplyHeader, RequestHeader
+from raytorchrpc.calls.protocol import CALL, OK, RAISED, ReplyHeader, RequestHeader
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout
-from raytorchrpc.lanes.base import Message, Pending
+from raytorchrpc.lanes.base import Message
 from raytorchrpc.tensors.codec import NOTHING, Codec
-from raytorchrpc.tensors.exceptions import decode_exception, encode_exception
+from raytorchrpc.tensors.exceptions import decode_exception
 from tests.polling import wait_until
 from tests.unit.callees import TOKEN, Deadlines, exposed, make_callee
 from tests.unit.members import DirectLane, Members, in_thread
@@ -179,51 +179,34 @@ def test_arguments_that_could_not_be_fetched_name_the_callee_and_did_not_run() -
 
 UNSEEN = PeerLost("b", "it belongs to another generation of the group", may_have_run=False)
 WITH_TENSORS = Message((OK,), NOTHING, manifests=BESIDE)
-KEPT_THERE = Message((KEPT, 3), NOTHING)
-REFUSED = Message((RAISED,), encode_exception(Codec(), UNSEEN))
 
 
-def outcome_after(members: Members, reply: Message, gone: bool, fetched: Message | RayTorchRpcError) -> Any:
+def outcome_after(members: Members, gone: bool, failure: RayTorchRpcError) -> Any:
     """The error of a call whose result cannot be fetched after its reply."""
     local, lane = members.members["a"], members.lanes["a"]
     lane.holds = lambda method: True
 
-    def fetch(*_: Any, **__: Any) -> Pending:
-        if isinstance(fetched, RayTorchRpcError):
-            raise fetched
-        pending = Pending()
-        pending.settle(fetched)
-        return pending
+    def fetch(*_: Any, **__: Any) -> Any:
+        raise failure
 
     with members.acting("a"):
         future = rtr.rpc_async("home").f()
     if gone:
         members.mark_away("a", "home", "its actor died", for_good=True)
-    lane.call = local.payloads.receive = fetch  # type: ignore[method-assign,assignment]
-    lane.held.pop()[1].settle(reply)
+    local.payloads.receive = fetch  # type: ignore[method-assign]
+    lane.held.pop()[1].settle(WITH_TENSORS)
     return future.exception()
 
 
-@pytest.mark.parametrize("reply", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
 @pytest.mark.parametrize("failure", [LaneUnavailable("shm", "not mapped"), UNSEEN], ids=["lane", "peer"])
-def test_a_result_that_went_with_its_process_has_been_made(
-    members: Members, reply: Message, failure: RayTorchRpcError
-) -> None:
-    error = outcome_after(members, reply, True, failure)
+def test_a_result_that_went_with_its_process_has_been_made(members: Members, failure: RayTorchRpcError) -> None:
+    error = outcome_after(members, True, failure)
     assert isinstance(error, PeerLost)
     assert (error.peer, error.may_have_run) == ("b" if failure is UNSEEN else "home", True)
 
 
-def test_a_process_that_does_not_know_of_a_kept_result_is_another_one(members: Members) -> None:
-    error = outcome_after(members, KEPT_THERE, True, REFUSED)
-    assert isinstance(error, PeerLost) and error.may_have_run
-
-
-@pytest.mark.parametrize("reply", [WITH_TENSORS, KEPT_THERE], ids=["beside the answer", "kept for another lane"])
-def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(
-    members: Members, reply: Message
-) -> None:
-    error = outcome_after(members, reply, False, LaneUnavailable("shm", "not mapped"))
+def test_memory_that_cannot_be_mapped_while_the_peer_lives_stays_the_lanes_fault(members: Members) -> None:
+    error = outcome_after(members, False, LaneUnavailable("shm", "not mapped"))
     assert isinstance(error, LaneUnavailable) and error.reason == "not mapped"
 
 

@@ -145,7 +145,7 @@ class Case:
     channels: tuple[str, ...] = ("cma", "mpt_uv", *CUDA_LOCAL)
     calls: str = "tcp socket"
     """How the preferred lane carries them."""
-    torchrpc: tuple[str, str | None] = ("uv, channel mpt_uv", "uv, channel cuda_basic")
+    torchrpc: tuple[str | None, str | None] = ("uv, channel mpt_uv", "uv, channel cuda_basic")
     """How it carries CPU tensors and CUDA tensors, preferred or not."""
 
 
@@ -162,14 +162,14 @@ CASES = {
         ("shm: not used, keeps half a core busy", "mpt_uv: used, different networks"),
         channels=("cma", "mpt_uv", "basic"),
         calls="unix socket",
-        torchrpc=("uv, channel cma", None),
+        torchrpc=(None, None),
     ),
     "two GPUs": Case(
         "socket shm cuda_ipc",
         ("cuda_gdr: not used, ibv is not used",),
         channels=("cma", "mpt_uv", "basic", "cuda_xth", "cuda_ipc", "cuda_basic"),
         calls="unix socket",
-        torchrpc=("uv, channel cma", "uv, channel cuda_ipc"),
+        torchrpc=(None, None),
     ),
     "two hosts": Case(
         "socket torchrpc -",
@@ -325,24 +325,25 @@ def routes_of(pair: str, only: str) -> RoutePlan:
         ("one GPU", "", "socket shm cuda_ipc", "shm cuda_ipc"),
         ("InfiniBand", "", APART, ""),
         ("unknown hosts", "", "socket torchrpc -", ""),
-        ("two users", "", APART, ""),
-        ("pid namespaces", "", APART, ""),
-        ("user namespaces", "", APART, ""),
+        ("two users", "", "socket socket socket", ""),
+        ("pid namespaces", "", "socket socket socket", ""),
+        ("user namespaces", "", "socket socket socket", ""),
         ("networks and files", "", "socket shm -", "shm"),
         ("one has no GPU", "", "socket shm -", "shm"),
         ("one asked for no GPU", "", "socket shm -", "shm"),
-        ("MIG on one side", "", "socket shm torchrpc", "shm"),
+        ("MIG on one side", "", "socket shm socket", "shm"),
         # forced and forbidden
         ("neighbours", "-socket", "torchrpc torchrpc torchrpc", ""),
         ("neighbours", "torchrpc shm cuda_ipc", "torchrpc torchrpc torchrpc", ""),
         ("neighbours", "socket torchrpc", APART, ""),
-        ("neighbours", "-shm -cuda_ipc", APART, ""),
+        ("neighbours", "-shm -cuda_ipc", "socket socket socket", ""),
         ("neighbours", "-torchrpc", "socket shm cuda_ipc", "shm cuda_ipc"),
         ("one host", "torchrpc", "torchrpc torchrpc -", ""),
         ("one host", "socket shm", "socket shm -", "shm"),
         ("one host", "nng", "nng nng -", ""),
-        ("one host", "-socket -torchrpc", "nng nng -", ""),
-        ("two hosts", "-torchrpc", "socket nng -", ""),
+        ("one host", "-socket -torchrpc", "nng shm -", "shm"),
+        ("one host", "socket", "socket socket -", ""),
+        ("two hosts", "-torchrpc", "socket socket -", ""),
         # nccl
         *((pair, "", BY_NCCL, "nccl") for pair in ("DMA-BUF", "RoCE with DMA-BUF", "RoCE, first down")),
         ("two GPUs", NCCL, "socket shm nccl", "shm nccl"),
@@ -374,7 +375,8 @@ def test_the_lanes_that_a_pair_prefers_and_opens(pair: str, only: str, lanes: st
         ("pid namespaces", "", "calls", "unix socket"),
         ("networks and files", "", "calls", "tcp socket"),
         ("neighbours", "socket torchrpc", "cpu", "torchrpc over uv, channel cma"),
-        ("two hosts", "-torchrpc", "cpu", "nng over tcp"),
+        ("two hosts", "-torchrpc", "cpu", "tcp socket"),
+        ("two hosts", "nng", "cpu", "nng over tcp"),
         ("DMA-BUF", "", "cuda", GPUDIRECT),
         ("InfiniBand", NCCL, "cuda", GPUDIRECT),
         ("two GPUs", NCCL, "cuda", "NCCL within the host"),
@@ -413,7 +415,9 @@ ONE_HOST_ONLY = "same host: used only if GroupConfig.lanes names it"
         ("one asked for no GPU", "", "cuda_ipc cuda", NO_GPU),
         ("one host", "", "cuda_ipc cuda", "neither member has a GPU"),
         ("MIG on one side", "", "cuda_ipc cuda", "MIG"),
-        ("CPU build", "", "torchrpc cuda", "no TensorPipe channel for CUDA tensors"),
+        ("CPU build", "socket torchrpc", "torchrpc cuda", "no TensorPipe channel for CUDA tensors"),
+        ("neighbours", "", "torchrpc cpu, torchrpc cuda", "used only if GroupConfig.lanes names it"),
+        ("neighbours", "", "nng cpu, nng cuda", "calls go by socket"),
         # forced and forbidden
         ("neighbours", "-socket", SHARED, "calls go by torchrpc, which carries no tensor descriptors"),
         ("neighbours", "torchrpc shm cuda_ipc", SHARED, "calls go by torchrpc, which carries no tensor descriptors"),
@@ -460,44 +464,45 @@ def test_a_lane_that_is_not_used_says_why(pair: str, only: str, lanes: str, reas
         assert reason in why_not(route, *each.split())
 
 
-def test_neighbours_prefer_memory_and_keep_torchrpc() -> None:
+def test_neighbours_prefer_memory_to_messages() -> None:
     routes = plan(neighbours(), GroupConfig())
     route = routes.route("worker_0", "worker_1")
     lanes = {traffic: [choice.lane for choice in route.lanes(traffic)] for traffic in TRAFFIC}
     assert lanes == {
         "calls": ["socket", "torchrpc", "nng"],
-        "cpu": ["shm", "torchrpc", "nng"],
-        "cuda": ["cuda_ipc", "torchrpc"],
+        "cpu": ["shm", "socket"],
+        "cuda": ["cuda_ipc", "socket"],
     }
     assert [choice.lane for choice in route.tensor_lanes] == lanes["cpu"] + lanes["cuda"]
-    assert {no.lane for no in route.rejected} == {"nixl", "nccl"}
+    assert {no.lane for no in route.rejected} == {"nixl", "nccl", "torchrpc", "nng"}
     assert (route.message_lane, route.why_not("torchrpc")) == ("socket", None)
     assert "nng" not in routes.lanes_of("worker_0"), "nothing prefers it"
 
 
 @pytest.mark.parametrize(
-    ("pair", "only", "in_band"),
+    ("pair", "only", "said"),
     [
-        ("two hosts", "-torchrpc", "nng"),
-        ("neighbours", "socket shm nng", "nng"),
-        ("neighbours", "socket shm", None),
-        ("neighbours", "", "torchrpc"),
+        ("two pods", "", None),
+        ("neighbours", "-cuda_ipc", "cuda_ipc: forbidden by lanes=('-cuda_ipc',); nixl: same host"),
+        ("MIG on one side", "", "cuda_ipc: CUDA cannot share memory between MIG instances; nixl: same host"),
+        ("neighbours", "-socket -torchrpc -cuda_ipc", "socket: forbidden"),
+        ("one host", "", None),
     ],
 )
-def test_which_lane_carries_any_cpu_tensor_in_its_messages(pair: str, only: str, in_band: str | None) -> None:
-    routes = routes_of(pair, only)
-    route = routes.route("worker_0", "worker_1")
-    assert route.in_band_lane == in_band
-    assert in_band is None or in_band in routes.lanes_of("worker_0")
-    assert not any("nng" in text for text in routes.warnings), "it was asked for"
-    assert ("torchrpc" in (route.why_not("torchrpc") or "")) is (only == "-torchrpc")
+def test_cuda_tensors_that_no_lane_takes_stay_in_the_messages_of_calls(pair: str, only: str, said: str | None) -> None:
+    route = routes_of(pair, only).route("worker_0", "worker_1")
+    assert not route.lanes("cuda") or route.lanes("cuda")[-1].lane == route.message_lane
+    if said is None:
+        assert lane(route, "cuda") != route.message_lane
+    else:
+        assert lane(route, "cuda") == route.message_lane and said in (route.through_cpu() or "")
 
 
 @pytest.mark.parametrize("values", [{"transports": ("shm",)}, {"channels": ("cma",)}])
-def test_nng_takes_what_torchrpc_cannot_and_a_warning_says_so(values: dict[str, Any]) -> None:
-    routes = plan(clusters.two_hosts(), GroupConfig(**values))
-    assert lane(routes.route("worker_0", "worker_1"), "cpu") == "nng"
-    assert [text for text in routes.warnings if "go by nng" in text and "TensorPipe" in text]
+def test_messages_take_what_torchrpc_cannot(values: dict[str, Any]) -> None:
+    route = plan(clusters.two_hosts(), GroupConfig(**values)).route("worker_0", "worker_1")
+    assert lane(route, "cpu") == "socket"
+    assert "TensorPipe" in why_not(route, "torchrpc", "cpu")
 
 
 def test_members_on_one_gpu_are_told_which_it_is() -> None:
@@ -565,7 +570,7 @@ def test_a_member_without_rdma_leaves_it_to_the_others() -> None:
 def test_a_member_without_a_gpu_opens_no_cuda_channel_even_if_it_sees_gpus() -> None:
     sees = {"cuda": True, "gpus": a100s(2)}
     cluster = group(member(0, **sees), member(1, pod=1, wants_gpu=False, **sees), member(2, **sees))
-    routes = plan(cluster, GroupConfig())
+    routes = plan(cluster, GroupConfig(lanes=("socket", "torchrpc")))
     assert not any(channel.startswith("cuda") for channel in routes.agents["worker_1"].channels)
     assert "cuda_basic: not used, this member has no GPU" in routes.agents["worker_1"].notes
     # It has no channel to compare GPUs with, so its own container does not keep the others from theirs.
@@ -577,7 +582,7 @@ def test_a_pod_that_meets_others_takes_cuda_ipc_from_all_of_its_host() -> None:
     gpus = a100s(4)
     pods = [member(n, pod=n // 2, cuda=True, gpus=(gpus[n],)) for n in range(4)]
     away = [member(n, host=1, cuda=True, gpus=(gpus[n - 4],)) for n in (4, 5)]
-    routes = plan(group(*pods, *away), GroupConfig())
+    routes = plan(group(*pods, *away), GroupConfig(lanes=("socket", "torchrpc")))
     opened = ["cuda_ipc" in agent.channels for agent in routes.agents.values()]
     assert opened == [False] * 4 + [True] * 2
     assert by_torchrpc(routes.route("worker_4", "worker_5"), "cuda") == "uv, channel cuda_ipc"
@@ -671,7 +676,9 @@ def test_an_address_on_no_interface_is_a_warning() -> None:
 
 
 def test_forced_backends_are_taken_as_given() -> None:
-    routes = plan(clusters.one_host(), GroupConfig(transports=("shm", "uv"), channels=("basic",)))
+    routes = plan(
+        clusters.one_host(), GroupConfig(lanes=("socket", "torchrpc"), transports=("shm", "uv"), channels=("basic",))
+    )
     agent = routes.agents["worker_0"]
     assert (agent.transports, agent.channels) == (("shm", "uv"), ("basic",))
     assert by_torchrpc(routes.route("worker_0", "worker_1"), "cpu") == "shm, channel basic"
@@ -689,14 +696,9 @@ def test_forced_ibv_that_may_fail_is_a_warning() -> None:
         ({"transports": ("tcp",)}, r"transports: the torch build of worker_0 .* has no 'tcp'; it has: shm, ibv, uv"),
         ({"channels": ("cuda_ipc",)}, "channels: .* has no 'cuda_ipc'; it has: cma, mpt_uv, basic"),
         ({"transports": ()}, "transports is empty"),
-        (
-            {"lanes": ("-torchrpc", "-nng")},
-            r"nothing can carry CPU tensors between worker_0 and worker_1 \(shm: different hosts.*forbidden by",
-        ),
-        ({"lanes": ("socket",)}, "leaves no lane for CPU tensors; allow one of: shm, nixl, torchrpc, nng"),
         ({"lanes": ("shm", "cuda_ipc")}, "leaves no lane for calls; allow one of: socket, torchrpc, nng"),
-        ({"transports": ("shm",), "lanes": ("-nng",)}, "nothing can carry CPU tensors between worker_0 and worker_1"),
-        ({"channels": ("cma",), "lanes": ("-nng",)}, "nothing can carry CPU tensors .* no TensorPipe channel"),
+        ({"transports": ("shm",), "lanes": ("torchrpc",)}, "nothing can carry calls between worker_0 and worker_1"),
+        ({"channels": ("cma",), "lanes": ("torchrpc",)}, "nothing can carry CPU tensors .* no TensorPipe channel"),
     ],
 )
 def test_a_configuration_that_cannot_carry_is_refused(values: dict[str, Any], said: str) -> None:
