@@ -12,8 +12,6 @@ from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.outgoing import OutgoingCalls
 from raytorchrpc.calls.counters import CallCounters, WeightCounters
 from raytorchrpc.calls.flow_control import CreditWindows
-from raytorchrpc.calls.guests import SERVICES as GUEST_SERVICES
-from raytorchrpc.calls.guests import Guests
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerTable, process_token
@@ -66,15 +64,14 @@ class LocalMember:
         self.codec = Codec(ray_internals.cloudpickler())
         self.counters, self.weights = CallCounters(), WeightCounters(self._mapped)
         self.services = Services()
-        guests = Guests(lambda rank: self.services.lose(rank, ended=True), self.deadlines)
-        self.peers = PeerTable(group, self.services, guests.route_back)
+        self.peers = PeerTable(group, self.services)
         self.peers.has_unread = lambda: any(lane.has_unread for lane in self.lanes)
         self.payloads = Payloads(me.rank, self.tensor_lanes, self.cleanup.leave)
         self.credit = CreditWindows(config, max_bytes)
         self.outgoing = OutgoingCalls(self)
         token = process_token(generation, me.rank, me.incarnation)
         callee = Callee(me.name, instance, self, self.codec, self.payloads, self.workers, self.deadlines)
-        served = {**GUEST_SERVICES, **STREAM_SERVICES, **(services or {})}
+        served = {**STREAM_SERVICES, **(services or {})}
         self.incoming = IncomingCalls(token, methods, served, callee, self.peers)
         self.services.open("stream", "", lambda: callee.streams)
 

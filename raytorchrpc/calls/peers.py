@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,15 @@ from raytorchrpc.process import locks
 from raytorchrpc.tensors.devices import Device
 
 T = TypeVar("T")
+
+
+#: The first rank of a client: a process that calls members and that only those know. Members have lower ranks.
+FIRST_CLIENT = 1 << 32
+
+
+def is_client(rank: int) -> bool:
+    """Whether the process of this rank is a client."""
+    return rank >= FIRST_CLIENT
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,12 @@ def _wait_until(timeout_s: float | None, limit_s: float) -> float:
     return until if deadline is None else min(until, deadline)
 
 
+def _route_to_client(rank: int) -> PeerRoute:
+    """It names no lane: a reply takes the connection that brought the request."""
+    no_lane: Any = None
+    return PeerRoute(Member(rank, "a client", None, "", 0, "", -1), no_lane, no_lane, through_cpu=None)
+
+
 class _Routes(dict[int, PeerRoute]):
     """By rank; one that is missing is made."""
 
@@ -170,17 +186,17 @@ class _Routes(dict[int, PeerRoute]):
 class PeerTable:
     """The members of a group as one of them reaches them. Thread-safe."""
 
-    def __init__(
-        self, group: str, services: Services, guest_route: Callable[[int], PeerRoute | None] | None = None
-    ) -> None:
-        """``services``: told of every peer that is lost or comes back. ``guest_route(rank)``: the route
-        back to a guest; None for another rank."""
-        self._group, self._services, self._guest_route = group, services, guest_route
+    def __init__(self, group: str, services: Services) -> None:
+        """``services``: told of every peer that is lost or comes back."""
+        self._group, self._services = group, services
         self._members: dict[int, Member] = {}
         self._routes = _Routes(self._make)
         self._makers: dict[int, Callable[[Member], PeerRoute]] = {}
         self._ranks: dict[Any, int] = {}  # by rank, name and actor
         self._away: dict[int, Absence] = {}
+        self._clients: dict[int, PeerRoute] = {}
+        self._connections_of = Counter[int]()
+        """By client: how many of its connections are watched."""
         self._closed = False
         self._changed = locks.condition()
         self.has_unread: Callable[[], bool] = lambda: False
@@ -316,11 +332,26 @@ class PeerTable:
     def route_back(self, rank: int) -> PeerRoute:
         """The route for replies to a caller. Raises NotAMember for a rank that is not, or no longer, in the group."""
         if rank not in self._members:
-            if self._guest_route is not None and (guest := self._guest_route(rank)) is not None:
-                return guest
+            if is_client(rank):
+                return self._clients.get(rank) or self._clients.setdefault(rank, _route_to_client(rank))
             state = "was removed from" if rank in self.removed else "is not in"
             raise NotAMember(f"the caller (rank {rank}) {state} group {self._group!r}")
         return self._routes[rank]
+
+    def add_connection(self, rank: int) -> None:
+        """A client has opened a connection that is watched: it is there until the last of them ends."""
+        with self._changed:
+            self._connections_of[rank] += 1
+
+    def end_connection(self, rank: int) -> None:
+        """A client's connection has ended. With its last one, what this member holds for it is dropped."""
+        with self._changed:
+            self._connections_of[rank] -= 1
+            if self._connections_of[rank]:
+                return
+            del self._connections_of[rank]
+            self._clients.pop(rank, None)
+        self._services.lose(rank, ended=True)
 
     # --- absence ---------------------------------------------------------------------------------------------
 

@@ -274,12 +274,12 @@ def _no_group(actor_id: str | None) -> str:
         name, detached = list(formed_here.items())[-1]
         if detached:
             return (
-                f"this process is in no group: it formed the detached group {name!r}, which a driver cannot join; call "
-                f"the actors through Ray, handle.method.remote()"
+                f"this process is in no group: it formed the detached group {name!r}, of which a driver can only be a "
+                f"client, which calls members, uses their queues and pulls weights"
             )
         return (
-            f"this process is in no group: it formed group {name!r} without joining it. To call members from here, "
-            f"pass include_driver=True to init_group, or call them through Ray, handle.method.remote()"
+            f"this process is in no group: it formed group {name!r} without joining it, so it is only a client, which "
+            f"calls members, uses their queues and pulls weights. For more, pass include_driver=True to init_group"
         )
     by_itself = "or join one by its name, raytorchrpc.join(name), if it has GroupConfig(joinable_by='cluster')"
     if actor_id is not None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from raytorchrpc.calls.peers import Absence
+from raytorchrpc.errors import BootstrapError
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.messages import Prepared
+from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.view import JOINING, Answer, Delta, Peer, View
 
 #: How often Ray is asked about a lost actor (seconds): at first, and after a minute.
@@ -92,8 +94,10 @@ class Forget(NamedTuple):
     names: Sequence[str]
 
 
-class Strike(NamedTuple):
-    """Take off the roster those that are not in the view any more."""
+class Post(NamedTuple):
+    """The roster has changed: post it. ``arrived``: the handles of those that have joined, by name."""
+
+    arrived: Mapping[str, Any] = {}
 
 
 class Admit(NamedTuple):
@@ -109,7 +113,55 @@ class Report(NamedTuple):
     change: Change
 
 
-Instruction = Announce | AskRay | Dial | Forget | Strike | Admit | Report
+Instruction = Announce | AskRay | Dial | Forget | Post | Admit | Report
+
+
+class Step(Enum):
+    """How far an attempt to admit processes has come."""
+
+    BEGUN = auto()
+    """They describe themselves."""
+    ASSIGNED = auto()
+    """They have ranks and routes, and prepare: they start to listen."""
+    ANNOUNCED = auto()
+    """The members prepare for them. That is waited for, for a while."""
+    CONNECTING = auto()
+    """They connect to the members."""
+    JOINED = auto()
+
+
+class Attempt(Protocol):
+    """Processes that are to join together, and the group as they have it; see ``formation.Formation``."""
+
+    participants: dict[str, Any]
+    """Their handles, by name."""
+    roster: Roster
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """By name, once they are assigned."""
+
+    def assign(self, roster: Roster, beside: Roster | None = None) -> None:
+        """Give them ranks and routes beside the members of ``roster``; see ``Roster.admit``."""
+
+    def has_others(self, roster: Roster) -> bool:
+        """Whether ``roster`` has other members than they were told; then they are told those from now on."""
+
+
+class Admission:
+    """An attempt to admit processes. ``assign``, ``announce``, ``connect`` and ``arrive`` of ``Core`` take it through
+    its steps; the supervisor carries out what each of them calls for.
+    """
+
+    def __init__(self, kind: Literal["added", "back", "client"], attempt: Attempt) -> None:
+        self.kind, self.attempt, self.step = kind, attempt, Step.BEGUN
+        self.version = 0
+        """Of the view, with which they join."""
+        self.prepared: dict[str, Prepared] = {}
+        """Where the members and they listen, by name."""
+        self.away: dict[str, str] = {}
+        self.silent: set[str] = set()
+        """Members that cannot be called, and why; and those that do not answer."""
 
 
 class Phase(Enum):
@@ -178,15 +230,19 @@ class _Pending(NamedTuple):
 class Core:
     """Used by one thread, but for what any thread may ask."""
 
-    def __init__(self, peers: Iterable[Peer]) -> None:
-        """``peers``: the members of a group that has formed."""
-        self.view = View(peers)
+    def __init__(self, roster: Roster, prepared: Mapping[str, Prepared]) -> None:
+        """``prepared``: where the members of the roster listen, by name. The group has formed."""
+        self.view, self.roster = View(roster.peers(prepared)), roster
+        self._admissions: list[Admission] = []
+        """Those whose participants are assigned and have not joined yet, clients aside."""
         self._members: dict[str, _Member] = {}
         self.lost: dict[str, _Loss] = {}
         self._asked: dict[str, float] = {}
         """Members that have not answered yet, and when they were asked; the oldest first."""
         self._behind: dict[str, float] = {}
         """Members that have not acknowledged the view, and when they may be asked."""
+        self.clients: dict[str, Peer] = {}
+        """Processes that follow the view and are not in it."""
         self._coming: dict[int, Peer] = {}
         """By rank; ``_connecting``: the ranks of those of them that connect."""
         self._connecting, self._parting = set[int](), set[str]()
@@ -238,8 +294,8 @@ class Core:
 
     def awaited(self, version: int) -> set[str]:
         """The members that answer in time and have not followed that version of the view. Any thread may ask."""
-        found = ((name, self._members.get(name)) for name in self._behind.copy())
-        return {name for name, its in found if its and its.version < version and not its.is_slow}
+        behind = ((name, self._members.get(name)) for name in self._behind.copy() if name not in self.clients)
+        return {name for name, member in behind if member and member.version < version and not member.is_slow}
 
     def listening(self) -> dict[str, Prepared]:
         """Where each member listens. Any thread may ask."""
@@ -247,7 +303,7 @@ class Core:
 
     def causes(self) -> dict[str, str]:
         """Why each lost member is lost, by name. Any thread may ask."""
-        return {name: loss.cause for name, loss in self.lost.copy().items()}
+        return {name: loss.cause for name, loss in self.lost.copy().items() if name not in self.clients}
 
     def away(self) -> dict[str, str]:
         """The same of those whose loss was announced. Any thread may ask."""
@@ -255,7 +311,8 @@ class Core:
 
     def unready(self) -> dict[str, str]:
         """The members that cannot be called by all, and why. Any thread may ask."""
-        return {**dict.fromkeys(self._behind.copy(), BEHIND), **self.causes()}
+        behind = (name for name in self._behind.copy() if name not in self.clients)
+        return {**dict.fromkeys(behind, BEHIND), **self.causes()}
 
     # --- announcements ------------------------------------------------------------------------------------------------
 
@@ -390,9 +447,13 @@ class Core:
 
     def _bury(self, dead: Mapping[str, _Loss]) -> None:
         """These will not come back."""
-        self.view.remove({self._members[name].rank: Absence(loss.cause, True, True) for name, loss in dead.items()})
+        known = {name: loss for name, loss in dead.items() if name not in self.clients}
+        if known:
+            self.view.remove(
+                {self._members[name].rank: Absence(loss.cause, True, True) for name, loss in known.items()}
+            )
         self._strike(dead)
-        for name, loss in dead.items():
+        for name, loss in known.items():
             self._report_later(Change("dead", (name,), loss.cause))
 
     def _dial(self, name: str, loss: _Loss) -> None:
@@ -421,7 +482,7 @@ class Core:
                 loss.next_dial = self._now + _RECONNECT_S
                 self._asked[name] = self._now
                 self._out.append(Announce(self.view.since(member.version, reconnects=True), {name: process}))
-        elif ended:
+        elif ended or (refused and name in self.clients):
             self._bury({name: _Loss("its process ended", self._now)})
         elif loss is None:
             self.broke(name, process, error)  # it has just joined
@@ -442,12 +503,14 @@ class Core:
             self._report_later(Change("lost", (name,), self.lost[name].cause))
 
     def _strike(self, names: Iterable[str]) -> None:
-        for name in (gone := list(names)):
+        self.roster = self.roster.without(gone := list(names))
+        for name in gone:
             self._drop(name)
             self.lost.pop(name, None)
             self._parting.discard(name)
+            self.clients.pop(name, None)
             del self._members[name]
-        self._out += [Forget(gone), Strike()]
+        self._out += [Forget(gone), Post()]
 
     def parting(self, names: Iterable[str]) -> None:
         """Event: these are asked to leave. That they break their connections is no loss: ``removed`` follows."""
@@ -473,6 +536,97 @@ class Core:
             for name in names:
                 self.lost[name].phase = Phase.RETURNING
             self._out.append(Admit({name: self._members[name].rank for name in names}, patience_s))
+
+    def assign(self, admission: Admission) -> None:
+        """Event: the participants have described themselves. Raises BootstrapError, ConfigurationError."""
+        attempt = admission.attempt
+        if admission.kind == "client":  # it has the view as it is now
+            attempt.assign(self.roster)
+            admission.version = self.view.promise()
+            self._tell_where_members_are(admission)
+        else:
+            self._check_present(admission)
+            beside = self.roster
+            for other in (each.attempt for each in self._admissions):
+                # An attempt for one of these names is for a member that was removed, and will fail.
+                beside = beside.with_members(other.roster, other.participants.keys() - attempt.participants.keys())
+            attempt.assign(self.roster, beside if self._admissions else None)
+            self._admissions.append(admission)
+            self.roster = self.roster.after_failure(attempt.roster, attempt.participants)  # ids and ranks are taken
+        admission.step = Step.ASSIGNED
+
+    def announce(self, admission: Admission, coming: Mapping[str, Prepared]) -> None:
+        """Event: the participants listen. If the members have changed meanwhile, they are to prepare again, and the
+        step stays. Raises BootstrapError.
+        """
+        if admission.kind == "client":
+            admission.prepared.update(coming)
+            admission.step = Step.CONNECTING
+            return
+        self._check_present(admission)
+        if admission.attempt.has_others(self.roster):
+            return
+        admission.prepared = {**self.listening(), **coming}
+        self.coming(admission.attempt.roster.peers(admission.prepared, coming))
+        admission.version, admission.step = self.promised, Step.ANNOUNCED
+
+    def connect(self, admission: Admission) -> None:
+        """Event: the members have followed, or are not waited for any longer."""
+        self.connecting(admission.attempt.ranks.values())
+        self._tell_where_members_are(admission)
+        admission.step = Step.CONNECTING
+
+    def arrive(self, admission: Admission) -> None:
+        """Event: the participants have joined. Raises BootstrapError."""
+        attempt = admission.attempt
+        if admission.kind == "client":
+            for client in attempt.roster.peers(admission.prepared, attempt.participants):
+                self.roster = self.roster.with_client(client.member.name, attempt.roster)
+                self.client_arrived(client, admission.version)
+        else:
+            self._check_present(admission)
+            self.roster = self.roster.with_members(attempt.roster, attempt.participants)
+            self.arrived(admission.kind, list(attempt.ranks.values()), admission.version)
+            self._admissions.remove(admission)
+            self._out.append(Post(dict(attempt.participants)))
+        admission.step = Step.JOINED
+
+    def give_up(self, admission: Admission) -> None:
+        """Event: the attempt has failed. For members that were to come back, ``failed`` follows."""
+        if admission in self._admissions:
+            self._admissions.remove(admission)
+            if admission.kind == "added":
+                self.failed(admission.attempt.ranks)
+
+    def _check_present(self, admission: Admission) -> None:
+        """Raise BootstrapError if participants that were members have left: another may have the name by now."""
+        now, before = self.roster.records, admission.attempt.roster.records
+        if admission.kind == "back" and (
+            gone := [
+                name
+                for name in admission.attempt.participants.keys() & before.keys()
+                if name not in now or now[name].member.rank != before[name].member.rank
+            ]
+        ):
+            raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
+
+    def _tell_where_members_are(self, admission: Admission) -> None:
+        names = admission.attempt.ranks.keys()
+        listening = self.listening()
+        admission.prepared.update({name: its for name, its in listening.items() if name not in names})
+        others = [name for name in admission.attempt.roster.records if name not in names]
+        gone = {name: "it has left the group" for name in others if name not in listening}
+        admission.away = {name: cause for name, cause in {**self.away(), **gone}.items() if name not in names}
+        admission.silent = self.unready().keys() - admission.away.keys() - names
+
+    def client_arrived(self, client: Peer, version: int) -> None:
+        """Event: a client has joined at that version. The members are not told."""
+        name = client.member.name
+        self.clients[name] = client
+        self._add(client, version)
+        if version < self.view.version:
+            self._behind[name] = self._now
+        self._out.append(Dial([name], _CONNECT_S))
 
     def coming(self, peers: Sequence[Peer]) -> None:
         """Event: these have prepared to join, with the view as it is; the other members are to prepare for them."""

@@ -38,7 +38,7 @@ _GIVE_UP_S = 5.0
 _NAME_S = 0.01
 #: The supervisor's methods that ``Group`` calls, and how long one without ``timeout_s`` may take (seconds).
 _FORWARDED = {
-    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats", "directory"), 0.0),
+    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats", "admit_client"), 0.0),
     "begin_trace": BEGIN_S,
     "end_trace": COLLECT_S,
 }

@@ -23,7 +23,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, RayTorchRpcError
 from raytorchrpc.group import join, ray_calls, worker_ids
 from raytorchrpc.group.control_connections import Arguments
-from raytorchrpc.group.messages import GroupInfo, Listening, Prepared, Probe, packed
+from raytorchrpc.group.messages import GroupInfo, JoinRequest, Listening, Prepared, Probe, packed
 from raytorchrpc.group.restarted import lasts
 from raytorchrpc.group.roster import Roster, is_actor
 from raytorchrpc.lanes import registry
@@ -136,6 +136,8 @@ def _generated_name(handle: Any, rank: int, taken: Collection[str]) -> str:
 class Formation:
     """The steps by which members join: for ``init_group``, ``Group.add`` and the return of a restarted actor."""
 
+    _commit = staticmethod(join.commit)
+
     def __init__(
         self,
         roster: Roster,
@@ -160,10 +162,6 @@ class Formation:
         attempt fails.
         """
         self.participants = participants
-        self.others: Mapping[str, Prepared] = {}
-        """Where the members listened when the participants were announced to them."""
-        self.is_done = False
-        """The participants are members."""
         self.left_out: list[str] = []
         """Former participants that have failed."""
         self._leaves_out_failures, self._uses_known = leaves_out_failures, uses_known
@@ -246,7 +244,7 @@ class Formation:
     def prepare(self) -> dict[str, Prepared]:
         """Have every participant start to listen."""
         records = self.roster.records
-        if any(records[name].probe.agent is None or records[name].renew_agent for name in self.participants):
+        if any(records[name].starts_agent for name in self.participants):
             # All of them: whoever has known an id that a newcomer gets must not meet another process under it, even if
             # the group is not formed in the end.
             worker_ids.record(each.member for each in records.values())
@@ -319,7 +317,7 @@ class Formation:
         group = self.roster.name, self.roster.generation
         listening = self._shared(Listening(*group, peers, left, dict(away or {}), tuple(silent), version))
         arguments = {member: (listening(member),) for member in self.participants}
-        self._ask("could not reach the others", join.commit, arguments)
+        self._ask("could not reach the others", self._commit, arguments)
 
     def _shared(self, message: GroupInfo | Listening) -> Callable[[str], Any]:
         """By participant, the argument by which it gets a message that all of them get: packed once, and where it is
@@ -383,6 +381,23 @@ class Formation:
             return f"no answer within {seconds:g} s: {why} (a sync actor answers between its methods)"
         text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray's colours
         return " ".join(text.split()) or repr(error)
+
+
+class ClientFormation(Formation):
+    """The steps by which a process becomes a client."""
+
+    _commit = staticmethod(join.commit_client)
+
+    def __init__(self, roster: Roster, request: JoinRequest, rank: int, call_all: Callable[..., Answers]) -> None:
+        newcomer = {request.name: request.process}
+        super().__init__(roster, newcomer, request.timeout_s, call_all, attempt=request.attempt)
+        self.name, self._process, self._rank = request.name, request.process, rank
+
+    def assign(self, roster: Roster, beside: Roster | None = None) -> None:
+        self.roster = roster.as_seen_by(self.name, self._process, self._probes[self.name], self._rank)
+
+    def _refuse_taken(self, probes: Mapping[str, Probe]) -> None:
+        """A member of another group may be a client of this one."""
 
 
 def form_group(

@@ -16,7 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.guests import own_groups
+from raytorchrpc.calls.clients import own_groups
 from raytorchrpc.calls.member import current_local, process_member
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, checked_timeout, takes_timeout
@@ -29,7 +29,7 @@ from raytorchrpc.group import joining, tickets
 from raytorchrpc.group.changes import Change
 from raytorchrpc.group.detached import DetachedHost, detached_names, find_detached, form_detached
 from raytorchrpc.group.formation import participants_of, with_named_maps
-from raytorchrpc.group.guest import Guest
+from raytorchrpc.group.joining import Client
 from raytorchrpc.group.messages import GroupInfo
 from raytorchrpc.group.process_group import ProcessGroupInfo
 from raytorchrpc.group.supervisor import Supervisor, form
@@ -69,7 +69,7 @@ class Group:
         self._host, self._joined = host, joined
         self._session_lasts = ray_internals.session_check()
         if host is not None:
-            own_groups.add(info.generation, Guest(host))
+            own_groups.add(info.generation, Client(host, info.generation))
 
     @property
     def _info(self) -> GroupInfo:

@@ -23,14 +23,14 @@ import ray
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
-from raytorchrpc.calls.peers import Absence, Member, PeerRoute, process_token
+from raytorchrpc.calls.peers import Absence, Member, PeerRoute, is_client, process_token
 from raytorchrpc.calls.server.exposed import methods_of, note_modes, take_turns
 from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.group import process_group
 from raytorchrpc.group.here import asked_for_gpu, endpoint, place
 from raytorchrpc.group.messages import GroupInfo, JoinSpec, Listening, Prepared, Probe, unpacked
-from raytorchrpc.group.ray_metrics import TOTALS_S, Exporter, reading
+from raytorchrpc.group.status import TOTALS_S, Exporter, reading
 from raytorchrpc.group.tickets import Parent, consent
 from raytorchrpc.group.view import JOINING, Answer, Delta, Difference, Table
 from raytorchrpc.group.vouching import vouched
@@ -63,12 +63,23 @@ class Membership:
     changed: int = 0
     """The version of the group's view at which this member's own addresses changed last."""
 
+    @property
+    def is_client(self) -> bool:
+        """Whether this process is a client of the group; see ``calls.clients``."""
+        return is_client(self.spec.member.rank)
+
     def route(self, peer: Member) -> PeerRoute:
         """The lanes by which this member reaches ``peer``, or itself."""
         local, table = self.local, self.table
         me, plan, prepared = local.me, table.plan, table.peers[peer.name]
         lanes = {lane.name: lane for lane in local.lanes}
         token = process_token(table.generation, peer.rank, peer.incarnation)
+        if self.is_client:
+            lane, near = lanes[registry.CONTROL], me.node_id == peer.node_id
+            absent = AbsentLane("a client of a group has no torchrpc agent", "init_group(..., include_driver=True)")
+            return PeerRoute(
+                peer, lane, absent, through_cpu=None, token=token, retries=prepared.retries, same_clock=near
+            )
         if peer.rank == me.rank:
             refused = forbidden(table.config, registry.FABRIC)
             fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
@@ -98,6 +109,8 @@ class Membership:
 _changing = threading.RLock()  # in a threaded actor ``leave`` may run beside ``prepare`` or ``commit``
 _membership: Membership | None = None
 """From ``prepare`` until this process has left; it has joined if its LocalMember is the process's."""
+_clients: dict[str, Membership] = {}
+"""This process as a client of groups, by generation, from ``prepare`` on."""
 #: Attempts and generations that were rolled back: a ``prepare`` for them that arrives late is refused.
 _given_up: deque[str] = deque(maxlen=64)
 
@@ -139,8 +152,12 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
             known = now.agent and (now.agent.name, now.agent.worker_id)
             if now.edition != spec.edition or known != (me.rpc_name, me.worker_id):
                 raise BootstrapError(f"{spec.name!r} has changed since its last group")
-        local = _start(instance, spec, info, settings.agent)
         addresses: dict[str, Any] = {}
+        if is_client(spec.member.rank):
+            local = _start_client(spec, info)
+            open_lanes(spec, settings, local, addresses)
+            return Prepared(AgentIdentity(spec.member.rpc_name, spec.member.worker_id), addresses, {}, os.getpid())
+        local = _start(instance, spec, info, settings.agent)
         open_lanes(spec, settings, local, addresses)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
         agent = process_fabric().identity or AgentIdentity(local.me.rpc_name, local.me.worker_id)
@@ -168,11 +185,24 @@ def _worker_of_rank(rank: int) -> str | None:
     return found.rpc_name
 
 
+def _refuse_given_up(spec: JoinSpec) -> None:
+    if spec.attempt in _given_up or spec.generation in _given_up:
+        raise BootstrapError(f"group {spec.group!r} was rolled back before {spec.name!r} could prepare")
+
+
+def _start_client(spec: JoinSpec, info: GroupInfo) -> LocalMember:
+    """The client, without lanes. It serves no methods, and changes nothing else in this process."""
+    _refuse_given_up(spec)
+    max_bytes = info.config.max_bytes_in_flight or default_capacity()
+    local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
+    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0))
+    return local
+
+
 def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> LocalMember:
     """The member, without lanes; ends what this process was a part of before."""
     global _membership
-    if spec.attempt in _given_up or spec.generation in _given_up:
-        raise BootstrapError(f"group {spec.group!r} was rolled back before {spec.name!r} could prepare")
+    _refuse_given_up(spec)
     if (stale := current_local()) is not None:
         if stale.generation != spec.replaces:
             raise BootstrapError(f"{spec.name!r} has joined group {stale.group!r} meanwhile")
@@ -211,14 +241,8 @@ def commit(instance: Any, peers: bytes) -> None:
     preparing = _membership
     if preparing is None or preparing.spec.generation != listening.generation or preparing is _joined():
         raise BootstrapError(f"group {listening.group!r} was rolled back while it formed")
-    local, name = preparing.local, preparing.spec.name
-    info = preparing.table.info.with_agents(listening.peers)
-    preparing.table = Table(info, listening.peers, listening.version)
-    local.me = next(member for member in info.members if member.name == name)
-    add_peers(preparing, [member for member in info.members if member.name != name])
+    local, info = preparing.local, _meet(preparing, listening)
     local.peers.add_peer(preparing.route(local.me))
-    for away, cause in listening.away.items():
-        local.peers.mark_away(local.peers.member(away).rank, Absence(cause, for_good=False))
     _reach_all(preparing, listening)
     with _changing:
         if _membership is not preparing:
@@ -230,6 +254,27 @@ def commit(instance: Any, peers: bytes) -> None:
             Parent(local, preparing.spec.credentials.secret).start()
         set_local(local)
     enable_where_possible()  # also in actors that Ray restarted, or that another actor created
+
+
+def commit_client(instance: Any, peers: bytes) -> None:
+    """As ``commit``, of a client: it connects to a member when it first calls it."""
+    listening: Listening = unpacked(peers)
+    with _changing:
+        if (preparing := _clients.get(listening.generation)) is None:
+            raise BootstrapError(f"group {listening.group!r} has ended while this process joined it")
+        _meet(preparing, listening)
+
+
+def _meet(preparing: Membership, listening: Listening) -> GroupInfo:
+    """Add the peers to what is going to be a member or a client; returns the group."""
+    local, name = preparing.local, preparing.spec.name
+    info = preparing.table.info.with_agents(listening.peers)
+    preparing.table = Table(info, listening.peers, listening.version)
+    local.me = next(member for member in info.members if member.name == name)
+    add_peers(preparing, [member for member in info.members if member.name != name])
+    for away, cause in listening.away.items():
+        local.peers.mark_away(local.peers.member(away).rank, Absence(cause, for_good=False))
+    return info
 
 
 def add_peers(
@@ -318,6 +363,7 @@ def leave(instance: Any, generation: str, for_good: bool = False) -> None:
     """
     if for_good:
         _given_up.append(generation)
+    leave_client(generation)
     with _changing:
         _leave(lambda spec: spec.generation == generation)
 
@@ -327,6 +373,9 @@ def give_up(instance: Any, attempt: str) -> None:
     with _changing:
         _given_up.append(attempt)
         _leave(lambda spec: spec.attempt == attempt)
+        attempts = {its.spec.attempt: generation for generation, its in _clients.items()}
+    if attempt in attempts:
+        leave_client(attempts[attempt])
 
 
 def _leave(meant: Callable[[JoinSpec], bool]) -> None:
@@ -343,6 +392,26 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
         raise
     finally:
         _membership = None
+
+
+def client(generation: str) -> LocalMember | None:
+    """This process as a client of that group."""
+    its = _clients.get(generation)
+    return None if its is None else its.local
+
+
+def forget_client(generation: str) -> LocalMember | None:
+    """In a forked child: drop what the parent is, without ending it."""
+    its = _clients.pop(generation, None)
+    return None if its is None else its.local
+
+
+def leave_client(generation: str) -> None:
+    """Stop being a client of that group. Idempotent, never raises."""
+    with _changing:
+        its = _clients.pop(generation, None)
+    if its is not None:
+        its.local.leave()
 
 
 def _joined() -> Membership | None:
@@ -377,7 +446,7 @@ class Settings(NamedTuple):
     by_tcp: frozenset[str]
     """Those peers, by name."""
     lanes: tuple[str, ...]
-    """The lanes that some route of this member uses."""
+    """The lanes that it opens: those that every member has, and those that some route of it uses."""
 
 
 def settings_of(spec: JoinSpec, info: GroupInfo) -> Settings:
@@ -401,8 +470,13 @@ def settings_of(spec: JoinSpec, info: GroupInfo) -> Settings:
         admitted=(*plan.addresses(), *config.torchrpc_from),
         at_once=config.torchrpc == "at once",
     )
+    if is_client(me.rank):  # no member connects to it
+        return Settings(
+            agent_spec, maps, agent.address if spec.supervised_by_tcp else None, by_tcp, (registry.CONTROL,)
+        )
     tcp_host = agent.address if by_tcp or spec.supervised_by_tcp else None
-    return Settings(agent_spec, maps, tcp_host, by_tcp, plan.lanes_of(me.name))
+    lanes = [*(row.name for row in registry.LANES if row.always), *plan.lanes_of(me.name)]
+    return Settings(agent_spec, maps, tcp_host, by_tcp, tuple(dict.fromkeys(lanes)))
 
 
 def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses: dict[str, Any]) -> None:
@@ -422,8 +496,7 @@ def open_lanes(spec: JoinSpec, settings: Settings, local: LocalMember, addresses
         device_maps=settings.device_maps,
     )
     opened = local.tensor_lanes.keys() | {lane.name for lane in local.lanes}
-    names = dict.fromkeys([*(row.name for row in registry.LANES if row.always), *settings.lanes])
-    missing = [registry.lane(name) for name in names if name not in opened]
+    missing = [registry.lane(name) for name in settings.lanes if name not in opened]
     for row in sorted(missing, key=lambda row: not row.out_of_band):  # a message lane serves as soon as it is open
         lane = setup.make(row)
         if isinstance(lane, MessageLane):
@@ -459,7 +532,8 @@ def preload() -> None:
 def follow(local: LocalMember, delta: Delta) -> Answer:
     """Apply what has changed in the group, unless that has been done. After an error it can be applied again."""
     with _changing:
-        if (joined := _joined()) is None or local is not joined.local:
+        joined = _clients.get(local.generation) if is_client(local.me.rank) else _joined()
+        if joined is None or local is not joined.local:
             raise NotAMember(f"{local.me.name!r} has left the group")
         if (difference := joined.table.difference(delta, local.me.rank)) is not None:
             if delta.reconnects:
@@ -514,7 +588,8 @@ def _settle(joined: Membership, version: int) -> None:
     """Open the lanes that the present members need, and listen for them. Raises LaneUnavailable."""
     local, table, spec = joined.local, joined.table, joined.spec
     settings = settings_of(spec, table.info)
-    process_fabric().admit(settings.agent.admitted)
+    if not joined.is_client:
+        process_fabric().admit(settings.agent.admitted)
     addresses: dict[str, Any] = {}
     try:
         open_lanes(spec, settings, local, addresses)

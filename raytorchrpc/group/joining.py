@@ -1,4 +1,4 @@
-"""A process joins a group by itself, with a ticket; see ``tickets``.
+"""A process joins a group by itself: as a member with a ticket (see ``tickets``), or as a client of ``calls.clients``.
 
 It listens, and tells the supervisor where, which then has it join as it does with a restarted actor.
 """
@@ -12,22 +12,29 @@ import re
 import socket
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import ray
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.member import current_local
+from raytorchrpc.calls import protocol, rejoin
+from raytorchrpc.calls.clients import member_of
+from raytorchrpc.calls.member import LocalMember, current_local
+from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
+from raytorchrpc.group.here import place
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
-from raytorchrpc.group.restarted import Record, connections_for
+from raytorchrpc.group.restarted import Record, connections_for, record_of
 from raytorchrpc.group.tickets import Ticket
-from raytorchrpc.process.locks import Turn
+from raytorchrpc.lanes.base import Pending
+from raytorchrpc.process import fork
+from raytorchrpc.process.locks import Lock, Turn
 from raytorchrpc.tensors import thread_modes
 
 logger = logging.getLogger(__name__)
@@ -35,6 +42,8 @@ logger = logging.getLogger(__name__)
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
+#: For a process to become a client, and for a client to connect to a member for the first time (seconds).
+_CLIENT_S, _CONNECT_S = 10.0, 2.0
 
 
 _entering = Turn()
@@ -95,6 +104,20 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
         raise
 
 
+def become_client(admit: Callable[[JoinRequest], object], generation: str) -> None:
+    """Make this process a client of that group. ``admit``: the supervisor's. Blocks; raises BootstrapError."""
+    if (record := record_of(generation)) is None:
+        raise BootstrapError("it has ended, or Ray's control store has lost its record")
+    attempt, here = uuid.uuid4().hex[:12], place()
+    process = JoinedProcess(f"{os.getpid()}@{here.node_id}/{attempt}", ray.get_runtime_context().get_actor_id())
+    with contextlib.closing(connections_for(record, "a process that becomes a client", lambda: None)) as connections:
+        try:
+            admit(JoinRequest(f"client-{attempt}", connections.address, process, b"", attempt, _CLIENT_S))
+        except BaseException:
+            join.give_up(None, attempt)  # the supervisor's next step, if it comes, is refused
+            raise
+
+
 def leave() -> None:
     """Leave the group that this process has joined by itself. Blocks until the group knows."""
     local, ticket = current_local(), tickets.own()
@@ -130,3 +153,68 @@ def _ask(connections: ControlConnections, record: Record, request: JoinRequest |
 def _default_name(ticket: Ticket, actor_id: str | None) -> str:
     above = ticket.parent or re.sub(r"[^A-Za-z0-9_.:-]", "-", socket.gethostname()) or "process"
     return f"{above[:48]}.{os.getpid()}" if actor_id is None else f"actor-{actor_id[:12]}"
+
+
+# --- this process as a client ----------------------------------------------------------------------------------------
+
+
+class Host(Protocol):
+    """The supervisor of a group, or a handle of it."""
+
+    def admit_client(self, request: JoinRequest) -> None:
+        """Have the process that requests it join as a client. Blocks. Raises BootstrapError."""
+
+
+class Client:
+    """Joins when it is first used. Thread-safe."""
+
+    def __init__(self, host: Host, generation: str) -> None:
+        self._host, self._generation = host, generation
+        self._session_lasts = ray_internals.session_check()
+        self._lock = Lock()
+        self._watches: dict[str, Pending] = {}
+        """By member: a request that keeps a connection open. By its end the member notices that of this process."""
+        fork.register(self)
+
+    def after_fork(self) -> tuple[()]:
+        """See fork.ForkAware."""
+        if (local := join.forget_client(self._generation)) is not None:
+            fork.forked_from(f"a client of group {local.group!r}")
+        return ()
+
+    @property
+    def lasts(self) -> bool:
+        """See ``calls.clients.Client``, also for the other methods."""
+        return self._session_lasts()
+
+    def local(self, home: Any = None) -> LocalMember:
+        with self._lock:
+            if (local := join.client(self._generation)) is None:
+                self._watches.clear()
+                try:
+                    become_client(self._host.admit_client, self._generation)
+                except BootstrapError as error:
+                    raise NotAMember(f"this process is in no group, and cannot be a client of one: {error}") from error
+                if (local := join.client(self._generation)) is None:
+                    raise NotAMember("this process is in no group, and the one that it used has ended just now")
+            member = None if home is None else member_of(local, home)
+            if member is not None and member.name not in self._watches:
+                self._watch(local, member)
+        return local
+
+    def _watch(self, local: LocalMember, member: Member) -> None:
+        """Open a connection to a member. If that fails, the operation that follows reports it."""
+        route = local.peers.route(member.name)
+        try:
+            pending = local.outgoing.control(route, route.calls, protocol.WATCH, _CONNECT_S)
+        except RayTorchRpcError:
+            return
+        self._watches[member.name] = pending
+        pending.add_done_callback(partial(self._ended, member.name, pending))
+
+    def _ended(self, name: str, pending: Pending) -> None:
+        if self._watches.get(name) is pending:
+            del self._watches[name]
+
+    def close(self) -> None:
+        join.leave_client(self._generation)

@@ -7,7 +7,7 @@ import secrets
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.peers import Member
@@ -17,7 +17,6 @@ from raytorchrpc.errors import ConfigurationError, NotAMember
 from raytorchrpc.group import worker_ids
 from raytorchrpc.group.messages import GroupInfo, JoinedProcess, JoinSpec, Prepared, Probe
 from raytorchrpc.group.view import Peer
-from raytorchrpc.lanes.common.connections import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.routing import planner
 from raytorchrpc.routing.routes import RoutePlan
@@ -49,26 +48,14 @@ class MemberRecord:
     """Another member has the id of its running torchrpc agent: it starts a new agent."""
 
     @property
+    def starts_agent(self) -> bool:
+        """Whether its process gets a torchrpc agent with an id that it did not have."""
+        return self.member.worker_id >= 0 and (self.probe.agent is None or self.renew_agent)
+
+    @property
     def process(self) -> tuple[int, int]:
         """See core.ProcessId."""
         return self.member.rank, self.member.incarnation
-
-
-class Contact(NamedTuple):
-    """How a guest reaches one member."""
-
-    member: Member
-    address: SocketAddress
-    by_tcp: bool
-
-
-class Directory(NamedTuple):
-    """What a guest needs to reach the members of a group."""
-
-    credentials: Credentials
-    config: GroupConfig
-    contacts: Mapping[str, Contact]
-    """By the member's name."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +73,8 @@ class Roster:
     """The key and certificate of a group that encrypts."""
     records: Mapping[str, MemberRecord] = field(default_factory=dict)
     """By member, in rank order."""
+    clients: Mapping[str, MemberRecord] = field(default_factory=dict)
+    """By name, processes that use the group and that its members do not know."""
     plan: RoutePlan = field(default_factory=lambda: RoutePlan(GroupConfig(), (), {}))
     highest_id: int = -1
     """The highest torchrpc id that a member has, or had, or that is in use elsewhere; see ``worker_ids``."""
@@ -120,15 +109,32 @@ class Roster:
                 incarnation=max(before.incarnation if before else -1, self.tried.get(ranks[name], -1)) + 1,
             )
             records[name] = MemberRecord(member, handles[name], probe, name in renew)
+        highest = max(highest, *ids.values())
+        return replace(self, highest_id=highest, next_rank=next(fresh))._planned(records, probes)
+
+    def _planned(self, records: Mapping[str, MemberRecord], new: Iterable[str]) -> Roster:
+        """This roster with these members, of which some are new."""
         endpoints = {name: record.probe.endpoint for name, record in records.items()}
         if not self.config.across_users and not self.config.always_tcp:
             _check_users({**endpoints, "the process that forms the group": self.watcher})
         device_map.check(self.config, endpoints)
         plan = planner.plan(endpoints, self.config)
         if self.plan.kind_of:  # the agents of running processes stay as they are
-            plan = self.plan.merged(plan.part(probes), endpoints)
-        highest = max(highest, *ids.values())
-        return replace(self, records=records, plan=plan, highest_id=highest, next_rank=next(fresh))
+            plan = self.plan.merged(plan.part(new), endpoints)
+        return replace(self, records=records, plan=plan)
+
+    def as_seen_by(self, name: str, client: JoinedProcess, probe: Probe, rank: int) -> Roster:
+        """The group as this client has it: with itself as the last member. Raises ConfigurationError."""
+        member = Member(rank, name, client.actor_id, probe.node_id, probe.pid, rpc_name="", worker_id=-1)
+        return self._planned({**self.records, name: MemberRecord(member, client, probe, False)}, [name])
+
+    def with_client(self, name: str, seen: Roster) -> Roster:
+        """This roster with a client, which has the group as ``seen``."""
+        return replace(self, clients={**self.clients, name: seen.records[name]})
+
+    def record(self, name: str) -> MemberRecord:
+        """Of a member or a client."""
+        return self.records.get(name) or self.clients[name]
 
     def after_failure(self, attempt: Roster, names: Iterable[str]) -> Roster:
         """This roster after an attempt to admit these members, which some member may know: ids and ranks are taken."""
@@ -189,7 +195,8 @@ class Roster:
         """The roster without these members. Their ranks are not used again."""
         gone = set(names)
         left = {name: record for name, record in self.records.items() if name not in gone}
-        return replace(self, records=left, plan=self.plan.part(left))
+        clients = {name: record for name, record in self.clients.items() if name not in gone}
+        return replace(self, records=left, clients=clients, plan=self.plan.part(left))
 
     @property
     def handles(self) -> dict[str, Any]:
@@ -200,10 +207,9 @@ class Roster:
         """Members that joined by themselves: their processes may be busy for ever, and Ray may not reach them."""
         return {name for name, record in self.records.items() if isinstance(record.handle, JoinedProcess)}
 
-    def reached_by_tcp(self, member: str, endpoint: Endpoint | None = None) -> bool:
-        """Whether the process that ``endpoint`` describes (None: the supervisor's) needs TCP to reach this member."""
-        its = self.records[member].probe.endpoint
-        return self.config.always_tcp or not its.same_network(endpoint or self.watcher)
+    def reached_by_tcp(self, name: str) -> bool:
+        """Whether the supervisor needs TCP to reach this member or client."""
+        return self.config.always_tcp or not self.record(name).probe.endpoint.same_network(self.watcher)
 
     def spec(self, member: str, attempt: str = "", *, is_known: bool = False) -> JoinSpec:
         """What only this member needs in order to prepare. ``attempt``: see JoinSpec. ``is_known``: its probe is an
@@ -239,15 +245,6 @@ class Roster:
             for member in info.members
             if member.name in these
         ]
-
-    def directory(self, prepared: Mapping[str, Prepared], endpoint: Endpoint) -> Directory:
-        """Describe the group to the process that ``endpoint`` describes."""
-        contacts = {
-            name: Contact(record.member, prepared[name].addresses["socket"], self.reached_by_tcp(name, endpoint))
-            for name, record in self.records.items()
-            if name in prepared
-        }
-        return Directory(self.credentials, self.config, contacts)
 
 
 def _rpc_name(actor_id: str | None, probe: Probe) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import logging
 import queue
 import threading
@@ -18,22 +19,27 @@ from typing import Any, Literal, ParamSpec
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats, Reading
-from raytorchrpc.calls.peers import process_token
+from raytorchrpc.calls.peers import FIRST_CLIENT, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import core, join, ray_calls, restarted
 from raytorchrpc.group.changes import Change, EventBus, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
-from raytorchrpc.group.core import Core
-from raytorchrpc.group.formation import Formation, check_name, current_owner, form_group, participants_of
+from raytorchrpc.group.core import Core, Step
+from raytorchrpc.group.formation import (
+    ClientFormation,
+    Formation,
+    check_name,
+    current_owner,
+    form_group,
+    participants_of,
+)
 from raytorchrpc.group.here import endpoint
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
-from raytorchrpc.group.process_group import ProcessGroupInfo
-from raytorchrpc.group.process_groups import check_backend, create_process_group
-from raytorchrpc.group.ray_metrics import reading
+from raytorchrpc.group.process_group import ProcessGroupInfo, check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
-from raytorchrpc.group.roster import Directory, Roster
-from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status
+from raytorchrpc.group.roster import Roster
+from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status, reading
 from raytorchrpc.group.tickets import consent
 from raytorchrpc.group.tracing import GroupTrace, Tracing
 from raytorchrpc.group.view import Answer
@@ -41,7 +47,6 @@ from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import reserve_descriptors
-from raytorchrpc.topology.endpoint import Endpoint
 
 P = ParamSpec("P")
 
@@ -92,11 +97,11 @@ class Supervisor:
     def __init__(
         self, roster: Roster, prepared: Mapping[str, Prepared], register: Callable[[Supervisor], object]
     ) -> None:
-        self.roster, self.info = roster, roster.info(prepared)
+        self.info = roster.info(prepared)
         """The group as it is now."""
-        self._joining, self._assigned = dict[str, Any](), dict[Formation, None]()
-        """The handles of those that are being added, by name, and the attempts to admit members that go on."""
-        self._core = Core(roster.peers(prepared))
+        self._joining = dict[str, Any]()
+        """The handles of those that are being added, by name."""
+        self._core = Core(roster, prepared)
         self._session_lasts, self._ends, self._stopped = ray_internals.session_check(), False, False
         self._changed = threading.Condition()
         """Notified when members may be ready, and at the end."""
@@ -107,6 +112,7 @@ class Supervisor:
         self._events = EventBus(roster.name)
         self._making, self._process_groups = Turn(), 0
         """Held while a process group is created; how many were."""
+        self._client_ranks = itertools.count(FIRST_CLIENT)
         self._connections = ControlConnections(roster.credentials)
         self._restarts = RestartedActors(roster, self.take_in)
         self._tracing = Tracing(self._connections)
@@ -125,6 +131,11 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def roster(self) -> Roster:
+        """The members as they are now."""
+        return self._core.roster
 
     # --- what a Group calls, also from another process (see ``detached``) --------------------------------------------
 
@@ -220,13 +231,26 @@ class Supervisor:
             return
         check_name("join(name=...)", request.name)
         newcomer, patience_s = {request.name: request.process}, min(request.timeout_s, _CHANGE_S)
-        try:
-            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
+        with self._reaching(request, patience_s):
             self._strike_ended(request.name)
-            call_all, attempt = self._restarts.call_all, request.attempt
             with self._joining_as(lambda: newcomer, time.monotonic() + patience_s):
+                call_all, attempt = self._restarts.call_all, request.attempt
                 formation = Formation(self.roster, newcomer, patience_s, call_all, attempt=attempt)
                 self._admit("added", formation)
+
+    def admit_client(self, request: JoinRequest) -> None:
+        """Have the process that requests it join as a client: it follows the group, whose members do not know it."""
+        self._check_running()
+        with self._reaching(request, request.timeout_s):
+            formation = ClientFormation(self.roster, request, next(self._client_ranks), self._restarts.call_all)
+            self._admit("client", formation)
+
+    @contextlib.contextmanager
+    def _reaching(self, request: JoinRequest, patience_s: float) -> Iterator[None]:
+        """Within the block a process joins by itself; afterwards it is reached as members are."""
+        try:
+            self._restarts.find(request.process.key, request.address).ping(request.process.key, patience_s)
+            yield
             # It may be suspended from now on: over this connection it hears of the end of the group when it runs again.
             with contextlib.suppress(RayTorchRpcError):  # it is found lost like others
                 self._connections.ping(request.name, patience_s)
@@ -302,10 +326,6 @@ class Supervisor:
     def end_trace(self) -> GroupTrace:
         return self._tracing.end(self.roster)
 
-    def directory(self, endpoint: Endpoint) -> Directory:
-        """See guest.Host."""
-        return self.roster.directory(self._core.listening(), endpoint)
-
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
         self._check_running()
@@ -315,7 +335,7 @@ class Supervisor:
         """End the group. Idempotent, never raises."""
         self._ends = True
         until = time.monotonic() + timeout_s
-        self._send_off(self.roster.handles, for_good=True)
+        self._send_off([*self.roster.handles, *self.roster.clients], for_good=True)
         self.stop()
         dismissed = self._dismiss(until, but=())
         for thread in (*self._threads, *self._readmissions):
@@ -323,7 +343,7 @@ class Supervisor:
                 thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
         self._dismiss(until, but=dismissed)  # those that the thread was admitting
         # Last, so that an end which is interrupted (Ctrl-C) can be begun again. The handles keep the actors alive.
-        self.roster = self.roster.without(self.roster.handles)
+        self._core.roster = self.roster.without(self.roster.handles)
 
     def _dismiss(self, until: float, but: Collection[str]) -> Collection[str]:
         """Have all members leave; returns their names."""
@@ -340,7 +360,8 @@ class Supervisor:
 
     def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
         """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
-        sent = self.roster.by_themselves.intersection(names) - self._core.away().keys()
+        by_themselves = self.roster.by_themselves | self.roster.clients.keys()
+        sent = by_themselves.intersection(names) - self._core.away().keys()
         asked = dict.fromkeys(sent, (self.roster.generation, for_good))
         # One that leaves closes the connection instead of an answer.
         self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
@@ -466,7 +487,7 @@ class Supervisor:
             core.AskRay: self._ask_ray,
             core.Dial: self._dial,
             core.Forget: lambda its: self._connections.forget(its.names),
-            core.Strike: self._strike,
+            core.Post: self._post,
             core.Admit: self._begin_to_readmit,
             core.Report: self._tell,
         }
@@ -510,15 +531,16 @@ class Supervisor:
 
     def _ask_ray(self, its: core.AskRay) -> None:
         began = time.monotonic()
-        fates = {name: self._restarts.fate(self.roster.records[name], name in its.ended) for name in its.names}
+        fates = {name: self._restarts.fate(self.roster.record(name), name in its.ended) for name in its.names}
         self._handle(self._core.ray_said, fates, time.monotonic() - began)
 
     def _dial(self, its: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self._core.listening()
+        prepared.update({name: client.prepared for name, client in self._core.clients.items()})
         work = dict[str, Callable[[], None]]()
         for name in its.names:
-            record = roster.records[name]
+            record = roster.record(name)
             member = record.member
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
@@ -551,11 +573,12 @@ class Supervisor:
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _strike(self, its: core.Strike) -> None:
-        prepared = self._core.listening()
-        roster = self.roster.without(self.roster.records.keys() - prepared.keys())
-        self.roster, self.info = roster, roster.info(prepared)
-        self._restarts.post(roster)
+    def _post(self, its: core.Post) -> None:
+        roster = self.roster
+        if roster.records.keys() != {member.name for member in self.info.members} or its.arrived:
+            self.info = roster.info(self._core.listening())
+            self._restarts.admitted(its.arrived)
+            self._restarts.post(roster)
 
     def _begin_to_readmit(self, its: core.Admit) -> None:
         thread = threads.start(self._readmit, its, name=f"raytorchrpc-admit-{self.roster.name}")
@@ -578,85 +601,28 @@ class Supervisor:
         ranks = {name: its.ranks[name] for name in failed}
         self._report(self._core.failed, ranks, later)
 
-    def _admit(self, kind: Literal["added", "back"], formation: Formation) -> None:
-        """Have the participants join. Blocks: not on the supervisor's thread."""
+    def _admit(self, kind: Literal["added", "back", "client"], formation: Formation) -> None:
+        """Have the participants join. Carries out the steps that the core decides. Blocks: not on the supervisor's
+        thread.
+        """
         self._reserve({*formation.participants, *self._joining})
         formation.probe()
+        admission = core.Admission(kind, formation)
         try:
-            self._request(lambda: self._assign(formation))
-            self._join(kind, formation)
+            self._request(lambda: self._handle(self._core.assign, admission))
+            while admission.step is Step.ASSIGNED:
+                coming = formation.prepare()
+                self._request(partial(self._handle, self._core.announce, admission, coming))
+            if admission.step is Step.ANNOUNCED:
+                # Half of the time that an attempt to readmit has at first, if nobody follows.
+                self._await_members(*((_FIRST_S / 2, GAP_S) if kind == "back" else ()))
+                self._request(lambda: self._handle(self._core.connect, admission))
+            formation.commit(admission.prepared, admission.away, admission.silent, admission.version)
+            self._request(lambda: self._handle(self._core.arrive, admission))
         except BaseException:
-            if formation in self._assigned and not formation.is_done:  # else Ctrl-C came too late
+            if admission.step not in (Step.BEGUN, Step.JOINED):  # else Ctrl-C came too late
                 formation.roll_back()
-                if kind == "added":
-                    self._report(self._core.failed, formation.ranks)
+                self._report(self._core.give_up, admission)
             raise
-        finally:
-            self._assigned.pop(formation, None)
         if kind == "added":
             self._await_members()
-
-    def _join(self, kind: Literal["added", "back"], formation: Formation) -> None:
-        while True:
-            coming = formation.prepare()
-            version = self._request(partial(self._announce_coming, kind, formation, coming))
-            if version is not None:
-                break
-        if kind == "added":
-            self._await_members()
-        else:  # half of the time that an attempt to readmit has at first, if nobody follows
-            self._await_members(_FIRST_S / 2, GAP_S)
-        prepared, away, silent = self._request(lambda: self._others_of(formation, coming))
-        formation.commit(prepared, away, silent, version)
-        self._request(lambda: self._take(kind, formation, version))
-
-    def _check_present(self, formation: Formation) -> None:
-        """Raise BootstrapError if participants that were members have left: another may have the name by now."""
-        now, before = self.roster.records, formation.roster.records
-        if gone := [
-            name
-            for name in formation.participants.keys() & before.keys()
-            if name not in now or now[name].member.rank != before[name].member.rank
-        ]:
-            raise BootstrapError(f"{', '.join(gone)} left the group meanwhile", members=tuple(gone))
-
-    def _assign(self, formation: Formation) -> None:
-        self._check_present(formation)
-        beside = self.roster
-        for other in list(self._assigned):
-            # An attempt for one of these names is for a member that was removed, and will fail.
-            beside = beside.with_members(other.roster, other.participants.keys() - formation.participants.keys())
-        formation.assign(self.roster, beside if self._assigned else None)
-        self._assigned[formation] = None
-        self.roster = self.roster.after_failure(formation.roster, formation.participants)  # ids and ranks are taken
-
-    def _announce_coming(self, kind: str, formation: Formation, coming: Mapping[str, Prepared]) -> int | None:
-        """The version of the view at which they join; None: they are to prepare again, as the members have changed."""
-        if kind == "back":
-            self._check_present(formation)
-        if formation.has_others(self.roster):
-            return None
-        formation.others = self._core.listening()
-        peers = formation.roster.peers({**self._core.listening(), **coming}, coming)
-        self._handle(self._core.coming, peers)
-        return self._core.promised
-
-    def _others_of(
-        self, formation: Formation, coming: Mapping[str, Prepared]
-    ) -> tuple[dict[str, Prepared], dict[str, str], set[str]]:
-        """Where all members listen, those that are away, and those that do not answer."""
-        self._handle(self._core.connecting, list(formation.ranks.values()))
-        gone = dict.fromkeys(formation.roster.records.keys() - self._core.listening().keys(), "it has left the group")
-        away = {name: cause for name, cause in {**self._core.away(), **gone}.items() if name not in coming}
-        silent = {*self._core.unready()}.difference(away, coming)
-        return {**formation.others, **self._core.listening(), **coming}, away, silent
-
-    def _take(self, kind: Literal["added", "back"], formation: Formation, version: int) -> None:
-        """They have joined."""
-        if kind == "back":
-            self._check_present(formation)
-        self.roster, formation.is_done = self.roster.with_members(formation.roster, formation.participants), True
-        self._handle(self._core.arrived, kind, list(formation.ranks.values()), version)
-        self.info = self.roster.info(self._core.listening())
-        self._restarts.admitted(formation.participants)
-        self._restarts.post(self.roster)

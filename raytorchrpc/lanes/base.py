@@ -190,6 +190,10 @@ class MessageLane(PeerLane):
         PeerLost, with ``may_have_run`` False, for an unknown peer or one that is gone.
         """
 
+    def watch(self, reply: Reply) -> Pending:
+        """What fails when the connection ends that brought a request. ``reply``: what answers that. Raises PeerLost."""
+        raise LaneUnavailable(self.name, "it has no connections of its own")
+
     def _unknown(self, peer: str) -> PeerLost:
         return PeerLost(peer, GONE, may_have_run=False)
 
@@ -295,6 +299,7 @@ class Copies(Sequence[Copy]):
         copies: Sequence[Copy],
         targets: Sequence[torch.Tensor | None],
         filled: Sequence[torch.Tensor] | None = None,
+        nbytes: int | None = None,
         known: dict[Hashable, Any] | None = None,
     ) -> None:
         """
@@ -302,9 +307,10 @@ class Copies(Sequence[Copy]):
             copies: they hold no memory, so they may be kept for as long as addresses stay the same.
             targets: the tensor that each copy fills, without autograd; None where the lane provides it.
             filled: tensors that have the memory of all targets, if not the targets themselves.
+            nbytes: of all targets, if that is known.
             known: what lanes have worked out about the same copies before.
         """
-        self._copies, self._targets, self._filled = copies, targets, filled
+        self._copies, self._targets, self._filled, self._nbytes = copies, targets, filled, nbytes
         self._known: dict[Hashable, Any] = {} if known is None else known
 
     @classmethod
@@ -336,10 +342,10 @@ class Copies(Sequence[Copy]):
     @property
     def nbytes(self) -> int:
         """Of all targets."""
-        return self.prepared("nbytes", self._count_bytes)
-
-    def _count_bytes(self) -> int:
-        return sum([size_of((target.dtype, target.shape)) for _, target, _, _ in self._copies if target is not None])
+        if self._nbytes is None:
+            targets = [target for _, target, _, _ in self._copies if target is not None]
+            self._nbytes = sum([size_of((target.dtype, target.shape)) for target in targets])
+        return self._nbytes
 
     def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, or what it returned before for this key. It must not hold the targets' memory."""

@@ -10,8 +10,9 @@ import time
 from collections.abc import Generator
 from typing import Any, ClassVar, TypeVar
 
-from raytorchrpc.calls import guests, rejoin
+from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future
+from raytorchrpc.calls.clients import own_groups
 from raytorchrpc.calls.member import LocalMember, current_local, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, check_longest_wait, checked_timeout
 from raytorchrpc.calls.peers import Member
@@ -115,12 +116,12 @@ async def arun(steps: Steps[T]) -> T:
 
 
 def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[LocalMember, float]]:
-    """Begin an operation: this process's member, or a guest's, and how many seconds it may wait at the home.
+    """Begin an operation: this process as a member or a client, and how many seconds it may wait at the home.
 
     A restarted actor waits here until it is a member of its group again.
     """
     local, since = current_local(), time.monotonic()
-    if local is None and home is not None and (found := guests.own_groups.find(home)) is not None:
+    if local is None and home is not None and (found := own_groups.find(home)) is not None:
         local = found[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
@@ -148,7 +149,7 @@ def member_name(target: Any, argument: str) -> str:
         return target.name
     if isinstance(target, str) and not target.isdecimal():
         return target
-    found = guests.own_groups.find(target)
+    found = own_groups.find(target)
     if found is None:
         raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
     return found[1].name
@@ -226,7 +227,7 @@ class Handle:
         check_longest_wait(timeout)
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
-        searched = [local] if local is not None else guests.own_groups.everywhere() or [process_member(timeout)]
+        searched = [local] if local is not None else own_groups.everywhere() or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
             if (handle := cls._find_in(local, name, timeout, silent)) is not None:

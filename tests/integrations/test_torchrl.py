@@ -19,6 +19,7 @@ with warnings.catch_warnings():  # of torchrl, tensordict and gymnasium there ar
     warnings.simplefilter("ignore")
     pytest.importorskip("torchrl")
     pytest.importorskip("gymnasium")
+    from tensordict import TensorDict
     from tensordict.nn import TensorDictModule
     from torchrl.collectors import MultiSyncCollector
     from torchrl.collectors.distributed import RayCollector
@@ -122,6 +123,31 @@ def test_collectors_have_the_weights_after_each_update(collect: Callable[..., An
     assert [member.name for member in rtr.get_group("torchrl").members] == ["collector_0", "collector_1", "driver"]
 
 
+def test_one_collector_gets_weights_while_it_collects(collect: Callable[..., Any]) -> None:
+    policy = Policy()
+    collector = collect(WeightSyncScheme.from_backend("raytorchrpc"), policy, sync=False, update_after_each_batch=True)
+    collector.update_policy_weights_(policy)
+    before, after, batches = values(policy), change(policy), iter(collector)
+    next(batches)  # the weights go to the collector that made this batch, when the next one is asked for
+    next(batches)
+    found = of_collectors(collector)
+    assert any(is_equal(its, after) for its in found)
+    assert all((is_equal(its, before) or is_equal(its, after)) for its in found)
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_policies_that_the_collectors_make_get_weights_that_are_given(
+    collect: Callable[..., Any], strategy: str
+) -> None:
+    scheme = WeightSyncScheme.from_backend("raytorchrpc", strategy=strategy)
+    collector = collect(scheme, policy_factory=Policy, sync=True)
+    policy = Policy()
+    wanted = change(policy)
+    weights = TensorDict.from_module(policy).data if strategy == "tensordict" else policy.state_dict()
+    collector.update_policy_weights_(weights)
+    assert_equal(of_collectors(collector), wanted)
+
+
 def test_processes_of_a_collector_get_the_weights(collect: Callable[..., Any]) -> None:
     policy = Policy()
     collector = collect(
@@ -158,6 +184,21 @@ def test_collectors_of_one_process_share_a_group(collect: Callable[..., Any]) ->
     collectors[1].shutdown()
     with pytest.raises(rtr.NotAMember):
         rtr.get_group("torchrl")
+
+
+def test_collectors_join_a_group_of_the_program(collect: Callable[..., Any]) -> None:
+    class Idle:
+        pass
+
+    other, policy = ray.remote(num_cpus=0)(Idle).remote(), Policy()
+    with rtr.init_group({"other": other}, name="mine", include_driver=True) as group:
+        collector = collect(RayTorchRpcWeightSyncScheme(group="mine"), policy, num_collectors=1, sync=True)
+        wanted = change(policy)
+        collector.update_policy_weights_(policy)
+        assert_equal(of_collectors(collector), wanted)
+        collector.shutdown()
+        group.wait_ready()
+        assert [member.name for member in group.members] == ["other", "driver"]
 
 
 def test_a_collector_that_dies_is_named_and_the_others_go_on(collect: Callable[..., Any]) -> None:

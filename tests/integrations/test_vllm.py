@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -28,10 +30,13 @@ from tests.integrations.vllm_actors import (
     ShardedTrainer,
     Trainer,
     die_in_next_update,
+    dtype_and_sum,
     fail_midway,
     fail_to_wait,
+    pid_of,
     save_config,
 )
+from tests.polling import suspend
 from tests.unit.members import Members
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +99,16 @@ def test_each_way_gives_the_published_model(pair: tuple[Any, Any], into: str, ho
     assert get(engine.weight_version.remote()) == str(version)
 
 
+def test_the_first_version_may_come_after_the_engine(pair: tuple[Any, Any]) -> None:
+    trainer, engine = pair
+    get(trainer.open.remote("later"))
+    get(engine.connect.remote("later"))
+    assert get(engine.how.remote()) == "None"
+    get(trainer.step.remote())
+    get(engine.update.remote())
+    assert agree(trainer, engine)
+
+
 def test_a_model_of_other_names_is_refused_and_the_engine_goes_on(pair: tuple[Any, Any]) -> None:
     trainer, engine = pair
     for store, wrong, text in (
@@ -144,6 +159,15 @@ def test_an_update_that_fails_midway_says_so_and_the_next_one_works(pair: tuple[
     assert agree(trainer, engine), "the model stays as it is if the version is not there"
 
 
+def test_bfloat16_of_a_float32_trainer(llama: Callable[..., str], cluster: None) -> None:
+    with group_of(llama(), dtype="bfloat16") as (trainer, engine):
+        get(engine.connect.remote())
+        get(engine.update.remote(get(trainer.step.remote())))
+        name = "model.embed_tokens.weight"
+        dtype, total = get(engine.run.remote(dtype_and_sum, name))
+        assert (dtype, total) == ("torch.bfloat16", get(trainer.total.remote(name, "bfloat16")))
+
+
 def test_parameters_that_kernels_read_are_written_in_place(llama: Callable[..., str], cluster: None) -> None:
     """As on GPUs, where vLLM leaves unquantised layers as they were loaded. Tied embeddings are one tensor."""
     with group_of(llama(tie_word_embeddings=True), keep_layout=True) as (trainer, engine):
@@ -179,6 +203,39 @@ def test_a_quantised_model_takes_the_tensors_of_its_checkpoint(llama: Callable[.
     finally:
         ray.kill(engine)
         ray.kill(trainer)
+
+
+def test_embeddings_that_are_tied_are_packed_again(llama: Callable[..., str], cluster: None) -> None:
+    """vLLM packs the tied matrix for the output layer, which has no tensor of its own in the checkpoint."""
+    with group_of(llama(tie_word_embeddings=True)) as (trainer, engine):
+        for into in ("layers", "load_weights"):
+            get(engine.connect.remote(into=into))
+            get(engine.update.remote(get(trainer.step.remote())))
+            assert agree(trainer, engine), into
+
+
+def test_two_engines_of_which_one_is_stopped(llama: Callable[..., str], pair: tuple[Any, Any]) -> None:
+    """The trainer and the other engine go on; the stopped one is up to date after one update."""
+    trainer, engine = pair
+    other = ray.remote(Engine).options(num_cpus=0).remote(llama())
+    try:
+        rtr.get_group("pair").add({"other": other})
+        get(trainer.open.remote("two"))
+        get(trainer.step.remote())
+        get([each.connect.remote("two") for each in (engine, other)])
+        pid = get(other.run.remote(pid_of))
+        suspend(pid)
+        try:
+            for _ in range(3):
+                get(engine.update.remote(get(trainer.step.remote())), timeout=60)
+                assert agree(trainer, engine)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        get(other.update.remote())
+        assert agree(trainer, other)
+    finally:
+        rtr.get_group("pair").remove(["other"])
+        ray.kill(other)
 
 
 @pytest.mark.parametrize("shards", [True, False])
@@ -349,6 +406,34 @@ def test_an_update_while_requests_run(llama: Callable[..., str], cluster: None) 
                 assert agree(trainer, engine)
     finally:
         ray.kill(engine)
+        ray.kill(trainer)
+
+
+def test_a_server_is_updated_over_http(llama: Callable[..., str], cluster: None, tmp_path: Path) -> None:
+    path = llama()
+    trainer = ray.remote(Trainer).options(num_cpus=0).remote(path)
+    server = ray.remote(Server).options(num_cpus=0).remote(path, str(tmp_path / "socket"))
+    try:
+        get(server.ask.remote("GET", "/health"), timeout=250)
+        with rtr.init_group({"trainer": trainer, "server": server}):
+            get(trainer.open.remote())
+            version = get(trainer.step.remote())
+
+            def ask(method: str, path: str, body: Any = None) -> Any:
+                return get(server.ask.remote(method, path, body), timeout=100)
+
+            ask("POST", "/init_weight_transfer_engine", {"init_info": {"store": "policy"}})
+            ask("POST", "/pause")
+            ask("POST", "/start_weight_update")
+            ask("POST", "/update_weights", {"update_info": {"version": version}})
+            ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+            ask("POST", "/resume")
+            assert ask("GET", "/weight_info") == {"weight_version": str(version)}
+            assert agree(trainer, server)
+            assert len(rtr.get_group().members) == 3
+            get(server.stop.remote())
+    finally:
+        ray.kill(server)
         ray.kill(trainer)
 
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -113,6 +114,12 @@ class Trainer:
 
     def nbytes(self) -> int:
         return sum(its.nbytes for its in self.model.state_dict().values())
+
+    def total(self, name: str, dtype: str) -> float:
+        """The sum of a tensor's elements, rounded to a dtype."""
+        import torch
+
+        return float(self.model.state_dict()[name].to(getattr(torch, dtype)).double().sum())
 
     def greedy(self, count: int = 12) -> list[int]:
         """The most probable tokens after the prompt."""
@@ -351,6 +358,16 @@ def fail_to_wait(engine: Engine, rank: int) -> None:
     engine.llm.collective_rpc(spoil)
 
 
+def dtype_and_sum(engine: Engine, name: str) -> tuple[str, float]:
+    """Of a parameter of vLLM's model, that it does not pack."""
+    (found,) = engine.llm.collective_rpc(lambda worker: worker.model_runner.model.get_parameter(name))
+    return str(found.dtype), float(found.double().sum())
+
+
+def pid_of(engine: Engine) -> int:
+    return os.getpid()
+
+
 class AsyncEngine:
     """vLLM's AsyncLLM, which generates while its weights are updated. Its worker is in a child process."""
 
@@ -404,11 +421,14 @@ class AsyncEngine:
 
 
 class Server:
-    """vLLM's HTTP server as a child of this process, on a port of this host that it chooses."""
+    """vLLM's HTTP server as a child of this process: on a Unix socket, or on a port of this host that it chooses."""
 
-    def __init__(self, path: str, options: Sequence[str] = ("--skip-tokenizer-init",)) -> None:
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
-        command += ["--host", "127.0.0.1", "--port", "0"]
+    def __init__(
+        self, path: str, socket_path: str | None = None, options: Sequence[str] = ("--skip-tokenizer-init",)
+    ) -> None:
+        self._socket = socket_path
+        where = ["--host", "127.0.0.1", "--port", "0"] if socket_path is None else ["--uds", socket_path]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *where]
         command += ["--load-format", "dummy", "--enforce-eager", "--max-model-len", "128", *options]
         command += ["--dtype", "float32", "--weight-transfer-config", json.dumps({"backend": "raytorchrpc"})]
         variables = {**os.environ, **VARIABLES, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -439,7 +459,12 @@ class Server:
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """One request; returns the JSON of its answer."""
-        connection = http.client.HTTPConnection(*self.address(), timeout=60)
+        connection = http.client.HTTPConnection("localhost", timeout=60)
+        if self._socket is not None:
+            connection.sock = socket.socket(socket.AF_UNIX)
+            connection.sock.connect(self._socket)
+        else:
+            connection = http.client.HTTPConnection(*self.address(), timeout=60)
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, {"Content-Type": "application/json"})
         answer = connection.getresponse()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from raytorchrpc.doctor.collector import collect_from_actors
 from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.errors import BootstrapError, ConfigurationError
 from tests.ray.actors import Latch, Peer
-from tests.ray.commands import ROOT, Command
+from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
 from tests.releases import needs
 
@@ -40,24 +38,6 @@ def test_the_command_looks_on_every_node_by_a_process_of_its_own(cluster: None, 
     assert (evidence["live"], evidence["hosts"], evidence["ray_version"]) == (True, 1, ray.__version__)
     assert evidence["endpoint"]["pid"] != os.getpid()
     assert report["together"] == []
-
-
-CONNECTED = """
-import sys
-from raytorchrpc.process.ray_session import running_cluster
-with running_cluster(sys.argv[1]):
-    print("a notice, which Ray prints like this")
-print("the report")
-"""
-
-
-def test_notices_of_the_cluster_do_not_come_between_the_lines_of_a_report(cluster: None) -> None:
-    address = ray.get_runtime_context().gcs_address
-    ran = subprocess.run(
-        [sys.executable, "-c", CONNECTED, address], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert (ran.returncode, ran.stdout) == (0, "the report\n"), ran.stderr
-    assert "a notice, which Ray prints like this\n" in ran.stderr
 
 
 def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latch]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from raytorchrpc.calls import guests
 from raytorchrpc.group import supervisor
 from raytorchrpc.patterns import handle
 from raytorchrpc.patterns.queues import items, services
@@ -75,8 +74,6 @@ def test_every_test_of_a_limit_is_in_the_table() -> None:
         ("weights/semantics.md", f"raises `RpcTimeout` at most {handle.ANSWER_S} s after the timeout"),
         ("weights/semantics.md", f"{ {60.0: 'a minute'}[published.LINGER_S] } after the pull's timeout"),
         ("failure-model.md", f"it waits {supervisor.GAP_S} s for the hanging one"),
-        ("queues.md", f"waiting operations after {guests.LEASE_S:g} s"),
-        ("failure-model.md", f"hears nothing from the driver for {guests.LEASE_S:g} s"),
         ("failure-model.md", f"After about {tcp.SILENCE_S} s of silence the TCP connections are given up"),
     ],
 )

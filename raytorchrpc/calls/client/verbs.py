@@ -15,6 +15,7 @@ import torch
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future, call_back, result_of
 from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall
+from raytorchrpc.calls.clients import own_groups
 from raytorchrpc.calls.member import current_local
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 from raytorchrpc.calls.peers import PeerRoute
@@ -67,26 +68,30 @@ def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **k
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
     local, options = current_local(), _options
     if local is None:
-        local, options = _member(options)
+        local, options = _member(_target, options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
     return result_of(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if current_local() is None and on_loop():
+    if current_local() is None and on_loop() and own_groups.find(_target) is None:
         return Future(_DeferredCall(_target, _name, args, kwargs, _options))
-    local, options = _member(_options)
+    local, options = _member(_target, _options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
 
 
 def _remote(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    local, options = _member(_options)
+    local, options = _member(_target, _options)
     return local.outgoing.remote(_target, _name, args, kwargs, options.timeout)
 
 
-def _member(options: CallOptions) -> tuple[Any, CallOptions]:
-    """The LocalMember that sends the call, and its options. Blocks until this process is a member."""
+def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
+    """The LocalMember that sends the call, and its options. Blocks until this process is a member, or a client of the
+    group that it formed or fetched and that has the target.
+    """
     local: Any = current_local()
+    if local is None and (client := own_groups.find(target)) is not None:
+        return client[0], options
     if local is None:
         local, left = rejoin.wait(options.timeout)
         options = options._replace(timeout=left)

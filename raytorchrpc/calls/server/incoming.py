@@ -10,7 +10,7 @@ from typing import Any
 
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.payload import PendingTensors
-from raytorchrpc.calls.peers import PeerTable
+from raytorchrpc.calls.peers import PeerTable, is_client
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import Exposed, is_hidden
@@ -87,7 +87,7 @@ class IncomingCalls:
                 if call.phase is QUEUED:
                     gate.watch(call, self.callee.deadlines)
                 return None
-            return self._control(ControlHeader(*message.header), message, reply)
+            return self._control(lane, ControlHeader(*message.header), message, reply)
         except Exception as error:
             # Encoded here: the error itself leads to this frame, and by it to the tensors of the request.
             return self._answer(reply, replies.refusal(kind, error))
@@ -95,7 +95,7 @@ class IncomingCalls:
     def _answer(self, reply: Reply, message: Message) -> Work:
         return AtOnce(self.callee.replies.send, reply, lambda: message).run
 
-    def _control(self, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
+    def _control(self, lane: MessageLane, header: ControlHeader, message: Message, reply: Reply) -> Work | None:
         if header.kind == protocol.CANCEL:
             return partial(self._answer_cancelled, self.callee.cancellable.cancel(header.number), reply)
         if header.kind == protocol.CLOSE and (stream := self.callee.streams.get(header.number)) is not None:
@@ -103,7 +103,13 @@ class IncomingCalls:
         if header.kind == protocol.ASK:
             replies = self.callee.replies
             return partial(replies.send, reply, partial(replies.run, self._run, message))
-        return None if header.kind == protocol.WATCH else self._answer(reply, _ALIVE)
+        if header.kind != protocol.WATCH:
+            return self._answer(reply, _ALIVE)
+        if is_client(header.caller):
+            self._peers.add_connection(header.caller)
+            ended = partial(self._peers.end_connection, header.caller)
+            lane.watch(reply).add_done_callback(partial(self.callee.workers.submit, ended))
+        return None
 
     def _answer_cancelled(self, call: ServedCall | None, reply: Reply) -> None:
         """Reply to a cancelled call, and to the cancellation."""

@@ -396,6 +396,12 @@ class Connection(ABC):
             raise ClosedWhileIdle
         raise PeerLost(self.peer or "?", self._ended, may_have_run=False)
 
+    def watch(self) -> Pending:
+        """A call that is never sent, so that it fails when this connection ends. Raises PeerLost."""
+        pending = Pending()
+        self._begin(pending)
+        return pending
+
     def last_used(self, now: float) -> float:
         """When it was last seen in use: ``now`` if it has been used since it was last asked. For one thread."""
         if self._pending or self._number != self._seen:

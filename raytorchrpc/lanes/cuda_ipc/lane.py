@@ -276,9 +276,9 @@ class CudaIpcLane(TensorLane):
         make = partial(Scatter.of, copies, sizes, device, beside)
         left: Arrived = [None] * len(copies)
         scatters = copies.prepared((self.name, device.index, sizes, beside), make)
-        for number, scatter in enumerate(scatters):
-            rest = scatter.queue(copies, begins[number], shapes[number], device, cuda, kernel, stream)
-            for index, tensor in rest:
+        located = [begins[number] for number in range(len(shapes))]  # all of them, before anything is copied
+        for scatter, begin, shape in zip(scatters, located, shapes, strict=True):
+            for index, tensor in scatter.queue(copies, begin, shape, device, cuda, kernel, stream):
                 left[index] = tensor
         return left
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Set
 from enum import Enum
 from functools import partial
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from raytorchrpc.errors import PeerLost, RayTorchRpcError
-from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
+from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Reply, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
 from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
@@ -508,6 +508,10 @@ class SocketLane(ConnectedLane[Connection]):
         if (connection := self._made.get(peer)) is not None:
             with contextlib.suppress(OSError):  # it has ended
                 tcp.count_silence(connection.sock)
+
+    def watch(self, reply: Reply) -> Pending:
+        connection: Connection = cast(Any, reply).func.__self__  # as ``_read`` makes it
+        return connection.watch()
 
     # --- connections -----------------------------------------------------------------------------------------
 

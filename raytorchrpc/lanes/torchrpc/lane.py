@@ -299,9 +299,9 @@ class AbsentLane(MessageLane):
         in_band_bytes=0, in_band_cuda=False, copies_at_once=True, rrefs=False
     )
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, remedy: str = "allow it in GroupConfig.lanes") -> None:
         """``reason``: why torchrpc is not used."""
-        self._reason = reason
+        self._reason, self._remedy = reason, remedy
 
     def open(self, serve: Serve, spawn: Spawn) -> None:
         """Do nothing."""
@@ -312,9 +312,7 @@ class AbsentLane(MessageLane):
         self.call()
 
     def call(self, *request: Any, **options: Any) -> NoReturn:
-        raise LaneUnavailable(
-            self.name, f"{self._reason}; RRefs and distributed autograd need it: allow it in GroupConfig.lanes"
-        )
+        raise LaneUnavailable(self.name, f"{self._reason}; RRefs and distributed autograd need it: {self._remedy}")
 
     remote = call
 

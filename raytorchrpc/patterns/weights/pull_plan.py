@@ -147,12 +147,14 @@ class SourceCopies:
         if self._copies is None:
             self._copies = _copies(self.transfers, self._targets(tensors))
         targets, filled = _Views(self.transfers, tensors), [tensors[name] for name in self._names]
-        selection = Selection(self.transfers, targets, Copies(self._copies, targets, filled, self._known))
+        selection = Selection(self.transfers, targets, Copies(self._copies, targets, filled, self.nbytes, self._known))
         selection.nbytes = self.nbytes
         return selection
 
     def _targets(self, tensors: Mapping[str, torch.Tensor]) -> list[Target]:
-        wholes, targets = {name: Target.of(tensors[name]) for name in self._names}, list[Target]()
+        filled = [tensors[name] for name in self._names]
+        described = [Target(one.data_ptr(), one.dtype, one.shape, one.stride(), one.device) for one in filled]
+        wholes, targets = dict(zip(self._names, described, strict=True)), list[Target]()
         for _, (_, shape, _), _, _, name, begin in self.transfers:
             target = wholes[name]
             if begin is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.client.future import Future
-from raytorchrpc.calls.guests import is_guest
+from raytorchrpc.calls.peers import is_client
 from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.errors import NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
@@ -253,7 +253,7 @@ class SourcePull:
 
     def _is_relayed(self, selection: Selection) -> bool:
         """Whether other members that are not on the home's host may pull the same."""
-        if is_guest(self._local.me.rank):  # no member connects to it
+        if is_client(self._local.me.rank):  # no member connects to it
             return False
         if self._requests.is_near(self.home) or selection.nbytes < _WORTH_RELAYING:
             return False

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,14 @@ import pytest
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
 from raytorchrpc.group.messages import Prepared
+from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.view import Answer, Peer
+from tests.unit import clusters
 from tests.unit.group.followers import Follower, Group, elsewhere
+from tests.unit.group.test_roster import prepared_of, probes_of
 
+CLIENT = 1 << 32
+"""A rank that no member has."""
 A, B, C = "worker_0", "worker_1", "worker_2"
 
 
@@ -30,7 +36,7 @@ class Supervised:
 
     def __init__(self) -> None:
         self.group, self.now = Group(1), 100.0
-        self.core = Core(self.group.roster.peers(self.group.prepared))
+        self.core = Core(self.group.roster, self.group.prepared)
         self.names = list(self.group.roster.records)
         self.silent: set[str] = set()
         self.asked: list[core.Announce] = []
@@ -122,7 +128,7 @@ def test_members_that_are_found_lost_one_by_one_are_announced_together(its: Supe
 def test_listeners_hear_in_time_of_many_that_are_lost_while_the_others_are_busy() -> None:
     """Processes that start again take the cores that the others need to follow."""
     group = Group(32)
-    supervised, now = Core(group.roster.peers(group.prepared)), 0.0
+    supervised, now = Core(group.roster, group.prepared), 0.0
     names = list(group.roster.records)
     supervised.handle([partial(supervised.dialled, name, original(name), None) for name in names], now)
     supervised.handle([partial(supervised.broke, name, original(name), "closed") for name in names[::10]], now)
@@ -141,10 +147,78 @@ def test_ray_is_asked_rarely_after_a_minute_and_when_it_is_busy(its: Supervised)
         assert its.core.due() == pytest.approx(its.now + pause_s)
 
 
+def test_a_client_follows_the_group_and_is_not_in_it(its: Supervised) -> None:
+    name, process = "client", (CLIENT, 0)
+    first = its.core.view.entries[0].peer
+    client = first._replace(member=replace(first.member, name=name, rank=CLIENT))
+    version = its.core.view.promise()
+    assert its.tell(its.core.client_arrived, client, version) == [core.Dial([name], 2.0)]
+    its.tell(its.core.dialled, name, process, None)
+    assert its.asked == [] and CLIENT not in its.core.view.entries
+    its.silent.add(name)
+    its.lose(A)
+    assert any(name in told.members for told in its.asked) and its.core.awaited(its.core.view.version) == set()
+    assert its.core.unready().keys() == {A}
+    assert its.tell(its.core.broke, name, process, "connection closed") == []
+    assert its.core.away().keys() == its.core.causes().keys() == {A}
+    its.said(Fate.UNKNOWN, name)
+    version, asked = its.core.view.version, len(its.asked)
+    assert its.tell(its.core.dialled, name, process, "refused", ended=True) == [core.Forget([name]), core.Post()]
+    assert (its.core.view.version, len(its.asked), its.core.clients) == (version, asked, {})
+
+
+class Newcomers:
+    """An attempt to admit members, as ``formation.Formation`` has it."""
+
+    def __init__(self, its: Supervised, *names: str) -> None:
+        self.participants: dict[str, Any] = dict.fromkeys(names)
+        self.roster, self._probes = its.core.roster, probes_of(clusters.hosts_of(2, 8))
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        return {name: self.roster.records[name].member.rank for name in self.participants}
+
+    def assign(self, roster: Roster, beside: Roster | None = None) -> None:
+        self.roster = roster.admit(self.participants, {name: self._probes[name] for name in self.participants}, beside)
+
+    def has_others(self, roster: Roster) -> bool:
+        changed = (roster.records.keys() ^ self.roster.records.keys()) > self.participants.keys()
+        self.roster = roster.with_members(self.roster, self.participants)
+        return changed
+
+    def prepare(self) -> dict[str, Prepared]:
+        prepared = prepared_of(self.roster)
+        return {name: prepared[name] for name in self.participants}
+
+
+def test_processes_join_step_by_step(its: Supervised) -> None:
+    new, other = "worker_8", "worker_9"
+    first, second = (core.Admission("added", Newcomers(its, name)) for name in (new, other))
+    for each in (first, second):
+        its.tell(its.core.assign, each)
+    assert (first.attempt.ranks, second.attempt.ranks) == ({new: 8}, {other: 9}) and len(its.core.roster.records) == 8
+    its.tell(its.core.removed, [A])
+    its.tell(its.core.announce, first, first.attempt.prepare())
+    assert first.step is core.Step.ASSIGNED, "the members have changed: it prepares again"
+    its.tell(its.core.announce, first, first.attempt.prepare())
+    assert first.step is core.Step.ANNOUNCED and its.core.view.entries[8].state.absence is not None
+    its.tell(its.core.connect, first)
+    assert first.prepared.keys() == {*its.names, new} - {A} and first.away == {} and first.silent == set()
+    done = its.tell(its.core.arrive, first)
+    assert done == [core.Dial([new], 2.0), core.Post({new: None}), core.Report(core.Change("added", (new,)))]
+    assert first.step is core.Step.JOINED and new in its.core.roster.records
+
+    its.tell(its.core.announce, second, second.attempt.prepare())
+    its.tell(its.core.announce, second, second.attempt.prepare())
+    its.tell(its.core.give_up, second)
+    assert 9 not in its.core.view.entries and other not in its.core.roster.records
+    assert its.core.roster.next_rank == 10, "some member may know the rank"
+
+
 def test_a_member_that_is_dead_leaves(its: Supervised) -> None:
     its.lose(A)
     done = its.said(Fate.DEAD, A, cause="killed.")
-    assert done == [core.Forget([A]), core.Strike(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
+    assert done == [core.Forget([A]), core.Post(), core.Report(core.Change("dead", (A,), "its actor died: killed"))]
     assert its.core.unready() == {} and 0 not in its.core.view.entries
     assert its.tell(its.core.broke, A, original(A), "late") == its.said(Fate.ENDED, A) == []
     assert its.core.due() is None
@@ -349,7 +423,7 @@ def test_an_attempt_that_failed_is_undone(its: Supervised, kind: str) -> None:
 def test_a_member_that_a_user_removes_is_heard_of_no_more(its: Supervised) -> None:
     assert its.tell(its.core.removed, [A, B]) == [
         core.Forget([A, B]),
-        core.Strike(),
+        core.Post(),
         core.Report(core.Change("removed", (A, B))),
     ]
     assert its.tell(its.core.broke, A, original(A), "closed") == [] and its.core.unready() == {}
@@ -404,7 +478,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance, self.group = random.Random(seed), Group(1)
-        self.core = Core(self.group.roster.peers(self.group.prepared))
+        self.core = Core(self.group.roster, self.group.prepared)
         self.now, self._later, self._numbers = 0.0, list[Any](), itertools.count()
         self.troubled = True
         self.processes = {name: self.group.follower(rank) for rank, name in enumerate(self.group.roster.records)}
@@ -449,7 +523,7 @@ class World:
                 case core.Dial():
                     for name in its.names:
                         self.later(self.chance.random() / 10, partial(self.dial, name, self.process(name)))
-                case core.Strike():
+                case core.Post():
                     left = self.core.view.entries
                     gone = [name for name, its in self.group.roster.records.items() if its.member.rank not in left]
                     self.group.roster = self.group.roster.without(gone)
@@ -587,7 +661,7 @@ def test_all_members_end_up_with_the_view_whatever_happens(seed: int) -> None:
 def test_members_that_all_miss_a_change_follow_while_more_changes_go_on() -> None:
     """On a busy machine each is late for each: what it has acknowledged stays so, and it gets the rest at once."""
     group = Group(32)
-    supervised, now, rounds = Core(group.roster.peers(group.prepared)), 0.0, 0
+    supervised, now, rounds = Core(group.roster, group.prepared), 0.0, 0
     members = {name: group.follower(rank) for rank, name in enumerate(group.roster.records)}
     for name in members:
         supervised.handle([partial(supervised.dialled, name, original(name), None)], now)

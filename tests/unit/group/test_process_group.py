@@ -18,8 +18,13 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 from raytorchrpc.errors import BootstrapError, ConfigurationError, PeerLost, ProcessGroupLost, RpcTimeout
-from raytorchrpc.group.process_group import Collectives, GuardedListeners, ProcessGroupInfo
-from raytorchrpc.group.process_groups import check_backend, check_encryption
+from raytorchrpc.group.process_group import (
+    Collectives,
+    GuardedListeners,
+    ProcessGroupInfo,
+    check_backend,
+    check_encryption,
+)
 from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process.workers import process_deadlines
 from tests.unit import clusters

@@ -15,7 +15,7 @@ from raytorchrpc.calls.counters import BUCKETS, CallCounters, WeightCounters
 from raytorchrpc.calls.metrics import METRICS, MemberStats, QueueStats, Reading
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.group.ray_metrics import Exporter, reading
+from raytorchrpc.group.status import Exporter, reading
 from tests.unit.members import Members
 
 Key = tuple[str, frozenset[tuple[str, str]]]

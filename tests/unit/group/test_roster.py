@@ -10,11 +10,14 @@ import pytest
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError
-from raytorchrpc.group.messages import AgentIdentity, Listening, Owner, Prepared, Probe, packed
+from raytorchrpc.group.messages import AgentIdentity, JoinedProcess, Listening, Owner, Prepared, Probe, packed
 from raytorchrpc.group.roster import Roster
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.unit import clusters
 from tests.unit.clusters import Cluster
+
+#: A rank that no member has.
+CLIENT = 1 << 32
 
 
 def probes_of(cluster: Cluster, life: int = 0) -> dict[str, Probe]:
@@ -96,14 +99,19 @@ def test_members_that_are_admitted_at_once_have_to_suit_each_other() -> None:
         alone.admit(dict.fromkeys(wrong), wrong, alone.admit(dict.fromkeys(one), one))
 
 
-def test_a_guest_reaches_members_on_other_hosts_by_tcp() -> None:
+def test_a_client_sees_itself_in_the_group_and_no_member_does() -> None:
     cluster = clusters.hosts_of(2, 4)
-    roster, prepared = formed(cluster)
-    for name, endpoint in cluster.items():
-        contacts = roster.directory(prepared, endpoint).contacts
-        near = {other for other, its in cluster.items() if its.boot_id == endpoint.boot_id}
-        assert {other for other, contact in contacts.items() if not contact.by_tcp} == near
-        assert contacts[name].address == prepared[name].addresses["socket"]
+    roster, _ = formed({name: end for name, end in cluster.items() if name != "worker_7"})
+    seen = roster.as_seen_by("client", JoinedProcess("key", None), probes_of(cluster)["worker_7"], CLIENT)
+    assert seen.plan.members == (*roster.plan.members, "client")
+    assert seen.records["client"].member.rank == CLIENT and not seen.records["client"].starts_agent
+    assert set(seen.plan.far_from("client")) == {f"worker_{number}" for number in range(4)}
+    kept = roster.with_client("client", seen)
+    assert kept.description == roster.description and kept.record("client") == seen.records["client"]
+    assert not kept.reached_by_tcp("worker_0") and kept.reached_by_tcp("client")
+    assert kept.without(["client"]).clients == {}
+    new = {"worker_7": probes_of(cluster)["worker_7"]}
+    assert kept.admit(dict.fromkeys(new), new).records["worker_7"].member.rank == 7
 
 
 def cost_of_forming(n: int) -> dict[str, float]:

@@ -16,9 +16,10 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Copies, Copy, Target
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.cuda_ipc import copies as module
+from raytorchrpc.lanes.cuda_ipc import lane
 from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Dimension, RowCopies, Rows, Scatter, collapse, rows_of
 from raytorchrpc.process.cuda_driver import Driver, Kernel
-from raytorchrpc.tensors.dtypes import OutOfBounds, span_of
+from raytorchrpc.tensors.dtypes import OutOfBounds, span_of, within
 from tests.unit.host_kernels import HostDriver
 
 CPU = torch.device("cpu")
@@ -337,3 +338,55 @@ def test_beside_other_work_large_copies_are_left_to_the_copy_engines(monkeypatch
     driven.clear()
     few.queue(flat.data_ptr(), Counted(), kernel, 0)
     assert driven == sizes[:7], "a kernel would not pay"
+
+
+# --- a read by the lane ----------------------------------------------------------------------------------------------
+
+
+class Allocation:
+    """Memory of this process, as one that a peer has exported and this one has mapped."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+    def at(self, offset: int, size: int) -> int:
+        within(offset, size, self.memory.nbytes)
+        return self.memory.data_ptr() + offset
+
+
+def read(tensors: list[torch.Tensor], copies: Copies, pieces: Any = None) -> list[torch.Tensor | None]:
+    """Make copies out of tensors that travel as the lane packs them. ``pieces``: what a descriptor says of them."""
+    grouped, packed = packing.pack(tensors)
+    mapped: list[Any] = [Allocation(tensor.view(-1).view(torch.uint8)) if tensor.nbytes else None for tensor in packed]
+    places = [(b"", 0, tensor.nbytes, piece) for tensor, piece in zip(packed, pieces or grouped, strict=True)]
+    shapes = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    return lane.CudaIpcLane(())._copy(mapped, places, shapes, copies, CPU, 0, Memory())
+
+
+def test_packed_tensors_go_each_to_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(COPY_ROWS, "on", lambda *_: None)
+    monkeypatch.setattr(lane, "driver", Memory)
+    tensors = [torch.rand(3), torch.arange(5), torch.rand(2, 4), torch.empty(0), torch.arange(7), torch.rand(1 << 19)]
+    wide = torch.zeros(2, 8)
+    targets = [torch.zeros(3), None, wide[:, ::2], torch.empty(0), torch.zeros(7).long(), torch.zeros(1 << 19)]
+    left = read(tensors, Copies.whole(targets))
+    assert left[1] is not None and torch.equal(left[1], tensors[1])
+    for tensor, target, rest in zip(tensors, targets, left, strict=True):
+        if target is not None:
+            assert torch.equal(target if rest is None else rest, tensor)
+    assert not wide[:, 1::2].any()
+    flat = tensors[5].view(torch.uint8)
+    described = [Copy(0, Target.of(targets[0]), 400), Copy(0, Target.of(wide[:, 1:4]), 64, (100, 1))]  # type: ignore[arg-type]
+    assert read([flat], Copies(described, [targets[0], wide[:, 1:4]])) == [None, None]
+    assert torch.equal(targets[0], tensors[5][100:103])  # type: ignore[arg-type]
+    assert torch.equal(wide[:, 1:4], tensors[5][16:216].view(2, 100)[:, :3])
+
+
+@pytest.mark.parametrize("pieces", [[(0, 1, 2, 3)], [(0, 1, 2, 3, 3)], [(0, 1, 2, 3, -1)], [(0, 1, 2, 3, 9)], [()]])
+def test_a_piece_that_lacks_a_tensor_is_refused(monkeypatch: pytest.MonkeyPatch, pieces: Any) -> None:
+    monkeypatch.setattr(COPY_ROWS, "on", lambda *_: None)
+    monkeypatch.setattr(lane, "driver", Memory)
+    targets = [torch.zeros(3) for _ in range(5)]
+    with pytest.raises((ValueError, LookupError)):
+        read([torch.rand(3) for _ in range(5)], Copies.whole(targets), pieces)
+    assert not any(target.any() for target in targets)

@@ -1,4 +1,4 @@
-"""Guests: a process that is no member uses queues, topics and weights, and what becomes of them when it ends."""
+"""Clients: a process that is no member uses queues, topics and weights."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import guests
+from raytorchrpc.calls import clients
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.peers import Member, PeerRoute, process_token
+from raytorchrpc.calls.peers import FIRST_CLIENT, Member, PeerRoute, process_token
+from raytorchrpc.patterns import handle
 from tests.polling import wait_until
 from tests.unit.members import GENERATION, DirectLane, Members
 
@@ -24,7 +25,7 @@ class Groups:
     """Stands for the groups that this process formed: one, with the members of ``Members``."""
 
     def __init__(self, members: Members) -> None:
-        me = Member(guests.new_rank(), "guest", None, "node", 0, "", -1)
+        me = Member(FIRST_CLIENT, "client", None, "node", 0, "", -1)
         self.local = LocalMember("group", GENERATION, me, CONFIG, None, {}, 1 << 30)
         self.lane = DirectLane()
         self.lane.peers = members.members
@@ -49,7 +50,8 @@ def members() -> Iterator[Members]:
 @pytest.fixture
 def groups(members: Members, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     made = Groups(members)
-    monkeypatch.setattr(guests, "own_groups", made)
+    for module in (clients, handle):
+        monkeypatch.setattr(module, "own_groups", made)
     yield made
     made.local.leave()
 
@@ -59,7 +61,7 @@ def at_home(members: Members, kind: str) -> Any:
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_guest_uses_a_queue_as_a_member_does(members: Members) -> None:
+def test_a_client_uses_a_queue_as_a_member_does(members: Members) -> None:
     queue = rtr.Queue("q", home="home", maxsize=100)
     large = torch.arange(1 << 18, dtype=torch.float32)
     queue.put({"x": large})
@@ -83,7 +85,7 @@ def test_a_guest_uses_a_queue_as_a_member_does(members: Members) -> None:
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_guest_that_waits_gets_what_comes(members: Members) -> None:
+def test_a_client_that_waits_gets_what_comes(members: Members) -> None:
     queue, got = rtr.Queue("q", home="home"), []
     taker = threading.Thread(target=lambda: got.append(queue.get(10)))
     taker.start()
@@ -95,7 +97,7 @@ def test_a_guest_that_waits_gets_what_comes(members: Members) -> None:
 
 
 @pytest.mark.usefixtures("groups")
-def test_a_guest_publishes_and_subscribes(members: Members) -> None:
+def test_a_client_publishes_and_subscribes(members: Members) -> None:
     topic = rtr.Topic("q", home="home")
     with topic.subscribe() as mine:
         with members.acting("a"):
@@ -107,8 +109,7 @@ def test_a_guest_publishes_and_subscribes(members: Members) -> None:
 
 
 @pytest.mark.usefixtures("groups")
-@pytest.mark.usefixtures("groups")
-def test_a_guest_creates_a_store_and_pulls_from_it(members: Members) -> None:
+def test_a_client_creates_a_store_and_pulls_from_it(members: Members) -> None:
     """By any form of a target, with one publisher or several; only members publish."""
     large, small = torch.randn(300, 1000), torch.arange(3.0)
     home = members.members["home"].me
@@ -137,37 +138,6 @@ def test_a_guest_creates_a_store_and_pulls_from_it(members: Members) -> None:
     publish("b", 150)
     whole = torch.zeros(300, 1000)
     assert sharded.pull({"w": whole}) == 1 and torch.equal(whole, large)
-
-
-def test_a_guest_that_is_silent_holds_nobody_up(
-    members: Members, groups: Groups, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(guests, "LEASE_S", 3.0)
-    topic = rtr.Topic("q", home="home")
-    subscription = topic.subscribe("block", maxsize=1)
-    topic.publish(1)
-    with members.acting("a"):
-        its = rtr.Topic("q", home="home")
-        with pytest.raises(rtr.Full):
-            its.publish(2, timeout=0.05)
-        its.publish(2, timeout=30)  # the lease ends
-        assert its.stats()["subscribers"] == 0
-    with pytest.raises(rtr.NotFound, match="subscribe again"):
-        subscription.get(1)
-    del groups
-
-
-def test_a_guest_that_renews_its_lease_stays(members: Members, groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guests, "LEASE_S", 3.0)
-    topic = rtr.Topic("q", home="home")
-    subscription = topic.subscribe()
-    renewed = threading.Event()
-    for _ in range(7):
-        groups.local.outgoing.call("home", guests.RENEW)
-        renewed.wait(0.5)
-    with members.acting("a"):
-        rtr.Topic("q", home="home").publish(3)
-    assert subscription.get(5) == 3
 
 
 def test_a_handle_with_other_settings_is_told_both(members: Members) -> None:

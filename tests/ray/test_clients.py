@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,6 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.calls import guests
-from raytorchrpc.calls.member import process_member
-from raytorchrpc.group import guest
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -31,16 +29,11 @@ def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
     maps = {actors["home"]: {actors["a"]: {}}, 1: rtr.DeviceMap.from_dict({0: {}})}
     with rtr.init_group(actors, name="fed", config=rtr.GroupConfig(device_maps=maps)) as group:
         yield group
-    assert wait_until(lambda: not [thread.name for thread in threading.enumerate() if "guest" in thread.name], 30)
+    assert wait_until(lambda: not [thread.name for thread in threading.enumerate() if "client" in thread.name], 30)
 
 
 def take(queue: rtr.Queue, count: int) -> list[Any]:
     return [queue.get(10) for _ in range(count)]
-
-
-def seen_at_home() -> dict[int, float]:
-    route_back: Any = process_member().peers._guest_route
-    return dict(route_back.__self__._seen)
 
 
 def test_items_of_any_size_go_both_ways_while_the_home_is_busy(
@@ -114,18 +107,44 @@ def test_topics_and_find(actors: dict[str, Any]) -> None:
         rtr.Queue.find("none")
 
 
-def test_the_lease_is_renewed_whatever_is_in_flight(actors: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    (local,) = guests.own_groups.everywhere()
-    (one,) = guests.own_groups._guests.values()
-    rtr.Queue("work", home="home", maxsize=50).qsize()
-    before = ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank]
-    monkeypatch.setattr(guest, "LEASE_S", 0.6)
-    home = local.peers.route("home").member
-    held = [local.credit.take(home, "get", 0, time.monotonic() + 1)[0] for _ in range(local.config.max_calls_in_flight)]
-    one._renew(local)
-    assert wait_until(lambda: ray.get(actors["home"].run.remote(seen_at_home))[local.me.rank] > before + 0.1, 30)
-    for credit in held:
-        credit.give_back()
+def test_calls_and_who_is_listed(actors: dict[str, Any], group: rtr.Group, spawn: Spawn) -> None:
+    assert rtr.rpc_sync(actors["a"]).double(2) == 4
+    large = torch.rand(1 << 20)
+    assert torch.equal(rtr.rpc_async("home").double(large).wait(), large * 2)
+
+    async def call() -> int:
+        return await rtr.rpc_async("a").double(3)
+
+    assert asyncio.run(call()) == 6
+    with pytest.raises(rtr.NotAMember, match="without joining it"):
+        rtr.current_member()
+    group.add({"b": spawn(Peer)})
+    for members in (group.members, ray.get(actors["a"].run.remote(lambda: rtr.get_group("fed").members))):
+        assert [(member.rank, member.name) for member in members] == [(0, "home"), (1, "a"), (2, "b")]
+    assert rtr.rpc_sync("b").double(1) == 2
+    group.remove(["b"])
+
+
+def subscribe_and_end(name: str) -> None:
+    """In a process of its own: a client of a detached group that dies with a full subscription."""
+    rtr.get_group(name)
+    subscription = rtr.Topic("news", home="reader").subscribe("block", maxsize=1)
+    assert subscription.get(30) == 0
+    rtr.Queue("subscribed", home="reader").put(1)
+    os._exit(1)
+
+
+def test_a_client_that_ends_holds_nobody_up(spawn: Spawn) -> None:
+    a = spawn(Peer)
+    with rtr.init_group({"reader": a}, name="held up", detached=True):
+        topic = rtr.Topic("news", home="reader")
+        task = ray.remote(num_cpus=0, max_retries=0)(subscribe_and_end).remote("held up")
+        assert wait_until(lambda: topic.stats()["subscribers"] == 1, 60)
+        for number in range(5):
+            topic.publish(number, timeout=60)
+        with pytest.raises(ray.exceptions.WorkerCrashedError):
+            ray.get(task)
+        assert wait_until(lambda: topic.stats()["subscribers"] == 0, 30)
 
 
 def test_what_cannot_work_is_refused() -> None:
