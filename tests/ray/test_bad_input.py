@@ -119,7 +119,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"config": {"rpc_timeout_s": 5}}, "config is a GroupConfig"),
     ({"config": rtr.GroupConfig(transports=["carrier_pigeon"])}, "carrier_pigeon"),
     ({"config": rtr.GroupConfig(interface="no_such0")}, "no_such0"),
-    ({"config": rtr.GroupConfig(lanes=["socket"])}, "no lane for CPU tensors"),
+    ({"config": rtr.GroupConfig(lanes=["shm"])}, "no lane for calls"),
 ]
 MAPS: list[tuple[dict[str, Any], str]] = [
     ({"a": "1_0"}, r"device_maps\['a'\].*entry 1 \('1_0'\) is malformed: expected <peer rank>_<local gpu>"),
