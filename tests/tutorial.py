@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from difflib import SequenceMatcher
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ _STEP = re.compile(r"^## Step \d: .*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(
     r'^```python title="train.py"(?: hl_lines="(?P<marked>[\d -]+)")?\n(?P<code>.*?)^```$', re.MULTILINE | re.DOTALL
 )
+_AS_BEFORE = "# ..."
 _COMMAND = re.compile(r"^python train.py(.*)$", re.MULTILINE)
 
 
@@ -40,10 +42,27 @@ def steps() -> list[Step]:
         block_lines, given = block["code"].splitlines(), _parts(block["code"])
         matcher = SequenceMatcher(None, "\n".join(known.get(name, "") for name in given).splitlines(), block_lines)
         changed = [line for tag, *_, low, high in matcher.get_opcodes() if tag != "equal" for line in range(low, high)]
-        new = [line + 1 for line in changed if block_lines[line].strip()]
+        new = [line + 1 for line in changed if block_lines[line].strip() not in ("", _AS_BEFORE)]
         known = _merged(known, given)
         found.append(Step("\n".join(known.values()) + "\n", new, _numbers(block["marked"] or ""), runs))
     return found
+
+
+def _whole(known: str, given: str) -> str:
+    """A part of the program, with the lines that ``# ...`` stands for: those between its neighbours, as they were."""
+    old = known.splitlines()
+    chunks: list[list[str]] = [[]]
+    for line in given.splitlines():
+        if line.strip() == _AS_BEFORE:
+            chunks.append([])
+        else:
+            chunks[-1].append(line)
+    whole, at = list(chunks[0]), 0
+    for above, below in pairwise(chunks):
+        first = old.index(above[-1], at) + 1
+        at = old.index(below[0], first)
+        whole += old[first:at] + below
+    return "\n".join(whole)
 
 
 def _parts(code: str) -> dict[str, str]:
@@ -64,7 +83,10 @@ def _merged(known: dict[str, str], given: dict[str, str]) -> dict[str, str]:
     if not known:
         return given
     blank = {"imports": "\n"}
-    replaced = {name: blank.get(name, "\n\n") + given[name].strip("\n") for name in given}
+    replaced = {
+        name: blank.get(name, "\n\n") + _whole(known.get(name, "").strip("\n"), text.strip("\n"))
+        for name, text in given.items()
+    }
     added = {name: text for name, text in replaced.items() if name not in known}
     merged = {name: replaced.get(name, text) for name, text in known.items()}
     ends = {name: merged.pop(name) for name in ("main", "If")}

@@ -21,7 +21,7 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-VERSIONS = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+VERSIONS = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 #: Distributions that have another name than what is imported.
 DISTRIBUTIONS = {"ale_py": "ale-py", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn", "yaml": "pyyaml"}
@@ -120,7 +120,7 @@ def test_ci_runs_on_the_versions_that_are_declared_and_documented() -> None:
         assert f"| {' | '.join(run)} |" in VERSIONS
 
 
-def test_the_page_of_versions_lists_what_needs_a_newer_one() -> None:
+def test_the_page_on_installing_lists_what_needs_a_newer_one() -> None:
     section = VERSIONS.split("## What needs a newer release")[1].partition("\n## ")[0]
     listed = section.split("|---|---|---|")[1]
     lines = [re.sub(r"`|\[|\]\([^)]*\)", "", line).strip("| ") for line in listed.splitlines() if "|" in line]
