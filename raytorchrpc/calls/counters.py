@@ -17,6 +17,8 @@ PACKAGES_OWN = "raytorchrpc."
 #: Entries of ``PairStats.latency``: the last but one ends at 67 s.
 BUCKETS = 28
 _LAST = BUCKETS - 1
+#: Calls that are added up later, at most.
+_MOST_SENT = 256
 #: Upper ends of the latencies, in seconds, as Prometheus writes them.
 _BOUNDS = (*(f"{2**place / 1e6:g}" for place in range(_LAST)), "+Inf")
 
@@ -106,14 +108,22 @@ class CallCounters:
         self._lock = Lock()
         self._counters: dict[tuple[str, str, str], PairStats] = {}
         self._sent: deque[tuple[str, str, str, int]] = deque()
-        """What ``finished`` or a reader of the counters adds up."""
-        self.sent = self._sent.append
-        """Call it with (peer, lane, method, bytes) when a call was sent. ``method``: see ``counted_name``. No lock."""
+        """What ``finished`` or a reader of the counters adds up, so that a call takes one lock."""
+
+    def sent(self, peer: str, lane: str, method: str, size: int) -> None:
+        """A call was sent, with ``size`` bytes. ``method``: see ``counted_name``."""
+        self._sent.append((peer, lane, method, size))
+        if len(self._sent) > _MOST_SENT:  # calls whose outcome nobody takes
+            with self._lock:
+                self._add_sent()
 
     def _add_sent(self) -> None:
-        """Under the lock."""
-        while self._sent:
-            peer, lane, method, size = self._sent.popleft()
+        """Under the lock, which a signal handler of this thread may take again: it may leave nothing to add."""
+        while True:
+            try:
+                peer, lane, method, size = self._sent.popleft()
+            except IndexError:
+                return
             counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
             counter.calls += 1
             counter.bytes_out += size

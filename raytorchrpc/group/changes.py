@@ -66,7 +66,7 @@ class Listeners:
         for (listener,) in self._entries:
             try:
                 listener(change)
-            except Exception:
+            except BaseException:  # such as sys.exit(): this thread goes on
                 logger.exception("a callback of group %r raised", self._group)
 
 

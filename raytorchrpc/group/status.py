@@ -99,7 +99,8 @@ def post_status(
             warned = True
         return True
 
-    threads.serve(step, f"the post of group {key}")
+    about = f"the post of group {key}"
+    threads.serve(threads.surviving(step, about), about)
     if posted and stopped.is_set():  # else the cluster is not there
         try:
             ray_internals.store(key, None)

@@ -83,7 +83,7 @@ def run_reported(task: Callable[[], object], what: str = "a callback of a finish
     """
     try:
         task()
-    except Exception as error:
+    except BaseException as error:  # a user's code may raise SystemExit
         if threads.is_shortage(error):
             threads.end_process(error, "a thread that serves others")
         threads.report(error, what)

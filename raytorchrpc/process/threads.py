@@ -80,8 +80,16 @@ class _Thread(threading.Thread):
         self._work = target, args
         self._started = _Started()
 
+    def give_up(self) -> bool:
+        """Whether it has not begun, and so will do nothing if it still begins."""
+        return self.__dict__.pop("_work", None) is not None
+
     def run(self) -> None:
-        target, args = self.__dict__.pop("_work")
+        work = self.__dict__.pop("_work", None)
+        if work is None:
+            return
+        target, args = work
+        del work
         try:
             # Linux adds 50 us to each timed wait of a thread, also to that for the interpreter lock of a busy process.
             _prctl(_SET_TIMER_SLACK, _ONE_NS)
@@ -96,7 +104,11 @@ def start(target: Callable[..., object], *args: Any, name: str) -> threading.Thr
     """Run ``target(*args)`` on a daemon thread of that name. Its exceptions are logged. Raises ThreadShortage."""
     try:
         thread = _Thread(target, args, name)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            if thread.give_up():
+                raise
         return thread
     except (RuntimeError, MemoryError, OSError) as error:
         raise ThreadShortage(name, str(error) or "no memory") from error

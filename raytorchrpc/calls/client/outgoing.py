@@ -166,7 +166,7 @@ class OutgoingCall:
         self._counted = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
         self._sent_by = tensor_lane(payload.manifests) or lane.name if payload.manifests else lane.name
         self.cancellable = self._is_reported = options.cancellable
-        calls.counters.sent((peer, self._sent_by, self._counted, size))
+        calls.counters.sent(peer, self._sent_by, self._counted, size)
         if span is not None:
             span.about.update(lane=lane.name, bytes_out=size)
             if payload.manifests:
@@ -531,7 +531,7 @@ class OutgoingCalls:
         lane: Any = route.fabric
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, header.seconds)
-        self.counters.sent((route.member.name, lane.name, method, body_bytes(body)))
+        self.counters.sent(route.member.name, lane.name, method, body_bytes(body))
         return rref
 
     def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:

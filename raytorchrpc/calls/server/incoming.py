@@ -106,9 +106,10 @@ class IncomingCalls:
         if header.kind != protocol.WATCH:
             return self._answer(reply, _ALIVE)
         if is_client(header.caller):
+            connection = lane.watch(reply)  # raises for one that has ended
             self._peers.add_connection(header.caller)
             ended = partial(self._peers.end_connection, header.caller)
-            lane.watch(reply).add_done_callback(partial(self.callee.workers.submit, ended))
+            connection.add_done_callback(partial(self.callee.workers.submit, ended))
         return None
 
     def _answer_cancelled(self, call: ServedCall | None, reply: Reply) -> None:

@@ -73,7 +73,7 @@ class Replies:
         try:
             asked, arguments = self._codec.decode(*message.body)
             return Message((OK,), self._codec.encode(function(asked, *arguments)))
-        except Exception as error:
+        except BaseException as error:
             return self.refusal(ASK, error)
 
     def send(self, reply: Reply, make: Callable[[], Message], kind: int = CALL) -> None:
@@ -352,6 +352,10 @@ class ServedCall:
             finally:
                 self._end()
                 current_scope.reset(before)
+        except BaseException as error:
+            if threads.is_shortage(error):
+                raise
+            threads.report(error, f"{self.label} was not served to its end")
         finally:
             following = None if admission is None else admission.gate.pass_on(admission)
         return following

@@ -47,9 +47,12 @@ def test_a_change_that_takes_longer_than_its_patience_says_so() -> None:
     assert errors == ["group 'g': this change began and has not finished after 0.01 s"]
 
 
-def test_callbacks_hear_of_a_change_though_others_fail(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError, MemoryError, SystemExit])
+def test_callbacks_hear_of_a_change_though_others_fail(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(change: Change) -> None:
-        raise MemoryError
+        raise error
 
     bus, told = EventBus("g"), queue.SimpleQueue[Change]()
     bus.listen(fail)

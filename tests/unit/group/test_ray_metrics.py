@@ -67,7 +67,7 @@ class Source:
         return Exporter("g", "a", self.read, fine, lambda: self.meters)
 
     def call(self, seconds: float, error: BaseException | None = None, lane: str = "socket", peer: str = "b") -> None:
-        self.counters.sent((peer, lane, "step", 100))
+        self.counters.sent(peer, lane, "step", 100)
         self.counters.finished(peer, lane, "step", lane, 10, seconds, error)
 
 
@@ -144,7 +144,7 @@ def test_totals_have_as_many_series_whatever_the_number_of_peers_methods_and_sub
         source = Source()
         for number in range(size):
             source.call(0.1, KeyError(), peer=f"peer{number}")
-            source.counters.sent((f"peer{number}", "socket", f"method{number}", 1))
+            source.counters.sent(f"peer{number}", "socket", f"method{number}", 1)
             source.queues.append(QueueStats("a", "topic", "news", f"peer{number}", items=number, oldest_s=number))
         source.member = MemberStats("a", in_flight={f"peer{number}": 1 for number in range(size)})
         source.exporter(fine).record()

@@ -122,11 +122,10 @@ time.sleep(30)
 )
 def test_a_task_without_memory_ends_the_process_and_any_other_failure_only_the_task(give: str) -> None:
     said = ended(f"""
-errors = [KeyError("a fault"), MemoryError("no room")]
+errors = [KeyError("a fault"), SystemExit("of a user"), MemoryError("no room")]
 def fail():
     raise errors.pop(0)
-owner = None
-for _ in range(2):
+for _ in range(3):
     {give}
     time.sleep(0.2)
 time.sleep(30)
