@@ -6,10 +6,10 @@ import asyncio
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
@@ -41,11 +41,14 @@ from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, STATS, TAKE
 from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request
 from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.locks import Lock
+from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
 #: How long a handle takes what its abandoned requests may bring for waiting items (seconds).
 _LATE_S = 5.0
+#: The home is asked for room after pauses that grow from the first to the second (seconds).
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 
 class Channel(Handle):
@@ -96,12 +99,22 @@ class Channel(Handle):
         local, wait_s = await arun(self._begin(timeout))
         until = time.monotonic() + wait_s
         turns = turns_of_loop((local.incoming.token, self.kind, self._home, self._name))
-        if not await turns.enter(wait_s):
+        if not await turns.enter(wait_s, partial(self._others_wait, local)):
             raise self._full(0)
         try:
             await arun(self._put_until(local, values, until))
         finally:
             turns.pass_on()
+
+    async def _others_wait(self, local: LocalMember) -> bool:
+        """Whether puts wait for room at the home, which then has none for another one that does not wait."""
+        before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # beside limits on calls in flight
+        try:
+            await arun(self._bind(local, 0.0))
+            stats = await arun(self._request(local, STATS, (*self._address, None), 0.0))
+        finally:
+            current_scope.reset(before)
+        return bool(stats["waiting_to_put"])
 
     def _put_until(self, local: LocalMember, values: Sequence[Any], until: float) -> Steps[None]:
         at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
@@ -297,31 +310,45 @@ class Channel(Handle):
 # Messages may take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread
 # has one put in flight, and so has an event loop: its coroutines take turns.
 
+#: Becomes True when it comes, False if there is no room in time, or an error.
+_Turn: TypeAlias = "asyncio.Future[bool | Exception]"
+
 
 class PutTurns:
     """The turns of the coroutines of one event loop that put into one queue or topic. Used by that loop's thread."""
 
     def __init__(self) -> None:
         self.is_taken = False
-        self._waiting: deque[asyncio.Future[bool]] = deque()
+        self._waiting: deque[_Turn] = deque()
+        self._late: set[_Turn] = set()
+        """Those whose time for room is over. They keep their places: there may be room."""
+        self._asking: asyncio.Task[None] | None = None
 
-    async def enter(self, wait_s: float) -> bool:
-        """Wait for the turn, first come, first served; whether it came in time. Then call ``pass_on``."""
+    async def enter(self, wait_s: float, others_wait: Callable[[], Awaitable[bool]]) -> bool:
+        """Wait for the turn, first come, first served. Then call ``pass_on``.
+
+        False: ``wait_s`` is over, and then the home said by ``others_wait`` that there is no room. Raises what that
+        raises.
+        """
         if not self.is_taken:
             self.is_taken = True
             return True
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[bool] = loop.create_future()
+        turn: _Turn = loop.create_future()
         self._waiting.append(turn)
-        timer = loop.call_later(wait_s, _end_wait, turn)
+        timer = loop.call_later(wait_s, self._end_time, turn, others_wait)
         try:
-            return await turn
+            outcome = await turn
         except asyncio.CancelledError:
-            if not turn.cancelled() and turn.result():  # granted just now
+            if not turn.cancelled() and turn.result() is True:  # granted just now
                 self.pass_on()
             raise
         finally:
             timer.cancel()
+            self._late.discard(turn)
+        if isinstance(outcome, Exception):
+            raise again(outcome)
+        return outcome
 
     def pass_on(self) -> None:
         while self._waiting:
@@ -331,10 +358,31 @@ class PutTurns:
                 return
         self.is_taken = False
 
+    def _end_time(self, turn: _Turn, others_wait: Callable[[], Awaitable[bool]]) -> None:
+        self._late.add(turn)
+        if self._asking is None:
+            self._asking = asyncio.get_running_loop().create_task(self._end_late(others_wait))
 
-def _end_wait(turn: asyncio.Future[bool]) -> None:
-    if not turn.done():
-        turn.set_result(False)
+    async def _end_late(self, others_wait: Callable[[], Awaitable[bool]]) -> None:
+        """Ask the home until no turn is late: the put before them waits there, or its answer is about to come."""
+        pause_s = _FIRST_PAUSE_S
+        try:
+            while late := [*self._late]:  # before the home looks
+                outcome: bool | Exception
+                try:
+                    outcome = not await others_wait()
+                except Exception as error:
+                    outcome = untraced(error)
+                if outcome is True:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    continue
+                self._late.difference_update(late)
+                for turn in late:
+                    if not turn.done():
+                        turn.set_result(outcome)
+        finally:
+            self._asking = None
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutTurns]] = weakref.WeakKeyDictionary()

@@ -296,8 +296,8 @@ class Store:
             self._check()
             buffer = self._buffers.get(key)
             if buffer is None:
-                if self._rests:
-                    return ENDED  # subscribed after the end
+                if self._has_ended and key not in self._overrun:
+                    return ENDED  # subscribed after the end, maybe before an item came back
                 raise NotFound(self._why_missing(key))
             if self._withdrawn and self._withdrawn.pop((rank, request_id), _NO_OUTCOME) is None:
                 return EMPTY

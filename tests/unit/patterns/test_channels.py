@@ -178,6 +178,54 @@ def test_puts_of_coroutines_take_turns_and_one_that_gives_up_costs_the_others_no
         asyncio.run(act())
 
 
+@pytest.mark.parametrize("members", [rtr.GroupConfig(), REJECT], indirect=True)
+@pytest.mark.parametrize("producer", ["home", "a"])
+def test_puts_that_do_not_wait_for_room_wait_for_their_turn(members: Members, producer: str) -> None:
+    lane, full = members.lanes["a"], list[int]()
+
+    async def put(number: int) -> None:
+        try:
+            await queue.aput(number, timeout=0)
+        except rtr.Full:
+            full.append(number)
+
+    async def act() -> None:
+        lane.holds = lambda method: method == PUT
+        puts = asyncio.gather(*map(put, range(6)))
+        await asyncio.sleep(0.05)
+        lane.release()
+        await puts
+        waiting = asyncio.create_task(queue.aput(6, LONG))
+        await until(lambda: at_home(members).stats()["waiting_to_put"] == 1)
+        await put(7)
+        waiting.cancel()
+
+    with members.acting(producer):
+        queue = made(maxsize=4)
+        asyncio.run(act())
+    with members.acting("b"):
+        assert full == [4, 5, 7] and queue.get_many(9) == [0, 1, 2, 3]
+
+
+def test_puts_whose_time_is_over_hear_that_the_home_does_not_answer(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once, and not one after the other."""
+    monkeypatch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.5)
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        lane.holds = lambda method: True
+        began = time.monotonic()
+        errors = await asyncio.gather(*(queue.aput(number, timeout=0) for number in range(20)), return_exceptions=True)
+        assert all(isinstance(error, rtr.RpcTimeout) for error in errors)
+        assert time.monotonic() - began < 5
+
+    with members.acting("a"):
+        queue = made()
+        asyncio.run(act())
+
+
 # --- what is given back --------------------------------------------------------------------------------------
 
 
@@ -875,6 +923,23 @@ def test_a_closed_topic_is_freed_once_all_subscribers_have_everything(members: M
             topic.publish(3)
         first.cancel()
         assert kept(members) == (0, 1) and topic.stats()["subscribers"] == 1
+
+
+def test_a_subscription_to_a_closed_topic_is_over_also_once_an_item_came_back(members: Members) -> None:
+    lane = members.lanes["a"]
+    with members.acting("a"):
+        topic = rtr.Topic("q", home="home")
+        early = topic.subscribe()
+        topic.publish(1)
+        topic.close()
+        lane.delays = lambda method: method == TAKE
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(rtr.RpcTimeout):
+            patch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.1)
+            early.get(0)
+        late = topic.subscribe()
+        lane.deliver_answers()
+        assert wait_until(lambda: kept(members) == (1, 0), LONG)
+        assert list(late) == [] and list(early) == [1]
 
 
 @pytest.mark.parametrize("how", ["for", "async for"])

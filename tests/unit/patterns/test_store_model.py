@@ -14,7 +14,7 @@ import pytest
 from raytorchrpc.errors import NotAMember, NotFound
 from raytorchrpc.patterns.queues import store as stores
 from raytorchrpc.patterns.queues.items import Item, decode_items, encode_items
-from raytorchrpc.patterns.queues.store import Buffer, Request, Store
+from raytorchrpc.patterns.queues.store import ENDED, Buffer, Request, Store
 from raytorchrpc.tensors.codec import Codec
 from tests.unit.callees import DeferredReply
 
@@ -256,6 +256,9 @@ class Comparison:
         rank = self.random.choice([None, 1, 2]) if line is None or line.rank is None else line.rank
         wait = Wait(self.until(), rank, request=request, request_id=next(self.ids))
         if line is not None and line.is_away:
+            return
+        if line is None and self.model.closes <= 0 and key not in self.model.overrun:
+            assert self.store.take(key, request, wait.until) is ENDED
             return
         if line is None:
             with pytest.raises(NotFound, match="missed items" if key in self.model.overrun else "subscribe again"):
