@@ -167,7 +167,7 @@ class Payloads:
 
     def _check_mapped(self, route: PeerRoute, tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> None:
         if route.member.rank != self._rank:
-            # A guest's route names no lane.
+            # A client's route names no lane.
             check_mapped(tensors, route.member.name, devices, getattr(route.calls, "name", "socket"))
 
     def _beside(
