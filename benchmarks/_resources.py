@@ -58,7 +58,6 @@ def held() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "arena": _arena_used(),
         "in flight": in_flight(),
-        "kept": len(member.incoming.callee.replies._kept),
         "deadlines": len(member.deadlines._heap),
         "objects": sum(ours.values()) - ours[_MAPPED],
         "mapped": ours[_MAPPED],
@@ -92,11 +91,7 @@ def settle(seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
         gc.collect()
-        rest = {
-            "in flight": in_flight(),
-            "kept": len(process_member().incoming.callee.replies._kept),
-            "arena": _arena_used(),
-        }
+        rest = {"in flight": in_flight(), "arena": _arena_used()}
         if not any(rest.values()):
             return ""
         if time.monotonic() > deadline:

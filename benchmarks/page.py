@@ -1,6 +1,6 @@
-"""The tables of docs/internals/measurements.md, from the results in ``benchmarks/results``.
+"""Write docs/internals/measurements.md from the results in ``benchmarks/results``: ``python -m benchmarks.page``.
 
-docs/hooks.py puts them into the page when the site is built.
+A test compares the page with what this writes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from raytorchrpc.bench.results import read_result
 from raytorchrpc.bench.tables import section
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "measurements.md"
 #: The results that the page shows, in its order, with the contestants or the cases of each; none: all.
 SHOWN: dict[str, tuple[str, ...]] = {
     "links-h200": ("auto", "torchrpc", "ray", "ray-zero-copy", "bare-nccl", "memcpy"),
@@ -32,11 +33,19 @@ SHOWN: dict[str, tuple[str, ...]] = {
 }
 #: Of results with many sizes, those that the page shows (bytes).
 SIZES = (1_250, 40_000_000, 640_000_000)
+_HEAD = """\
+# Measurements
+
+<!-- Written by `python -m benchmarks.page` from benchmarks/results; change those, not this file. -->
+
+Every figure is the median of its turns; x is the figure divided by the first contestant's. `raytorchrpc bench` and
+`python -m benchmarks` take figures again, and `--json` writes such results. `raytorchrpc bench --from FILE` shows all
+sizes and contestants of one in `benchmarks/results`."""
 
 
 def page() -> str:
-    """A part of the page for each result."""
-    parts: list[str] = []
+    """The page as it has to be: a part for each result."""
+    parts = [_HEAD]
     for name, shown in SHOWN.items():
         result = read_result(RESULTS / f"{name}.json")
         figures = [one for one in result.figures if not shown or one.contestant in shown or one.case in shown]
@@ -44,3 +53,7 @@ def page() -> str:
             figures = [one for one in figures if one.size in SIZES]
         parts += section(result.model_copy(update={"figures": tuple(figures)}))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

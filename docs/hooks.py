@@ -2,15 +2,14 @@
 
 - Pages below "Maintainers" stay out of the search, so that users find what is written for them.
 - Pictures go into the page itself: their colours then follow the reader's choice of a dark or a light page.
-- ``promises.md`` lists what ``promises.yml`` says, ``reference/cli.md`` the commands and their options, ``seeing.md``
-  the metrics, ``reference/findings.md`` what the doctor can find, and ``internals/measurements.md`` stored results.
+- ``promises.md`` lists what ``promises.yml`` says, ``reference/cli.md`` the commands and their options, and
+  ``seeing.md`` the metrics.
 - ``<!-- file PATH -->`` becomes that file of the repository, as a block of code, and ``<!-- examples -->`` a card for
   each example of their README.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import runpy
 import sys
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import typer
@@ -32,7 +31,6 @@ _EXAMPLE = re.compile(
     re.MULTILINE,
 )
 _FILE = re.compile(r"<!-- file (?P<path>[\w./-]+) -->")
-_LEVELS = ("ok", "note", "warning", "problem")
 _PICTURE = re.compile(r'<img alt="[^"]*" src="(?:\.\./)*assets/(?P<name>[\w-]+\.svg)" ?/?>')
 
 
@@ -43,10 +41,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         markdown = markdown.replace("<!-- commands -->", "\n".join(commands(application(), "raytorchrpc")))
     if "<!-- metrics -->" in markdown:
         markdown = markdown.replace("<!-- metrics -->", "\n".join(metrics()))
-    if "<!-- findings -->" in markdown:
-        markdown = markdown.replace("<!-- findings -->", "\n".join(rows_of_findings()))
-    if "<!-- measurements -->" in markdown:
-        markdown = markdown.replace("<!-- measurements -->", measurements())
     markdown = _FILE.sub(lambda match: block(DOCS.parent / match["path"]), markdown)
     markdown = markdown.replace("<!-- examples -->", "\n".join(cards()))
     return markdown.replace("<!-- promises -->", "\n".join(promises(config["repo_url"])))
@@ -103,63 +97,6 @@ def metrics() -> Iterator[str]:
         _, detailed = module.TAGS[metric.rows]
         labels = [f"`{label}`{'*' * (label in detailed)}" for label in metric.labels]
         yield f"| `{module.series(name)}`{'*' * metric.detail} | {', '.join(labels) or '-'} | {metric.help} |"
-
-
-def measurements() -> str:
-    with light_package(), patch.object(sys, "path", [str(DOCS.parent), *sys.path]):
-        return str(import_module("benchmarks.page").page())
-
-
-def rows_of_findings() -> Iterator[str]:
-    """A table of the doctor's findings: id, levels, what the report says, and what that means."""
-    yield "| id | level | the report says | it means |\n|---|---|---|---|"
-    for name, finding in findings().items():
-        levels = ", ".join(level for level in _LEVELS if level in finding.levels)
-        cells = [f"`{name}`", levels, *("; or: ".join(texts) for texts in (finding.seen, finding.meaning))]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-class Finding(NamedTuple):
-    levels: set[str]
-    seen: list[str]
-    meaning: list[str]
-
-
-def findings() -> dict[str, Finding]:
-    """The findings by id, from the calls in the doctor's code that make them."""
-    found: dict[str, Finding] = {}
-    for file in sorted((DOCS.parent / "raytorchrpc" / "doctor").glob("*.py")):
-        for function in ast.parse(file.read_text(encoding="utf-8")).body:
-            nodes = list(ast.walk(function))
-            local = {each.id: node.value for node in nodes for each in _targets(node)}
-            for node in nodes:
-                made = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-                if made not in ("finding", *_LEVELS):
-                    continue
-                level, name, *texts = node.args if made == "finding" else (ast.Constant(made), *node.args)
-                finding = found.setdefault(ast.literal_eval(name), Finding(set(), [], []))
-                finding.levels.update(set(_texts(level, local)) & set(_LEVELS))
-                for shown, text in zip((finding.seen, finding.meaning), texts, strict=False):
-                    shown += [each for each in _texts(text, local) if each.strip("… ") and each not in shown]
-    return dict(sorted(found.items()))
-
-
-def _targets(node: Any) -> list[ast.Name]:
-    """The names that a statement gives a value."""
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [target for target in targets if isinstance(target, ast.Name) and node.value is not None]
-
-
-def _texts(expression: ast.expr, local: dict[str, Any]) -> list[str]:
-    """The strings that an expression may be; "…" stands for what is known only when it runs."""
-    if isinstance(expression, ast.Name) and expression.id in local:
-        return _texts(local[expression.id], {})
-    if isinstance(expression, ast.IfExp):
-        return _texts(expression.body, local) + _texts(expression.orelse, local)
-    if isinstance(expression, ast.JoinedStr):
-        parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in expression.values]
-        return ["".join(parts)]
-    return [str(expression.value)] if isinstance(expression, ast.Constant) else ["…"]
 
 
 def application() -> Any:

@@ -6,10 +6,11 @@ or fetched it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.errors import ConfigurationError, NotAMember
+from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.kept_errors import again, untraced
@@ -22,10 +23,14 @@ class Client(Protocol):
     def lasts(self) -> bool:
         """Whether this process is connected to the same cluster as when it fetched the group."""
 
-    def local(self, home: Any) -> Any:
+    def knows(self, home: Any) -> bool:
+        """Whether ``home`` is a member, as far as this process has heard. Does not block."""
+
+    def local(self, home: Any, timeout_s: float | None) -> Any:
         """What carries out the operations, a LocalMember, with a connection to ``home`` if that is a member. Blocks.
 
-        Raises NotAMember if the group has ended.
+        ``timeout_s``: of the operation that follows; None: the default. Raises NotAMember if the group has ended, and
+        another RayTorchRpcError if this process cannot join it now.
         """
 
     def close(self) -> None:
@@ -52,47 +57,89 @@ class OwnGroups:
         if client is not None:
             client.close()
 
-    def find(self, home: Any) -> tuple[Any, Member] | None:
+    def find(self, home: Any, timeout_s: float | None = None) -> tuple[Any, Member] | None:
         """The client of the group with the member ``home``, as a LocalMember, and that member. Blocks.
 
-        None if there is no such group. Raises NotAMember, or ConfigurationError if several groups have that member.
+        ``timeout_s``: of the operation that follows; None: the default. None if there is no such group. Raises
+        NotAMember, ConfigurationError if several groups have that member, and what keeps this process from joining.
         """
-        locals_ = self.everywhere(home)
-        having = [(local, member) for local in locals_ if (member := member_of(local, home)) is not None]
+        fork.check_process()
+        left, joining = self._lasting(), _Joining(self, home, timeout_s)
+        knowing = {generation: client for generation, client in left.items() if client.knows(home)}
+        joining.join(knowing)
+        if joining.failed:
+            raise again(joining.failed[0])
+        if not (having := joining.having()):  # what this process knows of the others may be old
+            joining.join({generation: client for generation, client in left.items() if generation not in knowing})
+            having = joining.having()
         if len(having) > 1:
             groups = " and ".join(repr(local.group) for local, _ in having)
             raise ConfigurationError(
                 f"groups {groups} have a member {home!r}, and this process is in none of them: give the members "
                 f"different names, or join one group with init_group(..., include_driver=True)"
             )
-        if locals_ and not having:
+        if having:
+            return having[0]
+        joining.raise_failures()
+        if joining.locals:
             members = "; ".join(
                 f"group {local.group!r} has {', '.join(member.name for member in local.peers.members)}"
-                for local in locals_
+                for local in joining.locals
             )
             raise NotAMember(f"no group that this process formed or fetched has a member {home!r}: {members}")
-        return having[0] if having else None
+        return None
 
-    def everywhere(self, home: Any = None) -> list[Any]:
-        """The clients of all these groups, as LocalMembers. Blocks. ``home``: a member to be called, if a group has it.
+    def everywhere(self) -> tuple[list[Any], list[Exception]]:
+        """The clients of all these groups, as LocalMembers, and why this process cannot join others now. Blocks.
 
-        Raises NotAMember if there were groups and all have ended.
+        Raises NotAMember if there were groups and all have ended, and what failed if it can join none.
         """
         fork.check_process()
-        locals_: list[Any] = []
-        ended = None
-        for generation, client in list(self._clients.items()):
+        joining = _Joining(self, None, None)
+        joining.join(self._lasting())
+        if not joining.locals:
+            joining.raise_failures()
+        return joining.locals, joining.failed
+
+    def _lasting(self) -> dict[str, Client]:
+        """All but those of a Ray session that is over, which end here."""
+        clients = self._clients.copy()
+        for generation, client in list(clients.items()):
             if not client.lasts:
                 self.remove(generation)
-                continue
+                del clients[generation]
+        return clients
+
+
+class _Joining:
+    """For one operation, this process joins groups that it has not joined yet."""
+
+    def __init__(self, own: OwnGroups, home: Any, timeout_s: float | None) -> None:
+        self._own, self._home, self._timeout_s = own, home, timeout_s
+        self.locals: list[Any] = []
+        self.failed: list[Exception] = []
+        self._ended: NotAMember | None = None
+
+    def join(self, clients: Mapping[str, Client]) -> None:
+        for generation, client in clients.items():
             try:
-                locals_.append(client.local(home))
+                self.locals.append(client.local(self._home, self._timeout_s))
             except NotAMember as error:
-                self.remove(generation)
-                ended = untraced(error)
-        if ended is not None and not locals_:
-            raise again(ended)
-        return locals_
+                self._own.remove(generation)
+                self._ended = untraced(error)
+            except RayTorchRpcError as error:  # the next operation tries again
+                self.failed.append(untraced(error))
+
+    def having(self) -> list[tuple[Any, Member]]:
+        """Those that have the member, with it."""
+        return [(local, member) for local in self.locals if (member := member_of(local, self._home)) is not None]
+
+    def raise_failures(self) -> None:
+        """Raise why this process has not joined a group; that one has ended only if there is no other."""
+        if self.failed:
+            raise again(self.failed[0])
+        if self._ended is not None and not self.locals:
+            raise again(self._ended)
 
 
 own_groups = OwnGroups()

@@ -131,16 +131,17 @@ class Payloads:
             return Payload(body if as_is or (frozen and not _has_cuda(body)) else snapshot(body))
         self._check_mapped(route, body.tensors, devices)
         share = share and _on_one_gpu(body, devices, route.same_gpus)
-        kept = snapshot(body) if not share and not frozen and self._reads_later(route, body, devices) else body
-        return self._beside(route, lane, kept, devices, share)
-
-    def _reads_later(self, route: PeerRoute, body: Encoded, devices: Mapping[Device, Device]) -> bool:
-        """Whether a lane may read some tensor after it has been exported."""
-        # What stays on GPUs is copied later, from where it is.
-        if any(tensor.is_cuda and not goes_to_cpu(tensor, devices) for tensor in body.tensors):
-            return True
-        lane = self._lanes.get(route.beside.get(CPU, ""))
-        return lane is not None and lane.capabilities.reads_later
+        if not frozen:
+            beside = self._lanes.get(route.beside.get(CPU, ""))
+            if share:  # what is on GPUs may be changed
+                if beside is not None and beside.capabilities.reads_later:
+                    body = snapshot(body, on_cpu=True)
+            elif (beside is not None and beside.capabilities.reads_later) or any(
+                tensor.is_cuda and not goes_to_cpu(tensor, devices)  # it is copied later, from where it is
+                for tensor in body.tensors
+            ):
+                body = snapshot(body)
+        return self._beside(route, lane, body, devices, share)
 
     def _with_rrefs(self, route: PeerRoute, rrefs: Sequence[Any], payload: Payload) -> Payload:
         """A result whose RRefs the caller fetches over torchrpc."""
@@ -167,7 +168,7 @@ class Payloads:
 
     def _check_mapped(self, route: PeerRoute, tensors: Sequence[torch.Tensor], devices: Mapping[Any, Device]) -> None:
         if route.member.rank != self._rank:
-            # A guest's route names no lane.
+            # A client's route names no lane.
             check_mapped(tensors, route.member.name, devices, getattr(route.calls, "name", "socket"))
 
     def _beside(
@@ -384,8 +385,8 @@ def owned(body: Encoded) -> Encoded:
     return body._replace(tensors=own)
 
 
-def snapshot(body: Encoded) -> Encoded:
-    """Copy the tensors that this process could still change before a lane has sent them.
+def snapshot(body: Encoded, *, on_cpu: bool = False) -> Encoded:
+    """Copy the tensors (``on_cpu``: of the CPU) that this process could still change before a lane has sent them.
 
     A method may return a tensor of the actor's own state, and the next method must not change what the caller gets.
     A tensor with no other reference needs no copy, unless torch did not allocate its memory (``from_numpy``): then its
@@ -395,7 +396,9 @@ def snapshot(body: Encoded) -> Encoded:
         return body
     lifted = len(body.tensors) - body.buffers
     tensors = [
-        copied(tensor) if index >= lifted or not torch_internals.is_sole_owner(tensor) else tensor
+        copied(tensor)
+        if (index >= lifted or not torch_internals.is_sole_owner(tensor)) and not (on_cpu and tensor.is_cuda)
+        else tensor
         for index, tensor in enumerate(body.tensors)
     ]
     return body._replace(tensors=tensors)

@@ -125,6 +125,11 @@ def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T:
     return found
 
 
+def by_key(members: Iterable[Member]) -> dict[Any, Member]:
+    """Members by all their keys, for ``find``."""
+    return {key: member for member in members for key in _keys_of(member)}
+
+
 def described(group: str, names: Iterable[tuple[int, str]]) -> str:
     """A group and its members, for an error. ``names``: with ranks."""
     shown = [f"{name} ({rank})" for rank, name in names]

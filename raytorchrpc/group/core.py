@@ -482,13 +482,15 @@ class Core:
                 loss.next_dial = self._now + _RECONNECT_S
                 self._asked[name] = self._now
                 self._out.append(Announce(self.view.since(member.version, reconnects=True), {name: process}))
-        elif ended or (refused and name in self.clients):
+        elif ended:
             self._bury({name: _Loss("its process ended", self._now)})
         elif loss is None:
             self.broke(name, process, error)  # it has just joined
         else:
             loss.next_dial = self._now + _SLOW_POLL_S
-            if refused and loss.phase is Phase.SUSPECTED:  # one that only hangs would have accepted it
+            # One that only hangs would have accepted it. Nobody hears of a client: this waits for it as long as for one
+            # that does not answer, as it goes on with the view that it has.
+            if refused and loss.phase is Phase.SUSPECTED and name not in self.clients:
                 self._lose([name], Phase.AWAY)
 
     def _lose(self, names: Sequence[str], phase: Phase) -> None:
@@ -540,9 +542,11 @@ class Core:
     def assign(self, admission: Admission) -> None:
         """Event: the participants have described themselves. Raises BootstrapError, ConfigurationError."""
         attempt = admission.attempt
-        if admission.kind == "client":  # it has the view as it is now
-            attempt.assign(self.roster)
-            admission.version = self.view.promise()
+        if admission.kind == "client":
+            # It has the view as it is now, so it follows as a member does that has acknowledged this version. A promise
+            # to it would have those that are promised one already come anew; see ``View.arrive``.
+            attempt.assign(self._with_coming())
+            admission.version = self.view.version
             self._tell_where_members_are(admission)
         else:
             self._check_present(admission)
@@ -554,6 +558,15 @@ class Core:
             self._admissions.append(admission)
             self.roster = self.roster.after_failure(attempt.roster, attempt.participants)  # ids and ranks are taken
         admission.step = Step.ASSIGNED
+
+    def _with_coming(self) -> Roster:
+        """The roster with those that the members prepare for, as the view has them."""
+        roster = self.roster
+        for attempt in (each.attempt for each in self._admissions):
+            # Some may have been removed meanwhile.
+            names = [name for name, rank in attempt.ranks.items() if rank in self._coming and rank in self.view.entries]
+            roster = roster.with_members(attempt.roster, names)
+        return roster
 
     def announce(self, admission: Admission, coming: Mapping[str, Prepared]) -> None:
         """Event: the participants listen. If the members have changed meanwhile, they are to prepare again, and the
@@ -616,7 +629,10 @@ class Core:
         admission.prepared.update({name: its for name, its in listening.items() if name not in names})
         others = [name for name in admission.attempt.roster.records if name not in names]
         gone = {name: "it has left the group" for name in others if name not in listening}
-        admission.away = {name: cause for name, cause in {**self.away(), **gone}.items() if name not in names}
+        entries = self.view.entries.values()
+        joining = {its.peer.member.name: JOINING.cause for its in entries if its.state.absence == JOINING}
+        away = {**joining, **self.away(), **gone}
+        admission.away = {name: away[name] for name in others if name in away}
         admission.silent = self.unready().keys() - admission.away.keys() - names
 
     def client_arrived(self, client: Peer, version: int) -> None:

@@ -221,9 +221,15 @@ class DetachedHost:
                 logger.debug("group %r: %s", self._name, error)  # use the last known one
         return self._info
 
+    @property
+    def last_info(self) -> GroupInfo:
+        """The group as it was when the actor last answered. Does not block."""
+        return self._info
+
     def has_ended(self) -> bool:
         """Whether the actor is dead: no actor, or another one, hosts a group of this name."""
-        return _has_ended(self._name, self._actor)
+        actor = self._actor
+        return actor is None or _has_ended(self._name, actor)
 
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it. Raises BootstrapError."""

@@ -20,7 +20,7 @@ from raytorchrpc.calls.clients import own_groups
 from raytorchrpc.calls.member import current_local, process_member
 from raytorchrpc.calls.metrics import GroupStats
 from raytorchrpc.calls.options import check_timeout, checked_timeout, takes_timeout
-from raytorchrpc.calls.peers import Member, described, find, keys_of
+from raytorchrpc.calls.peers import Member, by_key, described, find
 from raytorchrpc.calls.rejoin import check_process, formed_here
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember
@@ -299,15 +299,8 @@ class Group:
 
     def _member(self, target: Any) -> Member:
         members = self.members
-        actors = [member.actor_id and ray_internals.key_of_actor(member.actor_id) for member in members]
-        by_key = {
-            key: member
-            for member, actor in zip(members, actors, strict=True)
-            for key in keys_of(member.rank, member.name, actor)
-        }
-        return find(
-            target, by_key, lambda: described(f"group {self.name!r}", ((each.rank, each.name) for each in members))
-        )
+        names = ((member.rank, member.name) for member in members)
+        return find(target, by_key(members), lambda: described(f"group {self.name!r}", names))
 
     def __enter__(self) -> Group:
         return self

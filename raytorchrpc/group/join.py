@@ -273,7 +273,8 @@ def _meet(preparing: Membership, listening: Listening) -> GroupInfo:
     local.me = next(member for member in info.members if member.name == name)
     add_peers(preparing, [member for member in info.members if member.name != name])
     for away, cause in listening.away.items():
-        local.peers.mark_away(local.peers.member(away).rank, Absence(cause, for_good=False))
+        absence = JOINING if cause == JOINING.cause else Absence(cause, for_good=False)
+        local.peers.mark_away(local.peers.member(away).rank, absence)
     return info
 
 

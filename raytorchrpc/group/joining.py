@@ -12,6 +12,7 @@ import re
 import socket
 import time
 import uuid
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -22,19 +23,19 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import protocol, rejoin
 from raytorchrpc.calls.clients import member_of
 from raytorchrpc.calls.member import LocalMember, current_local
-from raytorchrpc.calls.peers import Member
+from raytorchrpc.calls.peers import Member, by_key, find
 from raytorchrpc.calls.server import gates
 from raytorchrpc.calls.server.exposed import methods_of
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
 from raytorchrpc.group.here import place
-from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
+from raytorchrpc.group.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.group.restarted import Record, connections_for, record_of
 from raytorchrpc.group.tickets import Ticket
 from raytorchrpc.lanes.base import Pending
 from raytorchrpc.process import fork
-from raytorchrpc.process.locks import Lock, Turn
+from raytorchrpc.process.locks import Turn
 from raytorchrpc.tensors import thread_modes
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ logger = logging.getLogger(__name__)
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
-#: For a process to become a client, and for a client to connect to a member for the first time (seconds).
+#: For a process to become a client, and for a client to connect to a member beyond the time of what it does there first
+#: (seconds).
 _CLIENT_S, _CONNECT_S = 10.0, 2.0
 
 
@@ -161,6 +163,13 @@ def _default_name(ticket: Ticket, actor_id: str | None) -> str:
 class Host(Protocol):
     """The supervisor of a group, or a handle of it."""
 
+    @property
+    def last_info(self) -> GroupInfo:
+        """The group as this process last knew it. Does not block."""
+
+    def has_ended(self) -> bool:
+        """Whether the group has ended. Blocks for Ray."""
+
     def admit_client(self, request: JoinRequest) -> None:
         """Have the process that requests it join as a client. Blocks. Raises BootstrapError."""
 
@@ -171,15 +180,20 @@ class Client:
     def __init__(self, host: Host, generation: str) -> None:
         self._host, self._generation = host, generation
         self._session_lasts = ray_internals.session_check()
-        self._lock = Lock()
+        self._turn = Turn()
+        """Held while it joins the group, or connects to a member."""
+        self._joined: Callable[[], LocalMember | None] = lambda: None
+        """Returns what it is since it has joined, if that is still in use."""
+        self._known: tuple[GroupInfo, dict[Any, Member]] | None = None
+        """The group that ``knows`` has last looked at, and its members by key."""
         self._watches: dict[str, Pending] = {}
         """By member: a request that keeps a connection open. By its end the member notices that of this process."""
         fork.register(self)
 
     def after_fork(self) -> tuple[()]:
         """See fork.ForkAware."""
-        if (local := join.forget_client(self._generation)) is not None:
-            fork.forked_from(f"a client of group {local.group!r}")
+        join.forget_client(self._generation)
+        fork.forked_from(f"a client of group {self._host.last_info.name!r}")
         return ()
 
     @property
@@ -187,26 +201,66 @@ class Client:
         """See ``calls.clients.Client``, also for the other methods."""
         return self._session_lasts()
 
-    def local(self, home: Any = None) -> LocalMember:
-        with self._lock:
-            if (local := join.client(self._generation)) is None:
-                self._watches.clear()
-                try:
-                    become_client(self._host.admit_client, self._generation)
-                except BootstrapError as error:
-                    raise NotAMember(f"this process is in no group, and cannot be a client of one: {error}") from error
-                if (local := join.client(self._generation)) is None:
-                    raise NotAMember("this process is in no group, and the one that it used has ended just now")
-            member = None if home is None else member_of(local, home)
-            if member is not None and member.name not in self._watches:
-                self._watch(local, member)
+    def knows(self, home: Any) -> bool:
+        if (local := self._current()) is not None:
+            return member_of(local, home) is not None
+        info, known = self._host.last_info, self._known
+        if known is None or known[0] is not info:
+            known = self._known = info, by_key(info.members)
+        with contextlib.suppress(NotAMember):
+            find(home, known[1], str)
+            return True
+        return False
+
+    def local(self, home: Any = None, timeout_s: float | None = None) -> LocalMember:
+        if (local := self._current()) is not None and self._unwatched(local, home) is None:
+            return local
+        with self._turn.once("a call that joins a group"):
+            if (local := self._current()) is None:
+                local = self._join()
+            if (member := self._unwatched(local, home)) is not None:
+                self._watch(local, member, timeout_s)
         return local
 
-    def _watch(self, local: LocalMember, member: Member) -> None:
-        """Open a connection to a member. If that fails, the operation that follows reports it."""
-        route = local.peers.route(member.name)
+    def _current(self) -> LocalMember | None:
+        """This process as a client, if it has joined and not left since."""
+        local = self._joined()
+        return local if local is not None and join.client(self._generation) is local else None
+
+    def _join(self) -> LocalMember:
+        """Raises NotAMember only if the group has ended."""
+        self._watches.clear()
+        group = f"group {self._host.last_info.name!r}"
         try:
-            pending = local.outgoing.control(route, route.calls, protocol.WATCH, _CONNECT_S)
+            become_client(self._host.admit_client, self._generation)
+            if (local := join.client(self._generation)) is None:
+                raise BootstrapError(f"{group} has sent this process off just now")
+        except (BootstrapError, NotAMember) as error:
+            if self._has_ended():
+                raise NotAMember(f"this process is in no group, and {group}, which it used, has ended") from error
+            raise BootstrapError(f"this process cannot join {group} now, but a later call may: {error}") from error
+        self._joined = weakref.ref(local)
+        return local
+
+    def _has_ended(self) -> bool:
+        """Whether the group has ended for all that is known: Ray may not answer either."""
+        try:
+            return self._host.has_ended()
+        except Exception as error:
+            logger.debug("it is not known whether group %s has ended: %s", self._generation, error)
+            return False
+
+    def _unwatched(self, local: LocalMember, home: Any) -> Member | None:
+        """The member ``home``, if it would not notice that this process ends."""
+        member = None if home is None else member_of(local, home)
+        return None if member is None or member.name in self._watches else member
+
+    def _watch(self, local: LocalMember, member: Member, timeout_s: float | None) -> None:
+        """Open a connection to a member. If that fails, so does the operation that follows, which has no more time."""
+        route = local.peers.route(member.name)
+        patience_s = max(local.config.rpc_timeout_s, timeout_s or 0.0) + _CONNECT_S
+        try:
+            pending = local.outgoing.control(route, route.calls, protocol.WATCH, patience_s)
         except RayTorchRpcError:
             return
         self._watches[member.name] = pending

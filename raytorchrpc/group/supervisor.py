@@ -35,7 +35,7 @@ from raytorchrpc.group.formation import (
     participants_of,
 )
 from raytorchrpc.group.here import endpoint
-from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest, Prepared
+from raytorchrpc.group.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest, Prepared
 from raytorchrpc.group.process_group import ProcessGroupInfo, check_backend, create_process_group
 from raytorchrpc.group.restarts import RestartedActors
 from raytorchrpc.group.roster import Roster
@@ -131,6 +131,15 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def last_info(self) -> GroupInfo:
+        """The group as this process last knew it. Does not block."""
+        return self.info
+
+    def has_ended(self) -> bool:
+        """Whether the group has ended, or ends."""
+        return self._ends or self._stopped
 
     @property
     def roster(self) -> Roster:
@@ -400,7 +409,7 @@ class Supervisor:
         return change.result(_CHANGE_S)
 
     def _check_running(self) -> None:
-        if self._ends or self._stopped:
+        if self.has_ended():
             raise BootstrapError(f"group {self.roster.name!r} was shut down")
 
     def _drain(self) -> None:

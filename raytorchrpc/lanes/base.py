@@ -10,6 +10,7 @@ import ctypes
 import functools
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
@@ -376,15 +377,16 @@ def arrived(tensors: Sequence[torch.Tensor], copies: Copies | None) -> Arrived:
 
 def whole_targets(copies: Copies | None, shapes: Sequence[Shape], device: torch.device) -> list[torch.Tensor | None]:
     """For each exported tensor, the contiguous target on ``device`` that is to receive all of it, if there is one."""
-    found: list[torch.Tensor | None] = [None] * len(shapes)
+    targets: list[torch.Tensor | None] = [None] * len(shapes)
     if copies is None:
-        return found
+        return targets
+    uses = Counter([copy.source for copy in copies])  # another copy of the same tensor reads it as it was exported
     for index, (source, target, offset, strides) in enumerate(copies):
-        if target is not None and target.device == device and not offset and strides is None:
+        if target is not None and uses[source] == 1 and target.device == device and not offset and strides is None:
             tensor = copies.target(index)
             if tensor is not None and tensor.is_contiguous() and tensor.nbytes == size_of(shapes[source]):
-                found[source] = tensor
-    return found
+                targets[source] = tensor
+    return targets
 
 
 # --- tensor lanes ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import DELETE, FIND, OPEN, find
 from raytorchrpc.process.locks import Lock
+from raytorchrpc.tensors.kept_errors import again
 
 T = TypeVar("T")
 H = TypeVar("H", bound="Handle")
@@ -121,8 +122,9 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     A restarted actor waits here until it is a member of its group again.
     """
     local, since = current_local(), time.monotonic()
-    if local is None and home is not None and (found := own_groups.find(home)) is not None:
-        local = found[0]
+    if local is None and home is not None:
+        found = own_groups.find(home, None if timeout is None else checked_timeout(timeout))
+        local = None if found is None else found[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
     asked = None if timeout is None else _answer_timeout(checked_timeout(timeout))
@@ -227,11 +229,18 @@ class Handle:
         check_longest_wait(timeout)
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
         local = current_local()
-        searched = [local] if local is not None else own_groups.everywhere() or [process_member(timeout)]
+        unjoined: list[Exception] = []
+        if local is not None:
+            searched = [local]
+        else:
+            searched, unjoined = own_groups.everywhere()
+            searched = searched or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
             if (handle := cls._find_in(local, name, timeout, silent)) is not None:
                 return handle
+        if unjoined:  # one of those groups may have it
+            raise again(unjoined[0])
         groups = " or ".join(repr(local.group) for local in searched)
         unheard = f"; {', '.join(silent)} did not answer" if silent else ""
         raise NotFound(f"no member of group {groups} has a {cls.kind} {name!r}{unheard}")

@@ -52,7 +52,7 @@ def forked_from(parent: str) -> None:
 
 
 def forked() -> bool:
-    """Whether this process was forked from a member or a supervisor of a group."""
+    """Whether this process was forked from a member, a client or a supervisor of a group."""
     return _origin is not None
 
 

@@ -204,10 +204,13 @@ def outbound(body: Encoded, devices: Mapping[Any, Device]) -> Encoded:
 
 
 def inbound(body: Encoded, index: int) -> Encoded:
-    """Copy a body's tensors, but not its buffers, to that GPU. The copies are queued on this thread's stream."""
-    split = len(body.tensors) - body.buffers
-    moved = _to_gpu(body.tensors[:split], torch.device("cuda", index))
-    return body._replace(tensors=[*moved, *body.tensors[split:]])
+    """Copy a body's CPU tensors, but not its buffers, to that GPU. The copies are queued on this thread's stream."""
+    tensors, lifted = list(body.tensors), len(body.tensors) - body.buffers
+    positions = [position for position, tensor in enumerate(tensors[:lifted]) if tensor.is_cpu]
+    moved = _to_gpu([tensors[position] for position in positions], torch.device("cuda", index))
+    for position, tensor in zip(positions, moved, strict=True):
+        tensors[position] = tensor
+    return body._replace(tensors=tensors)
 
 
 def placed(body: Encoded, positions: Sequence[int], indices: Sequence[int]) -> Encoded:

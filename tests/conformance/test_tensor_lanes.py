@@ -361,6 +361,7 @@ _REGIONS: list[list[_Described]] = [
         (64, torch.int32, (5,), None),
         (128, torch.complex32, (2, 2), None),
         (192, torch.int8, (0, 4), None),
+        (0, torch.float32, (6, 8), None),  # all of it, beside regions of it
     ],
     [(0, torch.uint8, (0, 4), (30, 1)), (0, torch.float64, (0,), None)],
     [

@@ -79,7 +79,7 @@ def actors(spawn: Spawn) -> dict[str, Any]:
 @pytest.fixture
 def group(actors: dict[str, Any]) -> Iterator[rtr.Group]:
     # All by the socket lane: what comes by others is mapped, and takes no memory of the receiver's.
-    with rtr.init_group(actors, config=rtr.GroupConfig(lanes=["socket", "torchrpc"])) as group:
+    with rtr.init_group(actors, config=rtr.GroupConfig(lanes=["socket"])) as group:
         yield group
 
 

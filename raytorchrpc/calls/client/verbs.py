@@ -74,7 +74,7 @@ def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **k
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if current_local() is None and on_loop() and own_groups.find(_target) is None:
+    if current_local() is None and on_loop() and own_groups.find(_target, _options.timeout) is None:
         return Future(_DeferredCall(_target, _name, args, kwargs, _options))
     local, options = _member(_target, _options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
@@ -90,7 +90,7 @@ def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
     group that it formed or fetched and that has the target.
     """
     local: Any = current_local()
-    if local is None and (client := own_groups.find(target)) is not None:
+    if local is None and (client := own_groups.find(target, options.timeout)) is not None:
         return client[0], options
     if local is None:
         local, left = rejoin.wait(options.timeout)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 import torch.distributed.rpc as rpc
@@ -38,6 +38,7 @@ from raytorchrpc.lanes.base import (
     TensorCapabilities,
     TensorLane,
     arrived,
+    checked,
     never_fetched,
 )
 from raytorchrpc.lanes.setup import LaneSetup
@@ -111,7 +112,7 @@ class TorchRpcLane(MessageLane):
         self.hosts.update({peer.peer: peer.address.host for peer in peers})
         self._beside.maps.update({peer.peer: peer.devices_back for peer in peers})
         addresses = ((peer.address, peer.devices_back) for peer in peers)
-        self._fabric.add_peers([its._replace(inverse_map=back) if back else its for its, back in addresses])
+        self._fabric.add_peers([address._replace(inverse_map=back) if back else address for address, back in addresses])
 
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
@@ -212,8 +213,6 @@ class TorchRpcTensors(TensorLane):
         self._lane, self._fetch_timeout_s = lane, fetch_timeout_s
         self.maps: dict[str, Mapping[int, int]] = {}
         """By peer: own GPU -> the peer's, for what the peer fetches."""
-        self._numbers: dict[int, str] = {}
-        """What is kept, and for which peer."""
 
     def open(self) -> None:
         """Do nothing: the message lane listens."""
@@ -233,58 +232,81 @@ class TorchRpcTensors(TensorLane):
 
     def _keep(self, peer: str, body: Encoded, make_current: Callable[[], None]) -> Export:
         number = next(_numbers)
-        self._numbers[number] = peer
-        _kept[number] = Message((), body, make_current), self._lane.devices
-        forget = partial(self._forget, number)
+        _kept[number] = _Kept(self, peer, Message((), body, make_current))
+        forget = partial(_kept.pop, number, None)
+        if peer not in self._lane._rpc_names:  # or it was forgotten before this was kept
+            forget()
+            raise LaneUnavailable(self.name, f"member {peer!r} has left the group")
         return Export(number, forget, forget)
 
-    def _forget(self, number: int) -> None:
-        _kept.pop(number, None)
-        self._numbers.pop(number, None)
-
+    @checked
     def read(self, peer: str, descriptor: Any, shapes: Sequence[Shape], copies: Copies | None = None) -> Arrived:
-        with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
-            pending = self._lane.request(peer, _hand_over, (descriptor,), self._fetch_timeout_s)
-            if not pending.wait(self._fetch_timeout_s):
-                raise RpcTimeout(f"no tensors from {peer!r} in time over torchrpc")
-            header, body = pending.take()[:2]
+        try:
+            with torch_internals.autograd_context(torch_internals.NO_CONTEXT):
+                pending = self._lane.request(peer, _hand_over, (descriptor, self._lane._me), self._fetch_timeout_s)
+                if not pending.wait(self._fetch_timeout_s):
+                    raise RpcTimeout(f"no tensors from {peer!r} in time over torchrpc")
+                header, body = pending.take()[:2]
+        except BaseException:
+            self.release(peer, descriptor)  # it may be kept there yet
+            raise
         if header:
             raise never_fetched(peer)
-        return arrived(body.tensors, copies) if shapes else list(body.rrefs)
+        if not shapes:
+            return list(body.rrefs)
+        if [(tensor.dtype, tuple(tensor.shape)) for tensor in body.tensors] != list(shapes):
+            raise ValueError("other tensors arrived than the message tells of")
+        return arrived(body.tensors, copies)
 
     def release(self, peer: str, descriptor: Any) -> None:
         with suppress(RayTorchRpcError):
-            self._lane.request(peer, _drop, (descriptor,), self._fetch_timeout_s)
+            self._lane.request(peer, _drop, (descriptor, self._lane._me), self._fetch_timeout_s)
 
     def disconnect(self, peer: str) -> None:
         self.maps.pop(peer, None)
-        for number, receiver in list(self._numbers.items()):
-            if receiver == peer:
-                self._forget(number)
+        self._forget(peer)
 
     def close(self) -> None:
-        for number in list(self._numbers):
-            self._forget(number)
+        self._forget()
+
+    def _forget(self, *peers: str) -> None:
+        """What is kept for these peers; without any, for all."""
+        for number, kept in _kept.copy().items():
+            if kept.lane is self and (not peers or kept.peer in peers):
+                _kept.pop(number, None)
 
 
-_kept: dict[int, tuple[Message, list[int | str | torch.device]]] = {}
-"""What peers may fetch, and the devices of the lane, by number."""
+class _Kept(NamedTuple):
+    """What one peer may fetch."""
+
+    lane: TorchRpcTensors
+    peer: str
+    message: Message
+
+
+_kept: dict[int, _Kept] = {}
 _numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this member
 
 
+def _take(number: int, peer: str) -> _Kept | None:
+    kept = _kept.get(number)
+    return _kept.pop(number, None) if kept is not None and kept.peer == peer else None
+
+
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _hand_over(number: int) -> torch.futures.Future[Any]:
-    """Reply with what is kept under that number, once. Runs on a torchrpc thread."""
-    message, devices = _kept.pop(number, (_GONE, []))
-    future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+def _hand_over(number: int, peer: str) -> torch.futures.Future[Any]:
+    """Reply with what is kept for that peer under that number, once. Runs on a torchrpc thread."""
+    kept = _take(number, peer)
+    message = _GONE if kept is None else kept.message
+    future: torch.futures.Future[Any] = torch.futures.Future(devices=[] if kept is None else kept.lane._lane.devices)
     message.make_current()
     future.set_result(_as_torch(message))
     return future
 
 
-def _drop(number: int) -> tuple[Any, ...]:
-    """Nobody will fetch what is kept under that number."""
-    _kept.pop(number, None)
+def _drop(number: int, peer: str) -> tuple[Any, ...]:
+    """That peer will not fetch what is kept for it under that number."""
+    _take(number, peer)
     return _as_torch(_GONE)
 
 

@@ -372,9 +372,8 @@ def test_the_document_says_how_to_get_it_again_and_what_is_missing(tmp_path: Pat
     assert shown(result(), tmp_path, code=1) == nothing
 
 
-def test_the_page_of_measurements_has_a_part_for_each_stored_result() -> None:
-    assert len(re.findall("^## ", page.page(), re.MULTILINE)) == len(page.SHOWN)
-    assert "| auto | 0.156 | 1.8 | 25.5 |" in page.page()
+def test_the_page_of_measurements_is_what_the_stored_results_say() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python -m benchmarks.page`"
 
 
 @pytest.mark.parametrize("run", [links(), paced()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,18 +10,27 @@ import yaml
 
 from raytorchrpc.doctor.report import LANES
 from raytorchrpc.topology import nccl_env
-from tests.unit.doctor.pages import FINDINGS, TEXTS
+from tests.unit.doctor.pages import FINDINGS
+from tests.unit.sources import parse
 
 ROOT = Path(__file__).parents[3]
 FINDINGS_PAGE = (ROOT / "docs" / "reference" / "findings.md").read_text(encoding="utf-8")
 RDMA = (ROOT / "docs" / "rdma.md").read_text(encoding="utf-8")
+#: Functions that make a finding, and the position of its id in their arguments.
+ADDERS = {"ok": 0, "note": 0, "warning": 0, "problem": 0, "finding": 1}
 
 
 def test_the_table_of_findings_is_that_of_the_code() -> None:
-    assert LANES.keys() <= FINDINGS.keys()
-    for name, levels in FINDINGS.items():
-        assert levels, f"{name} has no level"
-        assert TEXTS[name] or levels == {"ok"}, f"the page says nothing about {name}"
+    said: dict[str, set[str]] = {}
+    for file in (ROOT / "raytorchrpc" / "doctor").glob("*.py"):
+        for node in ast.walk(parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ADDERS:
+                name = node.args[ADDERS[node.func.id]]
+                assert isinstance(name, ast.Constant), f"{file.name}: an id is written out"
+                said.setdefault(name.value, set()).add(node.func.id)
+    assert said.keys() == FINDINGS.keys() >= LANES.keys()
+    for name, adders in said.items():
+        assert adders - {"finding"} <= FINDINGS[name], f"docs/reference/findings.md lists other levels for {name}"
 
 
 def test_the_page_tells_of_every_variable_of_nccls() -> None:

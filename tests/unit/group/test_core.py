@@ -14,9 +14,9 @@ import pytest
 
 from raytorchrpc.group import core
 from raytorchrpc.group.core import BEHIND, Core, Fate
-from raytorchrpc.group.messages import Prepared
+from raytorchrpc.group.messages import JoinedProcess, Prepared
 from raytorchrpc.group.roster import Roster
-from raytorchrpc.group.view import Answer, Peer
+from raytorchrpc.group.view import Absence, Answer, Peer, View
 from tests.unit import clusters
 from tests.unit.group.followers import Follower, Group, elsewhere
 from tests.unit.group.test_roster import prepared_of, probes_of
@@ -151,8 +151,7 @@ def test_a_client_follows_the_group_and_is_not_in_it(its: Supervised) -> None:
     name, process = "client", (CLIENT, 0)
     first = its.core.view.entries[0].peer
     client = first._replace(member=replace(first.member, name=name, rank=CLIENT))
-    version = its.core.view.promise()
-    assert its.tell(its.core.client_arrived, client, version) == [core.Dial([name], 2.0)]
+    assert its.tell(its.core.client_arrived, client, its.core.view.version) == [core.Dial([name], 2.0)]
     its.tell(its.core.dialled, name, process, None)
     assert its.asked == [] and CLIENT not in its.core.view.entries
     its.silent.add(name)
@@ -213,6 +212,100 @@ def test_processes_join_step_by_step(its: Supervised) -> None:
     its.tell(its.core.give_up, second)
     assert 9 not in its.core.view.entries and other not in its.core.roster.records
     assert its.core.roster.next_rank == 10, "some member may know the rank"
+
+
+class NewClient(Newcomers):
+    """The same of a client, as ``formation.ClientFormation`` has it."""
+
+    def assign(self, roster: Roster, beside: Roster | None = None) -> None:
+        process = JoinedProcess("1@node/1", None)
+        self.roster = roster.as_seen_by("client", process, self._probes[A], CLIENT)
+
+    def follower(self, admission: core.Admission) -> Follower:
+        """What its process knows once it has joined."""
+        assert admission.prepared.keys() >= self.roster.records.keys() >= admission.away.keys()
+        follower = Follower(CLIENT, self.roster, View([]), admission.version, admission.prepared)
+        ranks = {name: self.roster.records[name].member.rank for name in admission.away}
+        follower.absent = {rank: Absence(admission.away[name], False) for name, rank in ranks.items()}
+        return follower
+
+    def prepare(self) -> dict[str, Prepared]:
+        return {"client": prepared_of(self.roster)["client"]}
+
+
+@pytest.mark.parametrize("kind", ["added", "back"])
+@pytest.mark.parametrize("arrives", ["before the client", "after it", "never", "it is removed"])
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_client_joins_while_a_member_does(its: Supervised, kind: Any, arrives: str, changes: bool) -> None:
+    name, rank = ("worker_8", 8) if kind == "added" else (A, 0)
+    if kind == "back":
+        its.lose(A)
+        its.said(Fate.RESTARTED, A)
+    other = Follower(1, its.core.roster, its.core.view)
+    member, joining = core.Admission(kind, Newcomers(its, name)), NewClient(its, "client")
+    client = core.Admission("client", joining)
+    its.tell(its.core.assign, member)
+    its.tell(its.core.announce, member, member.attempt.prepare())  # type: ignore[attr-defined]
+    assert member.step is core.Step.ANNOUNCED
+    if arrives == "it is removed" and kind == "back":
+        its.tell(its.core.removed, [A])
+    its.tell(its.core.assign, client)
+    its.tell(its.core.announce, client, joining.prepare())
+    follower = joining.follower(client)
+    if changes:
+        its.lose(C)
+
+    def end() -> None:
+        its.tell(its.core.connect, member)
+        if arrives in ("never", "it is removed"):
+            its.tell(its.core.give_up, member)
+            its.tell(its.core.failed, {name: rank})
+        else:
+            its.tell(its.core.arrive, member)
+            process = its.core.roster.records[name].process
+            its.tell(its.core.dialled, name, process, None)
+
+    if arrives == "before the client":
+        end()
+    its.tell(its.core.arrive, client)
+    its.tell(its.core.dialled, "client", (CLIENT, 0), None)
+    if arrives != "before the client":
+        end()
+    its.tell(its.core.tick)
+    for told in its.asked:
+        if "client" in told.members:
+            follower.follow(told.delta)
+        if B in told.members:
+            other.follow(told.delta)
+    assert other.reconnected == [name], "the member came once, and keeps its connections"
+    assert follower.reconnected == [], "the client knows it from the beginning"
+    other.check(its.core.view)
+    assert follower.table.version == its.core.view.version
+    expected = {its.peer.member for its in its.core.view.entries.values()}
+    assert {member for rank, member in follower.table.members.items() if rank != CLIENT} == expected
+    assert follower.absent.keys() == other.absent.keys()
+
+
+def test_a_client_that_cannot_be_reached_for_a_while_stays_one(its: Supervised) -> None:
+    """It does not learn that it is struck, and would have an old view for ever."""
+    name, process = "client", (CLIENT, 0)
+    first = its.core.view.entries[0].peer
+    client = first._replace(member=replace(first.member, name=name, rank=CLIENT))
+    its.tell(its.core.client_arrived, client, its.core.view.version)
+    its.tell(its.core.dialled, name, process, None)
+    its.tell(its.core.broke, name, process, "connection closed")
+    for _ in range(2):
+        assert [type(each) for each in its.tell(its.core.ray_said, {name: (Fate.UNKNOWN, "")})] == [core.Dial]
+        assert its.tell(its.core.dialled, name, process, "no route to host", refused=True, after_s=10.0) == []
+        its.now += 10.0
+    its.lose(A)
+    assert all(name not in told.members for told in its.asked)
+    its.said(Fate.UNKNOWN, name)
+    assert its.tell(its.core.dialled, name, process, None) == [] and its.core.clients.keys() == {name}
+    assert its.asked[-1].members.keys() == {name} and its.asked[-1].delta.version == its.core.view.version
+    its.tell(its.core.broke, name, process, "connection closed")
+    its.now += 61.0
+    assert its.said(Fate.UNKNOWN, name) == [core.Forget([name]), core.Post()], "after a minute it is given up"
 
 
 def test_a_member_that_is_dead_leaves(its: Supervised) -> None:

@@ -33,11 +33,11 @@ class Groups:
             token = process_token(GENERATION, member.rank, member.incarnation)
             self.local.peers.add_peer(PeerRoute(member, self.lane, self.lane, token=token, same_clock=True))
 
-    def find(self, home: Any) -> tuple[LocalMember, Member]:
+    def find(self, home: Any, timeout_s: float | None = None) -> tuple[LocalMember, Member]:
         return self.local, self.local.peers.route(home).member
 
-    def everywhere(self) -> list[LocalMember]:
-        return [self.local]
+    def everywhere(self) -> tuple[list[LocalMember], list[Exception]]:
+        return [self.local], []
 
 
 @pytest.fixture
