@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from raytorchrpc.calls.counters import BUCKETS, PairStats, counted_name
+from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats, counted_name
 from raytorchrpc.calls.metrics import GroupStats, Reading
 
 LONG = "a-member-with-a-name-of-40-characters---"
@@ -47,3 +47,12 @@ def test_a_service_is_counted_under_the_name_of_its_object() -> None:
     assert counted_name("raytorchrpc.put", ("queue", "batches", 7)) == "queue batches.put"
     assert counted_name("raytorchrpc.weights.lease", ("weight store", "policy", 1)) == "weight store policy.lease"
     assert counted_name("raytorchrpc.next", (3, 1)) == counted_name("raytorchrpc.next", ()) == "(next)"
+
+
+def test_calls_whose_outcome_nobody_takes_are_counted_and_not_kept() -> None:
+    counters = CallCounters()
+    for _ in range(10_000):
+        counters.sent("b", "socket", "step", 3)
+    assert len(counters._sent) < 1000
+    (row,) = counters.rows("a")
+    assert (row.calls, row.bytes_out, row.finished) == (10_000, 30_000, 0)
