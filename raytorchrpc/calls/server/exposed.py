@@ -77,15 +77,15 @@ def methods_of(instance: Any) -> dict[str, Exposed]:
     attributes: dict[str, Any] = {}
     for cls in reversed(type(instance).__mro__ if instance is not None else ()):
         attributes.update(vars(cls))  # getattr would run the class's own descriptors
-    found = {}
+    methods = {}
     for name in sorted(attributes):
         function = attributes[name]
         note = exposed(function)
         if note is not None:
             # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.
             group = note.concurrency_group or ray_internals.concurrency_group_of(function)
-            found[name] = note.of(ray_internals.untraced(function))._replace(concurrency_group=group)
-    return found
+            methods[name] = note.of(ray_internals.untraced(function))._replace(concurrency_group=group)
+    return methods
 
 
 def is_hidden(function: Any) -> bool:
