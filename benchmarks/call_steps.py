@@ -105,16 +105,16 @@ def call_steps(pick: Pick) -> list[Figure]:
     figures: list[Figure] = []
     with group_of(*reversed(ENDS), cls=Echo) as (_, members):
         callee, caller = members.values()
-        for place, what in enumerate(("functions", "locks")):
+        for place, kind in enumerate(("functions", "locks")):
 
-            def one_batch(contestant: str, size: str, place: int = place, what: str = what) -> float:
+            def one_batch(contestant: str, size: str, place: int = place, kind: str = kind) -> float:
                 made = on(caller, call, size, count)
                 ends = dict(zip(ENDS, (made[place], on(callee, take)[place]), strict=True))
                 for end, counted in ends.items():
-                    turns.setdefault((size, f"{what} of the {end}"), []).append(counted)
+                    turns.setdefault((size, f"{kind} of the {end}"), []).append(counted)
                 return sum(sum(counted.values()) for end, counted in ends.items() if contestant in (BOTH, end)) / count
 
-            figures += compare(f"{what} of a call", one_batch, (BOTH, *ENDS), [*SIZES], batches, unit="per call")
+            figures += compare(f"{kind} of a call", one_batch, (BOTH, *ENDS), [*SIZES], batches, unit="per call")
     rows = []
     for (size, side), counted in turns.items():
         if size == "1.25 KB":

@@ -53,8 +53,8 @@ class Stage:
     @rtr.method
     def gradients(self, context: int) -> list[Tensor]:
         """Returns the gradients that the context's backward pass computed for this stage's parameters."""
-        found = dist_autograd.get_gradients(context)
-        return [found[parameter].cpu() for parameter in self.layer.parameters()]
+        by_parameter = dist_autograd.get_gradients(context)
+        return [by_parameter[parameter].cpu() for parameter in self.layer.parameters()]
 
     def step(self, next_stage: Any, x: Tensor, staged: bool, keep: bool = False) -> list[Tensor]:
         """Runs one forward and one backward pass through both stages. Returns all gradients if ``keep``."""

@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> Result:
     states = ray.get([stage.state.remote() for stage in stages])
     ours = [torch.tensor(losses, dtype=torch.double), *(tensor for parameters, _ in states for tensor in parameters)]
     pairs = zip(ours, train_in_one_process(options.steps), strict=True)
-    difference = max(float((mine - expected).abs().max()) for mine, expected in pairs)
+    difference = max(float((actual - expected).abs().max()) for actual, expected in pairs)
     at_once = [most for _, most in states]
 
     print(f"{STAGES} stages, {options.pieces} micro-batches: loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -54,8 +54,8 @@ class Worker:
         parameters = list(self.model.parameters())
         for step in range(steps):
             with torch.no_grad():
-                for mine, theirs in zip(parameters, rtr.rpc_sync(learner).pull(), strict=True):
-                    mine.copy_(theirs)
+                for own, theirs in zip(parameters, rtr.rpc_sync(learner).pull(), strict=True):
+                    own.copy_(theirs)
             loss = loss_of(self.model, step, self.shard)
             rtr.rpc_sync(learner).push(list(torch.autograd.grad(loss, parameters)))
             losses.append(loss.item())

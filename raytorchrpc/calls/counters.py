@@ -81,15 +81,15 @@ def combined(operation: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 def merged(rows: Iterable[PairStats], *keep: str) -> list[PairStats]:
     """Add up the rows that are alike in the fields ``keep``, such as "peer" and "method"; the others become empty."""
-    found: dict[tuple[str, ...], PairStats] = {}
+    totals: dict[tuple[str, ...], PairStats] = {}
     for row in rows:
         key = tuple(getattr(row, name) for name in keep)
-        if (total := found.get(key)) is None:
+        if (total := totals.get(key)) is None:
             alike: dict[str, Any] = dict(zip(keep, key, strict=True))
-            total = found[key] = PairStats(**alike)
+            total = totals[key] = PairStats(**alike)
         for name in PairStats.COUNTS:
             setattr(total, name, combined(operator.add, getattr(total, name), getattr(row, name)))
-    return [*found.values()]
+    return [*totals.values()]
 
 
 def counted_name(method: str, args: tuple[Any, ...]) -> str:
@@ -352,7 +352,7 @@ class WeightCounters:
             arriving = max((pull.version for pull in pulls), default=0)
             running = [pull for pull in pulls if pull.version == arriving]
             brought = sum(pull.brought for pull in running)
-            found = replace(
+            stats = replace(
                 row,
                 member=member,
                 arriving=arriving,
@@ -361,11 +361,11 @@ class WeightCounters:
                 bytes_in=row.bytes_in + sum(pull.total for pull in pulls),
             )
             holders = list(self._holders.get(store, ()))
-        found.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
-        found.held = sum(holder.held for holder in holders)
-        sources = {source for source, _ in found.sources} | ({store[1]} if store in self._viewed else set())
-        found.mapped = sum(map(self._mapped, sources))
-        return found
+        stats.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
+        stats.held = sum(holder.held for holder in holders)
+        sources = {source for source, _ in stats.sources} | ({store[1]} if store in self._viewed else set())
+        stats.mapped = sum(map(self._mapped, sources))
+        return stats
 
 
 def _added(counts: tuple[tuple[Any, int], ...], key: Any, size: int) -> tuple[tuple[Any, int], ...]:

@@ -90,13 +90,13 @@ class Reading:
     def of_all(cls, readings: Iterable[Reading]) -> Reading:
         """The readings of several members as one. Weights then have their ``lag``."""
         parts = [*readings]
-        found = cls(*([row for part in parts for row in getattr(part, each.name)] for each in fields(cls)))
+        reading = cls(*([row for part in parts for row in getattr(part, each.name)] for each in fields(cls)))
         newest: dict[tuple[str, str], int] = {}
-        for row in found.weights:
+        for row in reading.weights:
             newest[row.store, row.home] = max(newest.get((row.store, row.home), 0), row.published)
-        lags = (max(0, newest[row.store, row.home] - row.pulled) if row.pulled else 0 for row in found.weights)
-        weights = [replace(row, lag=lag) for row, lag in zip(found.weights, lags, strict=True)]
-        return replace(found, weights=weights)
+        lags = (max(0, newest[row.store, row.home] - row.pulled) if row.pulled else 0 for row in reading.weights)
+        weights = [replace(row, lag=lag) for row, lag in zip(reading.weights, lags, strict=True)]
+        return replace(reading, weights=weights)
 
     def since(self, before: Reading) -> Reading:
         """With the counts of calls and queues since another reading; those of restarted members count from zero."""
@@ -183,7 +183,7 @@ Samples = dict[tuple[str, tuple[str, ...]], float]
 
 def samples(reading: Reading, fine: bool) -> Samples:
     """The series of one member. ``fine``: with the labels and the metrics that ``metrics_period_s`` turns on."""
-    found: Samples = {}
+    samples: Samples = {}
     for name, metric in METRICS.items():
         tags, more = TAGS[metric.rows]
         for row in getattr(reading, metric.rows) if fine or not metric.detail else ():
@@ -193,8 +193,8 @@ def samples(reading: Reading, fine: bool) -> Samples:
                 value = getattr(row, its_field)
                 for by, number in (value if isinstance(value, dict) else {label: value}).items():
                     key = name, (*who, by) if metric.by else who
-                    found[key] = metric.merge(found[key], number) if key in found else number
-    return found
+                    samples[key] = metric.merge(samples[key], number) if key in samples else number
+    return samples
 
 
 #: A table names at most so many of the members that wait at a queue.

@@ -242,13 +242,13 @@ class Payloads:
             raise LaneUnavailable(name, "this member has left the group")
         return lane
 
-    def _warn(self, what: str, reason: str) -> None:
+    def _warn(self, detour: str, reason: str) -> None:
         with self._lock:
             cause = re.sub(r"\d+", "", reason)  # one warning whatever the sizes
             known = cause in self._warned
             self._warned.add(cause)
         if not known:
-            logger.warning("%s: %s", what, reason)
+            logger.warning("%s: %s", detour, reason)
 
     # --- what is received ----------------------------------------------------------------------------------------
 
@@ -302,16 +302,16 @@ def placement(
     ``devices``: where tensors arrive, this process's GPU or "cpu" -> the peer's. CUDA tensors that arrive on the CPU
     travel as CPU tensors. ``in_band``: CPU bytes that may stay in the message; None: all.
     """
-    found: dict[str, list[int]] = {}
+    positions_of: dict[str, list[int]] = {}
     crossing = CPU in devices.values()
     for position, tensor in enumerate(tensors):
         kind = "cpu" if tensor.is_cpu else "cuda" if tensor.is_cuda else tensor.device.type
         if crossing and goes_to_cpu(tensor, devices):
             kind = "cpu"
-        found.setdefault(kind, []).append(position)
-    if in_band is None or sum(tensors[position].nbytes for position in found.get("cpu", ())) <= in_band:
-        found.pop("cpu", None)
-    return dict(found)
+        positions_of.setdefault(kind, []).append(position)
+    if in_band is None or sum(tensors[position].nbytes for position in positions_of.get("cpu", ())) <= in_band:
+        positions_of.pop("cpu", None)
+    return dict(positions_of)
 
 
 def _in_message(body: Encoded, devices: Mapping[Device, Device]) -> Payload:

@@ -117,12 +117,12 @@ def find(target: Any, by_key: Mapping[Any, T], group: Callable[[], str]) -> T:
             raise NotAMember(
                 f"{target!r} does not name a member: pass an actor handle, a member's name, its rank or a Member"
             ) from None
-    found = by_key.get(key)
-    if found is None and isinstance(key, str) and key.isdecimal():
-        found = by_key.get(int(key))
-    if found is None:
+    value = by_key.get(key)
+    if value is None and isinstance(key, str) and key.isdecimal():
+        value = by_key.get(int(key))
+    if value is None:
         raise NotAMember(f"{target!r} is not in {group()}")
-    return found
+    return value
 
 
 def by_key(members: Iterable[Member]) -> dict[Any, Member]:
@@ -386,8 +386,8 @@ class PeerTable:
 
         with self._changed:
             until = _wait_until(timeout_s, _JOINING_S)
-            while (now := absence()) is not None and now.joins and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while (now := absence()) is not None and now.joins and (remaining := until - time.monotonic()) > 0:
+                self._changed.wait(remaining)
             return now
 
     def why_unreachable(self, route: PeerRoute) -> str | None:

@@ -241,10 +241,10 @@ def awaited(timeout_s: float | None) -> Awaited:
     check_longest_wait(timeout_s)
     check_process()
     actor_id = _actor_here()
-    left = _was_member and (_current is None or _current.over)
+    has_left = _was_member and (_current is None or _current.over)
     if actor_id is not None and runs_init(actor_id):
         raise NotAMember("this process is in no group: an actor can join one only when its __init__ has ended")
-    if actor_id is None or left or not _was_restarted(actor_id):
+    if actor_id is None or has_left or not _was_restarted(actor_id):
         raise NotAMember(_no_group(actor_id))
     return _begin(actor_id).member(timeout_s)
 

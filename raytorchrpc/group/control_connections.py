@@ -140,12 +140,12 @@ class ControlConnections:
 
     def dial(self, work: Mapping[str, Callable[[], None]]) -> list[threading.Thread]:
         """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage."""
-        left = deque(work.values())
+        waiting = deque(work.values())
 
         def run() -> None:
             while True:
                 try:
-                    connect = left.popleft()
+                    connect = waiting.popleft()
                 except IndexError:
                     return
                 connect()

@@ -299,7 +299,7 @@ class Core:
 
     def listening(self) -> dict[str, Prepared]:
         """Where each member listens. Any thread may ask."""
-        return {its.peer.member.name: its.peer.prepared for its in self.view.entries.copy().values()}
+        return {entry.peer.member.name: entry.peer.prepared for entry in self.view.entries.copy().values()}
 
     def causes(self) -> dict[str, str]:
         """Why each lost member is lost, by name. Any thread may ask."""
@@ -626,11 +626,11 @@ class Core:
     def _tell_where_members_are(self, admission: Admission) -> None:
         names = admission.attempt.ranks.keys()
         listening = self.listening()
-        admission.prepared.update({name: its for name, its in listening.items() if name not in names})
+        admission.prepared.update({name: published for name, published in listening.items() if name not in names})
         others = [name for name in admission.attempt.roster.records if name not in names]
         gone = {name: "it has left the group" for name in others if name not in listening}
         entries = self.view.entries.values()
-        joining = {its.peer.member.name: JOINING.cause for its in entries if its.state.absence == JOINING}
+        joining = {entry.peer.member.name: JOINING.cause for entry in entries if entry.state.absence == JOINING}
         away = {**joining, **self.away(), **gone}
         admission.away = {name: away[name] for name in others if name in away}
         admission.silent = self.unready().keys() - admission.away.keys() - names

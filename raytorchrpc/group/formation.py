@@ -194,11 +194,11 @@ class Formation:
             and all(is_actor(handle) and ray_internals.actor_id_of(handle) in _known for handle in handles)
         )
         if self._uses_known:
-            found = {name: _known[ray_internals.actor_id_of(handle)] for name, handle in self.participants.items()}
+            probes = {name: _known[ray_internals.actor_id_of(handle)] for name, handle in self.participants.items()}
         else:
             arguments = {member: (member, lanes) for member in self.participants}
-            found = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
-        self._probes: dict[str, Probe] = {member: found[member] for member in self.participants}
+            probes = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
+        self._probes: dict[str, Probe] = {member: probes[member] for member in self.participants}
         self._refuse_taken(self._probes)
         self._elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *handles])
 
@@ -217,7 +217,7 @@ class Formation:
         """
 
         def others(of: Roster) -> dict[str, Member]:
-            return {name: its.member for name, its in of.records.items() if name not in self.participants}
+            return {name: record.member for name, record in of.records.items() if name not in self.participants}
 
         if others(roster) == others(self.roster):
             return False
@@ -254,12 +254,12 @@ class Formation:
             for name in self.participants
         }
         prepared: dict[str, Prepared] = self._ask("could not start", join.prepare, specs)
-        if others := tuple(name for name, its in prepared.items() if its.pid != records[name].probe.pid):
+        if others := tuple(name for name, answer in prepared.items() if answer.pid != records[name].probe.pid):
             raise BootstrapError(
                 f"group {self.roster.name!r} {self._begun()}: Ray restarted {', '.join(others)} meanwhile",
                 members=others,
             )
-        highest = max(its.agent.highest_id for its in prepared.values())
+        highest = max(answer.agent.highest_id for answer in prepared.values())
         self.roster = replace(self.roster, highest_id=max(self.roster.highest_id, highest))
         return prepared
 
@@ -312,10 +312,10 @@ class Formation:
         """Have every participant connect to the other members. ``prepared``: of the whole roster. ``away``, ``silent``:
         members that cannot be reached; these and ``version``: see Listening.
         """
-        left = max(1.0, self.deadline - time.monotonic())
+        remaining_s = max(1.0, self.deadline - time.monotonic())
         peers = {name: prepared[name] for name in self.roster.records}
         group = self.roster.name, self.roster.generation
-        listening = self._shared(Listening(*group, peers, left, dict(away or {}), tuple(silent), version))
+        listening = self._shared(Listening(*group, peers, remaining_s, dict(away or {}), tuple(silent), version))
         arguments = {member: (listening(member),) for member in self.participants}
         self._ask("could not reach the others", self._commit, arguments)
 
@@ -336,16 +336,16 @@ class Formation:
         self._restarting = any(isinstance(error, ActorUnavailableError) for error in failures.values())
 
     def _ask(
-        self, what: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
+        self, failure: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
     ) -> dict[str, Any]:
         """Results by member. Raises ConfigurationError or BootstrapError; ``what``: what members failed to do."""
         options: dict[str, Any] = {"fail_fast": True, "retry_restarting": retry_restarting, "patience": self._patience}
-        found, failures = self._call_all(self.participants, function, arguments, self.deadline, **options)
+        answers, failures = self._call_all(self.participants, function, arguments, self.deadline, **options)
         if not failures:
-            return found
-        if found and self._leaves_out_failures:
+            return answers
+        if answers and self._leaves_out_failures:
             self._leave_out(failures)
-            return found
+            return answers
         silent = [member for member, error in failures.items() if isinstance(error, TimeoutError)][: ray_calls.NAMED]
         why = ray_calls.why_silent({name: handle for name in silent if is_actor(handle := self.participants[name])})
         reasons = "; ".join(f"{member!r}: {self._reason(error, why.get(member))}" for member, error in failures.items())
@@ -356,7 +356,7 @@ class Formation:
         named = [name for error in failures.values() for name in getattr(error, "members", ())]
         count = f"{len(failures)} of {len(self.participants)}"
         raise BootstrapError(
-            f"group {self.roster.name!r} {self._begun()}: {count} {what}: {reasons}",
+            f"group {self.roster.name!r} {self._begun()}: {count} {failure}: {reasons}",
             members=tuple(dict.fromkeys((*failures, *named))),
         ) from cause
 
@@ -364,7 +364,7 @@ class Formation:
         for name, error in failures.items():
             logger.warning("group %r %s: %s: %s", self.roster.name, self._begun(), name, self._reason(error, None))
         out = {name: self.participants[name] for name in failures}
-        self.participants = {name: its for name, its in self.participants.items() if name not in out}
+        self.participants = {name: handle for name, handle in self.participants.items() if name not in out}
         self.left_out += out
         self.roster = self.roster.with_former(self._before, out)
         self._call_all(out, join.give_up, dict.fromkeys(out, (self._attempt,)), time.monotonic())

@@ -286,15 +286,15 @@ class Group:
             reasons = "; ".join(f"{name!r}: {cause}" for name, cause in away.items())
             raise BootstrapError(f"not ready within {timeout:g} s: {reasons}", members=tuple(away))
 
-    def _own(self, what: str, hint: str = "this is a copy") -> Host:
+    def _own(self, method: str, hint: str = "this is a copy") -> Host:
         fork.check_process()
         if self._host is None:
-            raise NotAMember(f"Group.{what}() works in the process that called init_group; {hint}")
+            raise NotAMember(f"Group.{method}() works in the process that called init_group; {hint}")
         return self._host
 
-    def _names(self, what: str, actors: Any) -> list[str]:
+    def _names(self, method: str, actors: Any) -> list[str]:
         if isinstance(actors, (str, ActorHandle, Member)) or not isinstance(actors, Sequence):
-            raise ConfigurationError(f"{what} takes a list of members, not {actors!r}")
+            raise ConfigurationError(f"{method} takes a list of members, not {actors!r}")
         return [self._member(actor).name for actor in actors]
 
     def _member(self, target: Any) -> Member:

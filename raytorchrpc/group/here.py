@@ -46,8 +46,8 @@ def listening_address(here: Endpoint, config: GroupConfig) -> str:
 
 def endpoint(name: str, wants_gpu: bool = False, lanes: Sequence[str] = ()) -> Endpoint:
     """Describe this process. ``lanes``: lanes of other distributions to look for; see ``Endpoint.lanes``."""
-    found = topology_probe.probe(name=name, node_ip=place().node_ip, wants_gpu=wants_gpu)
-    return found.changed({"lanes": registry.distributions(lanes)}) if lanes else found
+    evidence = topology_probe.probe(name=name, node_ip=place().node_ip, wants_gpu=wants_gpu)
+    return evidence.changed({"lanes": registry.distributions(lanes)}) if lanes else evidence
 
 
 def asked_for_gpu(instance: Any) -> bool:

@@ -75,10 +75,10 @@ class Membership:
         lanes = {lane.name: lane for lane in local.lanes}
         token = process_token(table.generation, peer.rank, peer.incarnation)
         if self.is_client:
-            lane, near = lanes[registry.CONTROL], me.node_id == peer.node_id
+            lane, same_node = lanes[registry.CONTROL], me.node_id == peer.node_id
             absent = AbsentLane("a client of a group has no torchrpc agent", "init_group(..., include_driver=True)")
             return PeerRoute(
-                peer, lane, absent, through_cpu=None, token=token, retries=prepared.retries, same_clock=near
+                peer, lane, absent, through_cpu=None, token=token, retries=prepared.retries, same_clock=same_node
             )
         if peer.rank == me.rank:
             refused = forbidden(table.config, registry.FABRIC)
@@ -123,11 +123,11 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
     global _published
     local, info = current_local(), group_info()
-    found = endpoint(name, asked_for_gpu(instance), lanes)
-    if (alike := found.changed(OWN)) != _published[1]:
+    evidence = endpoint(name, asked_for_gpu(instance), lanes)
+    if (alike := evidence.changed(OWN)) != _published[1]:
         _published = uuid.uuid4().hex, alike
     return Probe(
-        endpoint=found,
+        endpoint=evidence,
         node_id=place().node_id,
         pid=os.getpid(),
         group=local.group if local else None,
@@ -172,17 +172,17 @@ def _worker_of_rank(rank: int) -> str | None:
     if (local := current_local()) is None:
         return None
     try:
-        found = local.peers.member(rank)
+        member = local.peers.member(rank)
     except NotAMember:
         return None
-    if found.worker_id == rank:
-        return found.rpc_name
-    other = next((member for member in local.peers.members if member.worker_id == rank), None)
+    if member.worker_id == rank:
+        return member.rpc_name
+    other = next((peer for peer in local.peers.members if peer.worker_id == rank), None)
     if other is not None:
         raise ConfigurationError(
-            f"{rank} is the rank of {found.name!r} and the worker id of {other.name!r}: pass the rpc_name of the Member"
+            f"{rank} is the rank of {member.name!r} and the worker id of {other.name!r}: pass a Member's rpc_name"
         )
-    return found.rpc_name
+    return member.rpc_name
 
 
 def _refuse_given_up(spec: JoinSpec) -> None:
@@ -310,7 +310,7 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
     local, deadline = membership.local, time.monotonic() + listening.timeout_s
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
-    near, far = whom_to_ping(local.me, membership.table.info, {*listening.away, *listening.silent})
+    neighbours, far = whom_to_ping(local.me, membership.table.info, {*listening.away, *listening.silent})
     # A ping over torchrpc would start the agents of both ends.
     agents = local.config.torchrpc == "at once"
     if not agents:
@@ -320,7 +320,7 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
             if not isinstance(local.peers.route(name).fabric, AbsentLane)
         }
         silent.update(unreachable(urls, deadline))
-    for name in (*near, *far):
+    for name in (*neighbours, *far):
         route = local.peers.route(name)
         routes = {route.calls, route.fabric} if name in far else {route.calls}
         routes -= set() if agents else {route.fabric}
@@ -352,9 +352,9 @@ def whom_to_ping(me: Member, info: GroupInfo, left_out: Set[str]) -> tuple[list[
     here = [member.name for member in ring if member.name not in far]
     place = here.index(me.name)
     neighbour = ring[(ring.index(me) + 1) % len(ring)].name
-    near = [neighbour] if neighbour not in far and neighbour != me.name else []
+    neighbours = [neighbour] if neighbour not in far and neighbour != me.name else []
     listeners = [member.name for member in ring if member.name in far]
-    return near, [name for number, name in enumerate(listeners) if number % len(here) == place]
+    return neighbours, [name for number, name in enumerate(listeners) if number % len(here) == place]
 
 
 def leave(instance: Any, generation: str, for_good: bool = False) -> None:
@@ -374,22 +374,22 @@ def give_up(instance: Any, attempt: str) -> None:
     with _changing:
         _given_up.append(attempt)
         _leave(lambda spec: spec.attempt == attempt)
-        attempts = {its.spec.attempt: generation for generation, its in _clients.items()}
+        attempts = {membership.spec.attempt: generation for generation, membership in _clients.items()}
     if attempt in attempts:
         leave_client(attempts[attempt])
 
 
 def _leave(meant: Callable[[JoinSpec], bool]) -> None:
     global _membership
-    if (its := _membership) is None or not meant(its.spec):
+    if (membership := _membership) is None or not meant(membership.spec):
         return
-    if _joined() is its:
+    if _joined() is membership:
         set_local(None)
     process_fabric().rest()
     try:
-        its.local.leave()
+        membership.local.leave()
     except BaseException:  # Ctrl-C, in a process that has joined by itself: finish leaving first
-        its.local.leave()
+        membership.local.leave()
         raise
     finally:
         _membership = None
@@ -397,28 +397,28 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
 
 def client(generation: str) -> LocalMember | None:
     """This process as a client of that group."""
-    its = _clients.get(generation)
-    return None if its is None else its.local
+    membership = _clients.get(generation)
+    return None if membership is None else membership.local
 
 
 def forget_client(generation: str) -> LocalMember | None:
     """In a forked child: drop what the parent is, without ending it."""
-    its = _clients.pop(generation, None)
-    return None if its is None else its.local
+    membership = _clients.pop(generation, None)
+    return None if membership is None else membership.local
 
 
 def leave_client(generation: str) -> None:
     """Stop being a client of that group. Idempotent, never raises."""
     with _changing:
-        its = _clients.pop(generation, None)
-    if its is not None:
-        its.local.leave()
+        membership = _clients.pop(generation, None)
+    if membership is not None:
+        membership.local.leave()
 
 
 def _joined() -> Membership | None:
     """The membership of this process, once it has joined."""
-    its = _membership
-    return its if its is not None and current_local() is its.local else None
+    membership = _membership
+    return membership if membership is not None and current_local() is membership.local else None
 
 
 def own_consent() -> bytes:

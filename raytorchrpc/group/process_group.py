@@ -371,7 +371,7 @@ class GuardedListeners:
             if not door.is_used:  # its subgroup was destroyed
                 self._doors.pop(name, None)
                 _close(door)
-        found = False
+        published_here = False
         for fd in tcp.listening().values():
             try:
                 with fork.borrowed(fd) as listener:
@@ -379,10 +379,10 @@ class GuardedListeners:
             except OSError:  # it was closed just now
                 continue
             if _as_sent(name) in published:
-                found = True
+                published_here = True
                 if name not in self._doors:
                     self._guard(fd, name)
-        return found
+        return published_here
 
     def _guard(self, fd: int, name: fork.Address) -> None:
         try:
@@ -436,11 +436,11 @@ _collectives: weakref.WeakKeyDictionary[LocalMember, Collectives] = weakref.Weak
 def collectives_of(local: LocalMember) -> Collectives:
     """The process groups of this membership; they end with it."""
     with _lock:
-        found = _collectives.get(local)
-        if found is None:
-            found = _collectives[local] = Collectives(local.me.name, local.deadlines)
-            local.at_end.append(found.close)
-        return found
+        collectives = _collectives.get(local)
+        if collectives is None:
+            collectives = _collectives[local] = Collectives(local.me.name, local.deadlines)
+            local.at_end.append(collectives.close)
+        return collectives
 
 
 @takes_timeout
@@ -581,12 +581,12 @@ def create_process_group(
     # A member that does not learn of it in time keeps at most the previous one, which the others have left.
     notify([name for name in roster.records if name not in records], Collectives.stay_out, info)
     try:
-        left = max(1.0, deadline - time.monotonic())
-        prepare = dict.fromkeys(records, (Collectives.prepare, info, left))
+        remaining_s = max(1.0, deadline - time.monotonic())
+        prepare = dict.fromkeys(records, (Collectives.prepare, info, remaining_s))
         _check(roster.name, connections.call_all(call_collectives, prepare, deadline))
-        left = max(1.0, deadline - time.monotonic())
+        remaining_s = max(1.0, deadline - time.monotonic())
         meetings = {
-            name: (Meeting(info, roster.plan.kind(name).agent.interface, endpoint, left),)
+            name: (Meeting(info, roster.plan.kind(name).agent.interface, endpoint, remaining_s),)
             for name, endpoint in endpoints.items()
         }
         _check(roster.name, connections.call_all(make_process_group, meetings, deadline))

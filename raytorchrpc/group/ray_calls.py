@@ -139,11 +139,11 @@ def _loaded_modules(handles: Mapping[str, Any]) -> dict[str, int]:
     """How many modules have been loaded in the processes of those of these actors that load now, by name."""
     names = {ray_internals.actor_id_of(handle): name for name, handle in handles.items() if handle is not None}
     try:
-        found = _loading.loaded_modules(names)
+        loaded = _loading.loaded_modules(names)
     except Exception as error:  # Ray's control store may be busy
         logger.debug("Ray does not say which actors load modules: %s", error)
-        found = {}
-    return {names[actor_id]: modules for actor_id, modules in found.items()}
+        loaded = {}
+    return {names[actor_id]: modules for actor_id, modules in loaded.items()}
 
 
 def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = None) -> dict[str, str]:

@@ -206,8 +206,8 @@ class MemberStore(Store):
         self._request("publish" if all(lasting) else "multi_set", list(keys), sent)
 
     def check(self, keys: Sequence[str]) -> bool:
-        found: bool = self._request("check", list(keys))
-        return found
+        present: bool = self._request("check", list(keys))
+        return present
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Block until all these keys are set. Raises DistStoreError after ``timeout``; None: the store's."""

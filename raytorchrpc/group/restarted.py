@@ -72,13 +72,13 @@ def record_of(generation: str) -> Record | None:
 
 def records() -> dict[str, Record]:
     """The records of the cluster's groups, by generation. Some groups may have ended."""
-    found = {}
+    by_generation = {}
     for key in ray_internals.stored_keys(_GROUPS):
         generation = key.removeprefix(_GROUPS)
         with suppress(Exception):  # another release may post something else
             if (record := record_of(generation)) is not None:
-                found[generation] = record
-    return found
+                by_generation[generation] = record
+    return by_generation
 
 
 def find_record(actor_id: str) -> Record | None:

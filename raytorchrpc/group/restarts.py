@@ -87,8 +87,8 @@ class RestartedActors:
         """Remove the record, and end all waits for answers. Can be repeated."""
         if session_lasts:
             self._post(None)
-            for its in list(self._known.values()):
-                its.process.post(None)
+            for actor in list(self._known.values()):
+                actor.process.post(None)
         self._connections.close()
 
     def fate(self, record: MemberRecord, ended: bool) -> tuple[Fate, str]:
@@ -113,20 +113,20 @@ class RestartedActors:
         method that holds the interpreter lock, and the supervisor would wait for it.
         """
         process = Process(ray_internals.actor_id_of(handle), there.pid, there.node_id)
-        its = self._known.get(process.actor_id)
-        if its is None or its.process != process:
-            if its is not None:
-                its.process.post(None)
-            its = self._known[process.actor_id] = _Restarted(process)
-        if its.answers:
-            its.answers = False
+        actor = self._known.get(process.actor_id)
+        if actor is None or actor.process != process:
+            if actor is not None:
+                actor.process.post(None)
+            actor = self._known[process.actor_id] = _Restarted(process)
+        if actor.answers:
+            actor.answers = False
             return True
-        if its.is_dialled:
+        if actor.is_dialled:
             return False
         if (address := process.address()) is not None:
-            self._dial(its, address)
-        elif time.monotonic() >= its.ask_at:
-            self._ask(handle, its)
+            self._dial(actor, address)
+        elif time.monotonic() >= actor.ask_at:
+            self._ask(handle, actor)
         return False
 
     def find(self, key: str, address: SocketAddress) -> ControlConnections:
@@ -138,36 +138,36 @@ class RestartedActors:
         """This process need not be reached here any more."""
         self._connections.forget([key])
 
-    def _dial(self, its: _Restarted, address: SocketAddress) -> None:
-        actor_id = its.process.actor_id
+    def _dial(self, actor: _Restarted, address: SocketAddress) -> None:
+        actor_id = actor.process.actor_id
         connections = self.find(actor_id, address)
 
         def dial() -> None:
             try:
                 connections.ping(actor_id, _ANSWER_S)
-                its.answers = True
+                actor.answers = True
             except RayTorchRpcError as error:
-                logger.debug("%s: %s", its.process, error)
+                logger.debug("%s: %s", actor.process, error)
             finally:
-                its.is_dialled = False
+                actor.is_dialled = False
 
-        its.is_dialled = True
+        actor.is_dialled = True
         connections.dial({actor_id: dial})
 
-    def _ask(self, handle: Any, its: _Restarted) -> None:
-        its.ask_at = math.inf
+    def _ask(self, handle: Any, actor: _Restarted) -> None:
+        actor.ask_at = math.inf
 
         def asked(answer: Any) -> None:
             error = answer.exception()
             # At once if Ray has lost the request, for instance because it still took the actor for one that restarts.
             lost = error is not None and not isinstance(error, RayTaskError)
-            its.ask_at = time.monotonic() + (0.0 if lost else _ASK_AGAIN_S)
+            actor.ask_at = time.monotonic() + (0.0 if lost else _ASK_AGAIN_S)
 
         try:
             ray_internals.call_actor(handle, restarted.begin).future().add_done_callback(asked)
         except RayError as error:  # its queue is full
-            logger.debug("%s: %s", its.process, error)
-            its.ask_at = 0.0
+            logger.debug("%s: %s", actor.process, error)
+            actor.ask_at = 0.0
 
     def admitted(self, handles: Mapping[str, Any]) -> None:
         """These are members now: their processes need not be reached here any more."""
@@ -184,8 +184,10 @@ class RestartedActors:
         No answer in time is a BootstrapError: to ask Ray why would take longer than the next attempt.
         """
         names = {_key_of(handles[name]): name for name in arguments}
-        asked = {actor_id: arguments[name] for actor_id, name in names.items()}
+        asked = {key: arguments[name] for key, name in names.items()}
         results, failures = self._connections.call_all(function, asked, deadline, gap_s=_GAP_S)
         silent = BootstrapError("no answer in time: it is suspended, or a method holds the interpreter lock")
-        why = {its: silent if isinstance(error, TimeoutError) else error for its, error in failures.items()}
-        return {names[its]: value for its, value in results.items()}, {names[its]: error for its, error in why.items()}
+        return (
+            {names[key]: value for key, value in results.items()},
+            {names[key]: silent if isinstance(error, TimeoutError) else error for key, error in failures.items()},
+        )

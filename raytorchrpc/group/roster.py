@@ -145,8 +145,8 @@ class Roster:
 
     def with_members(self, other: Roster, names: Iterable[str]) -> Roster:
         """This roster with these members as they are in the other one."""
-        found = {**self.records, **{name: other.records[name] for name in names}}
-        records = {name: found[name] for name in sorted(found, key=lambda name: found[name].member.rank)}
+        merged = {**self.records, **{name: other.records[name] for name in names}}
+        records = {name: merged[name] for name in sorted(merged, key=lambda name: merged[name].member.rank)}
         plan = self.plan.merged(other.plan.part(names), records) if self.plan.kind_of else other.plan.part(names)
         return replace(self, records=records, plan=plan).after_failure(other, names)
 
@@ -169,11 +169,11 @@ class Roster:
     def check_newcomers(self, handles: dict[str, Any], joining: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return these. Raises ConfigurationError for actors or names that are members already, or are joining."""
         members = {**self.handles, **(joining or {})}
-        known: dict[str | None, str] = {its: name for name, handle in members.items() if (its := _actor_id(handle))}
+        known = {actor_id: name for name, handle in members.items() if (actor_id := _actor_id(handle))}
         for name, handle in handles.items():
             if name in members:
                 raise ConfigurationError(f"group {self.name!r} has a member {name!r} already")
-            if (taken := known.get(_actor_id(handle))) is not None:
+            if (taken := known.get(_actor_id(handle) or "")) is not None:
                 raise ConfigurationError(f"{name!r} is a member of group {self.name!r} already, as {taken!r}")
         return handles
 
@@ -194,9 +194,9 @@ class Roster:
     def without(self, names: Iterable[str]) -> Roster:
         """The roster without these members. Their ranks are not used again."""
         gone = set(names)
-        left = {name: record for name, record in self.records.items() if name not in gone}
+        remaining = {name: record for name, record in self.records.items() if name not in gone}
         clients = {name: record for name, record in self.clients.items() if name not in gone}
-        return replace(self, records=left, clients=clients, plan=self.plan.part(left))
+        return replace(self, records=remaining, clients=clients, plan=self.plan.part(remaining))
 
     @property
     def handles(self) -> dict[str, Any]:
@@ -260,10 +260,10 @@ def _check_users(endpoints: Mapping[str, Endpoint]) -> None:
     first: dict[str, tuple[str, Endpoint]] = {}
     for name, endpoint in endpoints.items():
         network = f"{endpoint.boot_id} {endpoint.namespaces.get('net', name)}"
-        other, its = first.setdefault(network, (name, endpoint))
-        if its.uid != endpoint.uid or its.namespaces.get("user") != endpoint.namespaces.get("user"):
+        other_name, other = first.setdefault(network, (name, endpoint))
+        if other.uid != endpoint.uid or other.namespaces.get("user") != endpoint.namespaces.get("user"):
             raise ConfigurationError(
-                f"{other} (uid {its.uid}) and {name} (uid {endpoint.uid}) share a host and run as different users, or "
-                "in different user namespaces; if all of them may run code as each other, form the group with "
+                f"{other_name} (uid {other.uid}) and {name} (uid {endpoint.uid}) share a host and run as "
+                "different users, or in different user namespaces; if all of them may run code as each other, use "
                 "GroupConfig(across_users=True)"
             )

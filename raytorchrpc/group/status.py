@@ -121,7 +121,7 @@ class ClusterWatch:
         A post that has not changed since the watch began may be that of a process that was killed, and is left out.
         """
         ray_internals.store(_LOOKS, secrets.token_bytes(8))
-        found = []
+        statuses = []
         for key in ray_internals.stored_keys(_POSTS):
             try:
                 if (text := ray_internals.stored(key)) is None:  # removed meanwhile
@@ -134,8 +134,8 @@ class ClusterWatch:
             if at != one.at or key not in self._posts:
                 self._posts[key] = at, seen, changed = one.at, now, key in self._posts
             if changed and now < seen + _LOOK_S and name in (None, one.group):
-                found.append(one)
-        return sorted(found, key=lambda status: (status.group, status.generation))
+                statuses.append(one)
+        return sorted(statuses, key=lambda status: (status.group, status.generation))
 
 
 # --- what a member has counted ---------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def ray_meters() -> dict[str, Meter]:
     """The meters of ``ray.util.metrics``, by the keys of METRICS."""
     from ray.util.metrics import Counter, Gauge  # here: joining does not need them
 
-    found: dict[str, Meter] = {}
+    meters: dict[str, Meter] = {}
     for key, metric in METRICS.items():
         about = f"raytorchrpc_{key}", metric.help, ("group", "member", *metric.labels)
-        found[key] = Counter(*about).inc if metric.kind == "counter" else Gauge(*about).set
-    return found
+        meters[key] = Counter(*about).inc if metric.kind == "counter" else Gauge(*about).set
+    return meters
 
 
 def reading(local: LocalMember, peers: bool = True) -> Reading:
@@ -160,8 +160,8 @@ def reading(local: LocalMember, peers: bool = True) -> Reading:
     if not peers:
         calls, in_flight = merged(calls, "caller", "lane", "method"), {"": sum(in_flight.values())}
     away, size = len(local.peers.away()), sum(size for _, size in credits.values())
-    mine = MemberStats(me.name, max(0, me.incarnation), away, in_flight, size)
-    return Reading(calls, local.services.metric_rows(), local.weights.rows(me.name), [mine])
+    member = MemberStats(me.name, max(0, me.incarnation), away, in_flight, size)
+    return Reading(calls, local.services.metric_rows(), local.weights.rows(me.name), [member])
 
 
 class Exporter:
@@ -211,14 +211,14 @@ class Exporter:
                 return
             self._stopped = last
             self._meters = self._meters or self._make()
-            found = samples(self._read(), self._fine)
+            current = samples(self._read(), self._fine)
             gone = {series: 0.0 for series in self._before if METRICS[series[0]].kind == "gauge"}
-            for (key, values), now in (gone | found).items():
+            for (key, values), now in (gone | current).items():
                 tags = {**self._who, **dict(zip(METRICS[key].labels, values, strict=True))}
                 if METRICS[key].kind == "gauge":
                     self._meters[key](0 if last else now, tags)
                 elif (grown := now - self._before.get((key, values), 0)) > 0:
                     self._meters[key](grown, tags)
                 else:  # items that return to a queue were not taken
-                    found[key, values] = self._before.get((key, values), 0)
-            self._before = found
+                    current[key, values] = self._before.get((key, values), 0)
+            self._before = current

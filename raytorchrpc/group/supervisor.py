@@ -185,7 +185,7 @@ class Supervisor:
             yield handles
         finally:
             with self._changed:
-                self._joining = {name: its for name, its in self._joining.items() if name not in handles}
+                self._joining = {name: handle for name, handle in self._joining.items() if name not in handles}
                 self._changed.notify_all()
 
     def remove(self, names: Sequence[str], timeout_s: float) -> None:
@@ -208,10 +208,10 @@ class Supervisor:
         def remove() -> Roster:
             roster = self.roster
             # One that has died meanwhile is out of the group already.
-            now = {name: its.member.rank for name, its in roster.records.items()}
-            left = [name for name in names if now.get(name) == ranks[name]]
-            if left:
-                self._handle(self._core.removed, left)
+            now = {name: record.member.rank for name, record in roster.records.items()}
+            leaving = [name for name in names if now.get(name) == ranks[name]]
+            if leaving:
+                self._handle(self._core.removed, leaving)
             return roster
 
         ranks = self._request(part)
@@ -323,8 +323,8 @@ class Supervisor:
         roster, away, until = self.roster, self._core.causes(), time.monotonic() + timeout_s
         peers = len(roster.records) <= MOST_WITH_PEERS if peers is None else peers
         asked = {name: (peers,) for name in roster.records if name not in away}
-        found, failures = self._connections.call_all(reading, asked, until)
-        together = Reading.of_all(found[name] for name in asked if name in found)
+        readings, failures = self._connections.call_all(reading, asked, until)
+        together = Reading.of_all(readings[name] for name in asked if name in readings)
         group = roster.name, roster.generation, time.monotonic(), tuple(roster.records)
         return GroupStatus(*group, away, tuple(failures), together)
 
@@ -495,7 +495,7 @@ class Supervisor:
             core.Announce: self._announce,
             core.AskRay: self._ask_ray,
             core.Dial: self._dial,
-            core.Forget: lambda its: self._connections.forget(its.names),
+            core.Forget: lambda instruction: self._connections.forget(instruction.names),
             core.Post: self._post,
             core.Admit: self._begin_to_readmit,
             core.Report: self._tell,
@@ -509,7 +509,7 @@ class Supervisor:
                     raise
                 logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
 
-    def _announce(self, its: core.Announce) -> None:
+    def _announce(self, instruction: core.Announce) -> None:
         def answered(name: str, outcome: Callable[[], Answer]) -> None:
             answer = None
             try:
@@ -517,9 +517,9 @@ class Supervisor:
             except Exception as error:
                 if not isinstance(error, PeerLost):  # that is reported by its connection
                     logger.info("%s could not follow a change of its group yet: %s", name, error)
-            self._report(self._core.answered, {(name, its.members[name]): answer})
+            self._report(self._core.answered, {(name, instruction.members[name]): answer})
 
-        self._connections.ask(join.follow, (its.delta,), its.members, answered)
+        self._connections.ask(join.follow, (instruction.delta,), instruction.members, answered)
 
     def _await_members(self, first_s: float = _FIRST_S, gap_s: float = _FIRST_S) -> None:
         """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after another
@@ -538,23 +538,24 @@ class Supervisor:
                     return
                 before, until = self._core.awaited(version), time.monotonic() + gap_s
 
-    def _ask_ray(self, its: core.AskRay) -> None:
+    def _ask_ray(self, instruction: core.AskRay) -> None:
         began = time.monotonic()
-        fates = {name: self._restarts.fate(self.roster.record(name), name in its.ended) for name in its.names}
+        record = self.roster.record
+        fates = {name: self._restarts.fate(record(name), name in instruction.ended) for name in instruction.names}
         self._handle(self._core.ray_said, fates, time.monotonic() - began)
 
-    def _dial(self, its: core.Dial) -> None:
+    def _dial(self, instruction: core.Dial) -> None:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self._core.listening()
         prepared.update({name: client.prepared for name, client in self._core.clients.items()})
         work = dict[str, Callable[[], None]]()
-        for name in its.names:
+        for name in instruction.names:
             record = roster.record(name)
             member = record.member
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
-            work[name] = partial(self._connect, record.handle, name, record.process, its.patience_s)
+            work[name] = partial(self._connect, record.handle, name, record.process, instruction.patience_s)
         self._connections.dial(work)
 
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
@@ -574,41 +575,40 @@ class Supervisor:
         if watch is not None:  # from now on, so that the end of the process is reported after this
             watch(lambda cause: self._report(self._core.broke, name, process, cause))
 
-    def _tell(self, its: core.Report) -> None:
-        change = its.change
+    def _tell(self, instruction: core.Report) -> None:
+        change = instruction.change
         if change.kind in ("lost", "dead"):
             logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
         self._events.put(change)
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _post(self, its: core.Post) -> None:
+    def _post(self, instruction: core.Post) -> None:
         roster = self.roster
-        if roster.records.keys() != {member.name for member in self.info.members} or its.arrived:
+        if roster.records.keys() != {member.name for member in self.info.members} or instruction.arrived:
             self.info = roster.info(self._core.listening())
-            self._restarts.admitted(its.arrived)
+            self._restarts.admitted(instruction.arrived)
             self._restarts.post(roster)
 
-    def _begin_to_readmit(self, its: core.Admit) -> None:
-        thread = threads.start(self._readmit, its, name=f"raytorchrpc-admit-{self.roster.name}")
+    def _begin_to_readmit(self, instruction: core.Admit) -> None:
+        thread = threads.start(self._readmit, instruction, name=f"raytorchrpc-admit-{self.roster.name}")
         self._readmissions = [*(each for each in self._readmissions if each.is_alive()), thread]
 
-    def _readmit(self, its: core.Admit) -> None:
-        roster = self.roster
-        there = {name: roster.records[name] for name in its.ranks if name in roster.records}
-        handles = {name: record.handle for name, record in there.items() if record.member.rank == its.ranks[name]}
-        patience_s = its.patience_s + _ADMIT_EACH_S * len(roster.records)
+    def _readmit(self, instruction: core.Admit) -> None:
+        roster, ranks = self.roster, instruction.ranks
+        here = {name: roster.records[name] for name in ranks if name in roster.records}
+        handles = {name: record.handle for name, record in here.items() if record.member.rank == ranks[name]}
+        patience_s = instruction.patience_s + _ADMIT_EACH_S * len(roster.records)
         call_all = self._restarts.call_all
         formation = Formation(roster, handles, patience_s, call_all, _UNDO_S, leaves_out_failures=True)
-        failed, later = list(its.ranks), list(its.ranks)
+        failed, later = list(ranks), list(ranks)
         try:
             self._admit("back", formation)
             failed = later = formation.left_out
         except Exception as error:
             logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
             later = [name for name in handles if name in getattr(error, "members", handles)] or failed
-        ranks = {name: its.ranks[name] for name in failed}
-        self._report(self._core.failed, ranks, later)
+        self._report(self._core.failed, {name: ranks[name] for name in failed}, later)
 
     def _admit(self, kind: Literal["added", "back", "client"], formation: Formation) -> None:
         """Have the participants join. Carries out the steps that the core decides. Blocks: not on the supervisor's

@@ -168,22 +168,24 @@ def find_ticket(group: str | None, deadline: float) -> Ticket:
     known: dict[str, str] = {}
     for pid in ancestors(os.getpid()):
         if (ticket := _ticket_from(pid, deadline)) is not None:
-            its = ticket.record.credentials.group
-            if group in (None, its):
+            group_name = ticket.record.credentials.group
+            if group in (None, group_name):
                 return ticket
-            known[its] = "a process that started this one is a member"
-    found: list[Record] = []
+            known[group_name] = "a process that started this one is a member"
+    matching: list[Record] = []
     for record in records().values() if ray.is_initialized() else ():
-        its = record.credentials.group
+        group_name = record.credentials.group
         if record.config.joinable_by != "cluster":
-            known.setdefault(its, "GroupConfig(joinable_by='cluster') would let this process join it")
+            known.setdefault(group_name, "GroupConfig(joinable_by='cluster') would let this process join it")
         elif lasts(record.owner):
-            known.setdefault(its, "this process can join it by its name")
-            found += [record] if its == group else []
-    if len(found) == 1:
-        return Ticket(found[0], place())
-    if found:
-        raise NotAMember(f"this process cannot join group {group!r}: the cluster has {len(found)} groups of that name")
+            known.setdefault(group_name, "this process can join it by its name")
+            matching += [record] if group_name == group else []
+    if len(matching) == 1:
+        return Ticket(matching[0], place())
+    if matching:
+        raise NotAMember(
+            f"this process cannot join group {group!r}: {len(matching)} groups of the cluster have that name"
+        )
     which = "a group" if group is None else f"group {group!r}"
     about = "; ".join(f"{name!r}: {why}" for name, why in known.items())
     without = "" if ray.is_initialized() else "; call ray.init(address=...) first to join one of the cluster's groups"

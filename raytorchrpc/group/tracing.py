@@ -104,11 +104,11 @@ class Tracing:
         try:
             clocks = {name: self._clock(roster, name) for name in roster.records}
             everybody = dict.fromkeys(roster.records, ())
-            found, _ = self._connections.call_all(take, everybody, time.monotonic() + COLLECT_S)
+            traces, _ = self._connections.call_all(take, everybody, time.monotonic() + COLLECT_S)
         finally:
             with self._lock:
                 self._until = 0.0
-        members = [found[name] for name in roster.records if found.get(name) is not None]
+        members = [traces[name] for name in roster.records if traces.get(name) is not None]
         missing = roster.records.keys() - {member.name for member in members}
         return GroupTrace(roster.name, members, clocks, tuple(sorted(missing)))
 
@@ -118,11 +118,11 @@ class Tracing:
         estimates: list[Clock] = []
         for _ in range(_ROUND_TRIPS):
             sent = time.monotonic()
-            found, _failures = self._connections.call_all(clock, {name: ()}, sent + 1.0)
+            answers, _failures = self._connections.call_all(clock, {name: ()}, sent + 1.0)
             back = time.monotonic()
-            if name not in found:
+            if name not in answers:
                 break
-            estimates.append(Clock(found[name] - (sent + back) / 2, (back - sent) / 2))
+            estimates.append(Clock(answers[name] - (sent + back) / 2, (back - sent) / 2))
         return min(estimates, key=lambda estimate: estimate.error_s, default=Clock())
 
 
@@ -160,13 +160,13 @@ class Trace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        found = self._end()
-        self.events = sum(len(member.events) for member in found.members)
-        self.dropped = {member.name: member.dropped for member in found.members if member.dropped}
-        self.missing = found.missing
-        errors = sorted((one.error_s for one in found.clocks.values()), reverse=True)
+        collected = self._end()
+        self.events = sum(len(member.events) for member in collected.members)
+        self.dropped = {member.name: member.dropped for member in collected.members if member.dropped}
+        self.missing = collected.missing
+        errors = sorted((one.error_s for one in collected.clocks.values()), reverse=True)
         self.clock_error_s = sum(errors[:2])  # between two hosts, neither of which may be the supervisor's
-        self.path.write_text(json.dumps(chrome(found)))
+        self.path.write_text(json.dumps(chrome(collected)))
 
 
 # --- Chrome's trace event format, which Perfetto and chrome://tracing open --------------------------------------------
@@ -204,24 +204,24 @@ def _marks(members: Sequence[MemberTrace], kind: str) -> set[int]:
 def _of_member(member: MemberTrace, start: float, joined: set[int]) -> list[dict[str, Any]]:
     pid = member.rank + 1  # for viewers, 0 is the kernel
     tracks = _Tracks(member, pid)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for event in sorted(member.events, key=lambda event: (event.begin, -event.end)):
         begin, end = (round((time - start) * 1e6, 3) for time in (event.begin, event.end))
         where = {"pid": pid, "tid": tracks.of(event), "ts": begin}
         duration = round(end - begin, 3)
-        found.append({"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": event.about, **where})
+        rows.append({"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": event.about, **where})
         if event.mark in joined:
             arrow = {"name": "call", "cat": "call", "id": f"{event.mark:x}", **where}
             if event.kind == "call":
-                found.append({**arrow, "ph": "s"})
+                rows.append({**arrow, "ph": "s"})
             else:  # points at the next span: a fetch begins together with the method, and lies inside of it
-                found.append({**arrow, "ph": "f", "ts": round(begin - _TICK_US, 3)})
+                rows.append({**arrow, "ph": "f", "ts": round(begin - _TICK_US, 3)})
     about: list[dict[str, Any]] = [
         {"name": "process_name", "args": {"name": f"{member.name} (pid {member.pid})"}},
         {"name": "process_sort_index", "args": {"sort_index": member.rank}},
     ]
     about += [{"name": "thread_name", "tid": tid, "args": {"name": name}} for tid, name in tracks.names.items()]
-    return [{"ph": "M", "pid": pid, **each} for each in about] + found
+    return [{"ph": "M", "pid": pid, **each} for each in about] + rows
 
 
 class _Tracks:

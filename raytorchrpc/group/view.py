@@ -122,15 +122,15 @@ class View:
     def describe(self, prepared: Mapping[int, Prepared]) -> None:
         """Note that these members listen elsewhere."""
         self._grow()
-        for rank, its in prepared.items():
+        for rank, new in prepared.items():
             old = self.entries[rank]
-            self._put(old.peer._replace(prepared=its), old.entered, self.version, old.state.absence)
+            self._put(old.peer._replace(prepared=new), old.entered, self.version, old.state.absence)
 
     def amend(self, prepared: Mapping[int, Prepared]) -> None:
         """As ``describe``, where nobody needs to know but those that join next."""
-        for rank, its in prepared.items():
+        for rank, new in prepared.items():
             old = self.entries[rank]
-            self.entries[rank] = old._replace(peer=old.peer._replace(prepared=its))
+            self.entries[rank] = old._replace(peer=old.peer._replace(prepared=new))
 
     def mark(self, absences: Mapping[int, Absence | None]) -> None:
         """Set whether these members can be called."""
@@ -149,13 +149,13 @@ class View:
     def since(self, version: int, reconnects: bool = False) -> Delta:
         """What changed after that version; everything, if it is too old."""
         base = 0 if version < self._forgotten else version
-        changed = list(takewhile(lambda its: its.state.version > base, reversed(self.entries.values())))
+        changed = list(takewhile(lambda entry: entry.state.version > base, reversed(self.entries.values())))
         departed = takewhile(lambda state: state.version > base, reversed(self.departed.values()))
         return Delta(
             base,
             self.version,
-            tuple(its for its in changed if its.described > base),
-            tuple(its.state for its in changed if its.described <= base),
+            tuple(entry for entry in changed if entry.described > base),
+            tuple(entry.state for entry in changed if entry.described <= base),
             tuple(departed),
             reconnects,
         )
@@ -219,16 +219,16 @@ class Table:
             return None
         gone = [(self.members[state.rank], state.absence) for state in delta.departed if state.rank in self.members]
         if delta.base == 0:
-            listed = {me, *(its.peer.member.rank for its in delta.entries), *(state.rank for state in delta.departed)}
+            listed = {me, *(each.peer.member.rank for each in delta.entries), *(state.rank for state in delta.departed)}
             gone += [(member, None) for rank, member in self.members.items() if rank not in listed]
-        news = [its for its in delta.entries if its.state.version > self.version and its.peer.member.rank != me]
-        coming = {its.peer.member.rank: its.peer for its in news if its.entered > self.version}
-        moved = [(its.peer, self._new(its.peer)) for its in news if its.entered <= self.version < its.described]
+        news = [entry for entry in delta.entries if entry.state.version > self.version and entry.peer.member.rank != me]
+        coming = {entry.peer.member.rank: entry.peer for entry in news if entry.entered > self.version}
+        moved = [(each.peer, self._new(each.peer)) for each in news if each.entered <= self.version < each.described]
         if delta.reconnects:
             lost = {me, *(member.rank for member, _ in gone)}
             known = {rank: self._peer(member) for rank, member in self.members.items() if rank not in lost}
             coming, moved = {**known, **{peer.member.rank: peer for peer, _ in moved}, **coming}, []
-        states = [*(its.state for its in news), *delta.states]
+        states = [*(entry.state for entry in news), *delta.states]
         states = [state for state in states if state.version > self.version and state.rank != me]
         return Difference(gone, [coming[rank] for rank in sorted(coming)], moved, states)
 
@@ -237,7 +237,7 @@ class Table:
 
     def _new(self, peer: Peer) -> Mapping[str, Any]:
         known = self.peers[peer.member.name].addresses
-        return {lane: its for lane, its in peer.prepared.addresses.items() if known.get(lane) != its}
+        return {lane: address for lane, address in peer.prepared.addresses.items() if known.get(lane) != address}
 
     def update(self, difference: Difference) -> None:
         """Change it accordingly, but for the version."""

@@ -42,27 +42,27 @@ def vouched(
     ``GroupConfig.torchrpc_from`` count as members': addresses are translated there, so no member knows its own by what
     is seen here.
     """
-    left = set(connections)
+    unknown = set(connections)
     translated = tcp.networks(local.config.torchrpc_from)
-    here = {each for each in left if any(ipaddress.ip_address(each.here[0]) in network for network in translated)}
-    here.update(made_here(left))
+    here = {each for each in unknown if any(ipaddress.ip_address(each.here[0]) in network for network in translated)}
+    here.update(made_here(unknown))
     yield from here
-    left -= here
-    if left:
+    unknown -= here
+    if unknown:
         local.peers.wait_for_route(local.me.rank, _FORMS_S)  # it comes after the others
         # Otherwise each of n members would ask all others about n connections.
-        yield from _confirmed(local, slow, left, _guesses(local, left, connections))
-    yield from _confirmed(local, slow, left, _whom_to_ask(local, left))
+        yield from _confirmed(local, slow, unknown, _guesses(local, unknown, connections))
+    yield from _confirmed(local, slow, unknown, _whom_to_ask(local, unknown))
 
 
 def _confirmed(
     local: LocalMember,
     slow: dict[str, float],
-    left: set[Connection],
+    unknown: set[Connection],
     questions: Iterable[tuple[PeerRoute, list[Connection]]],
 ) -> Iterator[Connection]:
-    """Ask these members; yield the connections that they made, and take them out of ``left``."""
-    about = {route.member.name: (route, its) for route, its in questions}
+    """Ask these members; yield the connections that they made, and take them out of ``unknown``."""
+    about = {route.member.name: (route, some) for route, some in questions}
     asked: dict[str, Pending] = {}
 
     def begin(name: str, answered: Callable[[Outcome], object]) -> None:
@@ -71,7 +71,7 @@ def _confirmed(
 
     requests = Requests((name for name in about if time.monotonic() >= slow.get(name, 0.0)), begin)
     until = time.monotonic() + _ANSWER_S
-    while left and requests.unanswered:
+    while unknown and requests.unanswered:
         if (answer := requests.next(until)) is None:
             for name in requests.unanswered:
                 slow[name] = time.monotonic() + _LEFT_OUT_S
@@ -82,16 +82,16 @@ def _confirmed(
         except RayTorchRpcError:  # it is lost
             continue
         if message.header[0] == protocol.OK:
-            theirs = left.intersection(Connection(*each) for each in local.codec.decode(*message.body))
+            theirs = unknown.intersection(Connection(*each) for each in local.codec.decode(*message.body))
             yield from theirs
-            left -= theirs
+            unknown -= theirs
 
 
 def _guesses(
-    local: LocalMember, left: Collection[Connection], connections: Mapping[Connection, str | None]
+    local: LocalMember, unknown: Collection[Connection], connections: Mapping[Connection, str | None]
 ) -> Iterator[tuple[PeerRoute, list[Connection]]]:
     about: dict[str, list[Connection]] = {}
-    for connection in left:
+    for connection in unknown:
         if (name := connections[connection]) not in (None, local.me.name):
             about.setdefault(name, []).append(connection)
     for name, some in about.items():

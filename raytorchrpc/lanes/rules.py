@@ -98,8 +98,8 @@ def nccl_rule(pair: Pair, traffic: Traffic) -> Verdict:
         return obstacle
     if _has_mig_instance(pair):
         return "NCCL does not work on MIG instances"
-    mine, its = ({gpu.uuid for gpu in e.gpus} for e in (a, b))
-    if len(mine | its) == 1 and mine != {""}:
+    gpus_a, gpus_b = ({gpu.uuid for gpu in e.gpus} for e in (a, b))
+    if len(gpus_a | gpus_b) == 1 and gpus_a != {""}:
         return "both members use one GPU, and NCCL needs two"
     direct = rdma.ucx_obstacle(a, b, cuda=True)
     if "nccl" in pair.named:

@@ -122,8 +122,8 @@ def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[
     """
     local, since = current_local(), time.monotonic()
     if local is None and home is not None:
-        found = own_groups.find(home, None if timeout is None else checked_timeout(timeout))
-        local = None if found is None else found[0]
+        match = own_groups.find(home, None if timeout is None else checked_timeout(timeout))
+        local = None if match is None else match[0]
     if local is not None:
         return local, _wait_limit(local, timeout)
     asked = None if timeout is None else _answer_timeout(checked_timeout(timeout))
@@ -150,10 +150,10 @@ def member_name(target: Any, argument: str) -> str:
         return target.name
     if isinstance(target, str) and not target.isdecimal():
         return target
-    found = own_groups.find(target)
-    if found is None:
+    match = own_groups.find(target)
+    if match is None:
         raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
-    return found[1].name
+    return match[1].name
 
 
 def _wait_limit(local: LocalMember, timeout: float | None) -> float:
@@ -163,10 +163,10 @@ def _wait_limit(local: LocalMember, timeout: float | None) -> float:
         raise ConfigurationError(f"timeout is a number of seconds from 0 on, not {timeout!r}")
     deadline = current_scope.get().deadline
     if deadline is not None:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             raise RpcTimeout("no time left: the deadline of the call that this method serves has passed")
-        seconds = min(seconds, left - min(ANSWER_S, left * _KEPT_PART))
+        seconds = min(seconds, remaining_s - min(ANSWER_S, remaining_s * _KEPT_PART))
     return seconds
 
 
@@ -247,8 +247,8 @@ class Handle:
     @classmethod
     def _find_in(cls: type[H], local: LocalMember, name: str, timeout: float | None, silent: list[str]) -> H | None:
         """Find the object in one group. Adds members that did not answer to ``silent``."""
-        if (found := find(local, local.me.rank, cls.kind, name)) is not None:
-            return cls._restore(name, local.me.name, *found)
+        if (entry := find(local, local.me.rank, cls.kind, name)) is not None:
+            return cls._restore(name, local.me.name, *entry)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
         for member in local.peers.members:
             if member.rank != local.me.rank:
@@ -257,8 +257,8 @@ class Handle:
                     asked.append((member.name, Future(call)))
         for name_there, future in asked:
             try:
-                if (found := future.wait()) is not None:
-                    return cls._restore(name, name_there, *found)
+                if (entry := future.wait()) is not None:
+                    return cls._restore(name, name_there, *entry)
             except (PeerLost, RpcTimeout):
                 silent.append(name_there)
         return None

@@ -66,8 +66,8 @@ def _open(local: LocalMember, caller: int, kind: str, name: str, settings: Any) 
 
 def find(local: LocalMember, caller: int, kind: str, name: str) -> tuple[Any, int] | None:
     """The settings and instance id of an object; None if this member does not have it."""
-    found = local.services.get(kind, name)
-    return None if found is None else (found.settings, found.instance_id)
+    entry = local.services.get(kind, name)
+    return None if entry is None else (entry.settings, entry.instance_id)
 
 
 def _delete(local: LocalMember, caller: int, kind: str, name: str, instance_id: int | None) -> None:

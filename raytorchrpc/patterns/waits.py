@@ -82,13 +82,13 @@ class Waits(Generic[K]):
         value_of: Callable[[K], Any] | None = None,
     ) -> None:
         """Settle the replies whose wait is over; all by default. ``value_of``: returns each its value."""
-        left = []
+        waiting = []
         for wanted, reply in self._waiting:
             if is_due(wanted):
                 self._lock.after(reply.settle, value if value_of is None else value_of(wanted), error)
             else:
-                left.append((wanted, reply))
-        self._waiting = left
+                waiting.append((wanted, reply))
+        self._waiting = waiting
 
     def __len__(self) -> int:
         return len(self._waiting)

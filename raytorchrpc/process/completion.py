@@ -77,7 +77,7 @@ def nothing() -> None:
     """A callback for those that need none."""
 
 
-def run_reported(task: Callable[[], object], what: str = "a callback of a finished call failed") -> None:
+def run_reported(task: Callable[[], object], failure: str = "a callback of a finished call failed") -> None:
     """Run a task of a thread that has to go on; log its exception. Lack of memory or threads ends this process: others
     may wait for what the task was to do.
     """
@@ -86,4 +86,4 @@ def run_reported(task: Callable[[], object], what: str = "a callback of a finish
     except BaseException as error:  # a user's code may raise SystemExit
         if threads.is_shortage(error):
             threads.end_process(error, "a thread that serves others")
-        threads.report(error, what)
+        threads.report(error, failure)

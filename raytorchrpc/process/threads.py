@@ -173,9 +173,9 @@ def pause(seconds: float = PAUSE_S) -> None:
     _pause.acquire(True, seconds)
 
 
-def report(error: BaseException, what: str) -> None:
+def report(error: BaseException, failure: str) -> None:
     """Log a failure after which the process continues. Repetitions are counted, and rarely logged."""
-    now, key = time.monotonic(), (what, type(error))
+    now, key = time.monotonic(), (failure, type(error))
     last, more = _reported.get(key, (-_REPORT_S, 0))
     if now - last < _REPORT_S:
         _reported[key] = last, more + 1
@@ -184,13 +184,13 @@ def report(error: BaseException, what: str) -> None:
         _reported.clear()
     _reported[key] = now, 0
     others = f" (and {more} more such failures before)" if more else ""
-    logger.error("%s%s", what, others, exc_info=error)
+    logger.error("%s%s", failure, others, exc_info=error)
 
 
-def serve(step: Callable[[], bool | Callable[[], object]], what: str) -> None:
+def serve(step: Callable[[], bool | Callable[[], object]], thread: str) -> None:
     """Call ``step`` until it returns False, and run the work that it returns instead of True.
 
-    An exception ends this process; see ``end_process``. ``what``: names the thread in the log.
+    An exception ends this process; see ``end_process``. ``thread``: names it in the log.
     """
     work: bool | Callable[[], object] = False
     try:
@@ -199,10 +199,10 @@ def serve(step: Callable[[], bool | Callable[[], object]], what: str) -> None:
                 work()
             work = False  # an idle thread must not keep what the work had
     except BaseException as error:
-        end_process(error, what)
+        end_process(error, thread)
 
 
-def surviving(step: Callable[[], bool], what: str) -> Callable[[], bool]:
+def surviving(step: Callable[[], bool], thread: str) -> Callable[[], bool]:
     """A step for ``serve`` that logs its failures and is then tried again, but not for lack of memory or threads.
 
     For a thread whose work nobody waits for.
@@ -214,14 +214,14 @@ def surviving(step: Callable[[], bool], what: str) -> Callable[[], bool]:
         except Exception as error:
             if is_shortage(error):
                 raise
-            report(error, f"{what} goes on after a failure")
+            report(error, f"{thread} goes on after a failure")
         pause()
         return True
 
     return attempt
 
 
-def end_process(error: BaseException, what: str) -> None:
+def end_process(error: BaseException, thread: str) -> None:
     """End this process, because a thread that others wait for cannot go on. One log record names the cause.
 
     Peers learn of it from the kernel, which closes its connections without memory or threads. Ray restarts an actor.
@@ -231,6 +231,6 @@ def end_process(error: BaseException, what: str) -> None:
     try:
         name, why = type(error).__name__, str(error) or "no memory"
         traceback = None if is_shortage(error) else error
-        logger.critical("this process ends, as %s cannot go on: %s: %s", what, name, why, exc_info=traceback)
+        logger.critical("this process ends, as %s cannot go on: %s: %s", thread, name, why, exc_info=traceback)
     finally:
         os._exit(1)

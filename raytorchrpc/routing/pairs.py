@@ -57,7 +57,7 @@ class PairRoute:
 
     def same_gpus_from(self, name: str) -> tuple[tuple[int, int], ...]:
         """``same_gpus`` with the index of the member ``name`` first."""
-        return self.same_gpus if name == self.a else tuple((its, mine) for mine, its in self.same_gpus)
+        return self.same_gpus if name == self.a else tuple((theirs, ours) for ours, theirs in self.same_gpus)
 
     def lanes(self, traffic: Traffic) -> tuple[LaneChoice, ...]:
         """Usable lanes for this traffic, the preferred one first; empty if there is none."""
@@ -167,7 +167,7 @@ class Judge:
 
     def __init__(self, config: GroupConfig, kinds: Sequence[Kind], lanes: Sequence[Candidate]) -> None:
         self._config, self._kinds, self._lanes = config, kinds, lanes
-        self._found: dict[Hashable, Verdicts] = {}
+        self._verdicts: dict[Hashable, Verdicts] = {}
         self._sharing = {each.lane.name for each in lanes if each.lane.shares_memory}
         numbers: dict[Hashable, int] = {}
         # The rules of other distributions may read all of an endpoint.
@@ -196,19 +196,19 @@ class Judge:
         """
         a, b = self._kinds[kind_a], self._kinds[kind_b]
         key = (self.common[kind_a], self.common[kind_b], *_relation(a, b))
-        found = self._found.get(key)
-        if found is None:
+        verdicts = self._verdicts.get(key)
+        if verdicts is None:
             first, second = (each.endpoint.changed({"name": name}) for each, name in zip((a, b), _NAMES, strict=True))
             config = self._config
             pair = Pair(first, second, a.agent, b.agent, config.lanes or (), config.always_tcp, config.tls)
-            found = self._found[key] = _judge(pair, self._lanes)
-        return found
+            verdicts = self._verdicts[key] = _judge(pair, self._lanes)
+        return verdicts
 
 
 def _relation(a: Kind, b: Kind) -> tuple[Hashable, ...]:
     """What of hosts, containers and GPUs the rules compare."""
-    mine, its = a.gpu_uuids(), b.gpu_uuids()
-    one_gpu = len(mine | its) == 1 and mine != {""}
+    ours, theirs = a.gpu_uuids(), b.gpu_uuids()
+    one_gpu = len(ours | theirs) == 1 and ours != {""}
     if not a.endpoint.same_host(b.endpoint):
         return False, one_gpu
     return one_gpu, *(kind for kind in sorted(a.endpoint.namespaces) if a.endpoint.shares(b.endpoint, kind))
@@ -272,4 +272,6 @@ def _not_installed(pair: Pair, lane: str, distribution: str) -> str | None:
 
 def _same_gpus(a: Endpoint, b: Endpoint) -> tuple[tuple[int, int], ...]:
     """(a's index, b's index) of each physical GPU that both see."""
-    return tuple((mine.index, its.index) for mine in a.gpus for its in b.gpus if mine.uuid and mine.uuid == its.uuid)
+    return tuple(
+        (ours.index, theirs.index) for ours in a.gpus for theirs in b.gpus if ours.uuid and ours.uuid == theirs.uuid
+    )

@@ -38,9 +38,9 @@ def plan(endpoints: Mapping[str, Endpoint], config: GroupConfig) -> RoutePlan:
     others = foreign(config)
     lanes = (*others, *candidates(config))
     _check_allowed(lanes, config)
-    found, warnings = backends.plan_agents(members, config)
-    number = {name: index for index, (_, _, names) in enumerate(found) for name in names}
-    kinds = tuple(Kind(endpoint, agent) for endpoint, agent, _ in found)
+    agents, warnings = backends.plan_agents(members, config)
+    number = {name: index for index, (_, _, names) in enumerate(agents) for name in names}
+    kinds = tuple(Kind(endpoint, agent) for endpoint, agent, _ in agents)
     planned = RoutePlan(config, kinds, {name: number[name] for name in members}, warnings, others)
     for a, b in planned.samples():
         _check_carried(planned.route(a, b), config)

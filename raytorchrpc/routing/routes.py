@@ -47,11 +47,11 @@ class RoutePlan:
     @functools.cached_property
     def _judge(self) -> Judge:
         lanes = (*self.foreign, *candidates(self.config))
-        found = next((judge for judge in _judges if judge.fits(self.config, self.kinds, lanes)), None)
-        if found is None:
-            found = Judge(self.config, self.kinds, lanes)
-            _judges.appendleft(found)
-        return found
+        judge = next((judge for judge in _judges if judge.fits(self.config, self.kinds, lanes)), None)
+        if judge is None:
+            judge = Judge(self.config, self.kinds, lanes)
+            _judges.appendleft(judge)
+        return judge
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -96,14 +96,14 @@ class RoutePlan:
         for name, number in self.kind_of.items():
             members.setdefault(number, []).append(name)
         users = collections.Counter((kind.place(), kind.gpu_uuids()) for kind in map(self.kinds.__getitem__, members))
-        found: dict[Hashable, list[str]] = {}
+        sets: dict[Hashable, list[str]] = {}
         for number, names in members.items():
             kind, common = self.kinds[number], self._judge.common[number]
             place, gpus = kind.place(), kind.gpu_uuids()
             # On one host NCCL cannot connect those that use the same GPU.
             shares = gpus if len(names) > 1 or users[place, gpus] > 1 else None
-            found.setdefault((common, place, shares) if place is not None else number, []).extend(names)
-        return list(found.values())
+            sets.setdefault((common, place, shares) if place is not None else number, []).extend(names)
+        return list(sets.values())
 
     def samples(self) -> Iterator[tuple[str, str]]:
         """Pairs of members such that calls and CPU tensors of any pair take the lanes of one of these."""
@@ -135,8 +135,8 @@ class RoutePlan:
     def addresses(self) -> tuple[str, ...]:
         """The addresses of all members' hosts."""
         ends = [kind.endpoint for kind in self.kinds]
-        found = {address for end in ends for each in end.interfaces for address in each.addresses}
-        return tuple(sorted({*found, *(end.node_ip for end in ends)}))
+        addresses = {address for end in ends for each in end.interfaces for address in each.addresses}
+        return tuple(sorted({*addresses, *(end.node_ip for end in ends)}))
 
     def device_map(self, a: str, b: str) -> device_map.PairMap:
         """Where a's tensors arrive on b: {a's gpu: b's gpu}, or "cpu" in place of one."""
@@ -153,15 +153,15 @@ class RoutePlan:
         if not self.kind(name).endpoint.gpus:
             return {}
         given, known = self.config.device_maps or {}, dict[str | int, dict[int, int]]()
-        found = {}
+        maps = {}
         for other in self.kind_of if others is None else others:
             key = other if name in given or other in given else self.kind_of[other]
             if key not in known:
                 ends = (other, name) if inward else (name, other)
                 known[key] = device_map.gpu_pairs(self.device_map(*ends))
             if known[key]:
-                found[other] = known[key]
-        return found
+                maps[other] = known[key]
+        return maps
 
     def gpus_of(self, name: str) -> tuple[int, ...]:
         """The GPUs of this member that any device map names."""
@@ -198,8 +198,8 @@ class RoutePlan:
                 texts = [f"none: {reasons.pop()}"]
                 rejected = [no for no in rejected if no.traffic != traffic]
             lines += [f"  {TRAFFIC_TEXT[traffic]}: {text}" for text in texts or ["none"]]
-        for mine, its in route.same_gpus_from(a):
-            lines.append(f"  share=True shares the memory of cuda:{mine} of {a}, which is cuda:{its} of {b}")
+        for ours, theirs in route.same_gpus_from(a):
+            lines.append(f"  share=True shares the memory of cuda:{ours} of {a}, which is cuda:{theirs} of {b}")
         for no in rejected:
             lines.append(f"  not {no.lane} for {TRAFFIC_TEXT[no.traffic]}: {no.reason}")
         if route.lanes("cpu")[0].lane == FABRIC:

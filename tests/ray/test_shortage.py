@@ -149,6 +149,8 @@ def test_a_member_that_cannot_go_on_ends_at_once_and_comes_back(
 ) -> None:
     caller, starved = actors["caller"], actors["starved"]
     log = tmp_path / "stderr"
+    back = threading.Event()
+    group.on_change(lambda change: back.set() if change.kind == "back" else None)
     ray.get(starved.run.remote(write_errors_to, str(log)), timeout=PATIENCE_S)
     assert ray.get(caller.call.remote("starved", "double", 4), timeout=PATIENCE_S) == 8
     ray.get(starved.run.remote(lack), timeout=PATIENCE_S)
@@ -156,5 +158,6 @@ def test_a_member_that_cannot_go_on_ends_at_once_and_comes_back(
     assert all(failure.startswith("PeerLost") for failure in failures), failures
     (said,) = [line for line in log.read_text().splitlines() if "this process ends" in line]
     assert "cannot go on: " + cause in said
+    assert back.wait(2 * PATIENCE_S), "the group can seem ready until the supervisor has noticed the loss"
     assert group.wait_ready(PATIENCE_S) is None
     assert ray.get(caller.call.remote("starved", "double", 21), timeout=PATIENCE_S) == 42

@@ -208,10 +208,10 @@ class Future(Generic[T]):
         """As ``_arrives``, without blocking the event loop."""
         until = time.monotonic() + timeout_s
         while not (self.done() and self._arrives(0)):
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 return False
-            yield from self._watched(left)
+            yield from self._watched(remaining)
         return True
 
     def _watched(self, timeout_s: float) -> Generator[Any, None, None]:
@@ -247,10 +247,10 @@ class Future(Generic[T]):
             vars(self).pop("_arrival", None)  # late, after the call was sent again
             arrival = None
         if arrival is None:
-            mine = Completion()
-            arrival = vars(self).setdefault("_arrival", mine)  # one, whichever thread is first
-            if arrival is mine:
-                self._call.add_done_callback(mine.complete)
+            made = Completion()
+            arrival = vars(self).setdefault("_arrival", made)  # one, whichever thread is first
+            if arrival is made:
+                self._call.add_done_callback(made.complete)
         if self._cancelled:
             arrival.complete()
         arrival.add_done_callback(watcher)
@@ -312,10 +312,10 @@ def wait(
         while True:
             arrivals.collect(0, 0)
             done = [future for future in everything if future.done()]
-            left = until - time.monotonic()
-            if len(done) >= num_returns or left <= 0:
+            remaining = until - time.monotonic()
+            if len(done) >= num_returns or remaining <= 0:
                 break
-            patience_s = min(left, _first_deadline(set(everything).difference(done)))
+            patience_s = min(remaining, _first_deadline(set(everything).difference(done)))
             arrivals.collect(num_returns - len(done), patience_s)
     chosen = set(done[:num_returns])
     return done[:num_returns], [future for future in everything if future not in chosen]

@@ -93,8 +93,8 @@ def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
     if local is None and (client := own_groups.find(target, options.timeout)) is not None:
         return client[0], options
     if local is None:
-        local, left = rejoin.wait(options.timeout)
-        options = options._replace(timeout=left)
+        local, timeout = rejoin.wait(options.timeout)
+        options = options._replace(timeout=timeout)
     return local, options
 
 

@@ -81,7 +81,7 @@ def methods_of(instance: Any) -> dict[str, Exposed]:
     attributes: dict[str, Any] = {}
     for cls in reversed(type(instance).__mro__ if instance is not None else ()):
         attributes.update(vars(cls))  # getattr would run the class's own descriptors
-    found = {}
+    methods = {}
     for name in sorted(attributes):
         function = attributes[name]
         note = exposed(function)
@@ -94,8 +94,8 @@ def methods_of(instance: Any) -> dict[str, Exposed]:
                     f"which is for concurrency groups: put @ray.method(concurrency_group=...) on it as well, or give "
                     f"the actor that max_concurrency"
                 )
-            found[name] = note.of(ray_internals.untraced(function))._replace(concurrency_group=group)
-    return found
+            methods[name] = note.of(ray_internals.untraced(function))._replace(concurrency_group=group)
+    return methods
 
 
 def is_hidden(function: Any) -> bool:

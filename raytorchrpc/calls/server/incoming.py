@@ -58,8 +58,8 @@ class IncomingCalls:
             # Before anything else: a request that is refused has to discard its out-of-band tensors.
             pending = self._pending(caller, message) if message.manifests else []
             if message.unread_bytes:
-                what = f"a request of {message.unread_bytes} bytes, which did not run"
-                raise no_memory(name, what, MemoryError())
+                request = f"a request of {message.unread_bytes} bytes, which did not run"
+                raise no_memory(name, request, MemoryError())
             if token != self.token:
                 raise PeerLost(name, "it belongs to another generation of the group", may_have_run=False)
             if caller in self._peers.removed:

@@ -340,12 +340,12 @@ class ServedCall:
             before = current_scope.set(self.scope.on_a_thread(admission))
             try:
                 if self.context == torch_internals.NO_CONTEXT:
-                    if (left := self._call()) is not None:
-                        complete(left)
+                    if (coroutine := self._call()) is not None:
+                        complete(coroutine)
                 else:
                     with torch_internals.autograd_context(self.context):
-                        if (left := self._call()) is not None:
-                            complete(left)
+                        if (coroutine := self._call()) is not None:
+                            complete(coroutine)
             except BaseException as error:
                 self._refuse(error)
             finally:
@@ -375,9 +375,9 @@ class ServedCall:
         try:
             current_scope.set(self.scope.inside(self.admission))  # a task has a context of its own: nothing to reset
             with torch_internals.autograd_context(self.context):
-                left = self._call()
-            if left is not None:
-                await _in_autograd_context(left, self.context)
+                coroutine = self._call()
+            if coroutine is not None:
+                await _in_autograd_context(coroutine, self.context)
         except BaseException as error:
             self._refuse(error)
         finally:
@@ -553,10 +553,10 @@ class _InContext:
                 error = thrown
 
 
-def complete(left: Coroutine[Any, Any, None]) -> None:
+def complete(coroutine: Coroutine[Any, Any, None]) -> None:
     """Run to its end, on this thread, what is left of a call."""
     try:
-        left.send(None)
+        coroutine.send(None)
     except StopIteration:
         return
     raise RuntimeError("a call on a thread has waited for an event loop")

@@ -175,8 +175,8 @@ class Services:
     def metric_rows(self) -> list[Any]:
         """What the objects that have a ``metric_rows(kind, name)`` show in the metrics: ``QueueStats``."""
         with self._lock:
-            served = [(*key, found) for key, found in self._served.items() if hasattr(found, "metric_rows")]
-        return [row for kind, name, found in served for row in found.metric_rows(kind, name)]
+            served = [(*key, each) for key, each in self._served.items() if hasattr(each, "metric_rows")]
+        return [row for kind, name, each in served for row in each.metric_rows(kind, name)]
 
     def names(self, kind: str) -> list[str]:
         """The names of all objects of that kind."""

@@ -139,15 +139,15 @@ class ServedStream(ServedCall):
     async def _next_request(self) -> ItemRequest | None:
         with allow_calls():  # those that wait already, as in any wait; the next request may be here
             pass
-        while isinstance(found := self._look(), DeferredReply):
+        while isinstance(request := self._look(), DeferredReply):
             done: Any
             if self._task is None:
-                done = wait_serving(found, self._patience())
+                done = wait_serving(request, self._patience())
             else:
-                done, _ = await asyncio.wait([asyncio.wrap_future(found)], timeout=self._patience())
+                done, _ = await asyncio.wait([asyncio.wrap_future(request)], timeout=self._patience())
             if not done and not self._position:
                 return None
-        return found
+        return request
 
     def _send_item(self, request: ItemRequest, item: Any) -> bool:
         """Answer a request with an item; False if that failed."""
@@ -172,10 +172,10 @@ class ServedStream(ServedCall):
         """Answer the requests that are left."""
         with self._lock:
             self._is_closed = True
-            left, self._requests = list(self._requests.values()), {}
+            unanswered, self._requests = list(self._requests.values()), {}
         if self._number is not None:
             self.callee.streams.pop(self._number, None)
-        for request in left:
+        for request in unanswered:
             request.end()
 
 

@@ -608,8 +608,8 @@ class ConnectedLane(MessageLane, Generic[C]):
     def _end_waits(self) -> None:
         with self._made_lock:
             self._sweeps.close()
-            left, self._waiting = self._waiting, {}
-        for peer, waiting in left.items():
+            abandoned, self._waiting = self._waiting, {}
+        for peer, waiting in abandoned.items():
             fail_all(waiting, self._left(peer))
 
     def _connect_first(self, peer: str, request: Request) -> Pending:
@@ -724,7 +724,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         where: Any = address.tcp if by_tcp else "\0" + address.unix
         family = _family(where[0]) if by_tcp else socket.AF_UNIX
         own = self._acceptor.address
-        me, its = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
+        me, listener = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
         deadline = min(request.deadline, time.monotonic() + CONNECT_TIMEOUT_S)
         frame, sent = self._pack_first(request.message), False
 
@@ -735,15 +735,15 @@ class ConnectedLane(MessageLane, Generic[C]):
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            left = max(0.001, min(patience_s, deadline - time.monotonic()))
+            allowed_s = max(0.001, min(patience_s, deadline - time.monotonic()))
             # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(left), int(left % 1 * 1e6)))
-            sock.settimeout(left if by_tcp else None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(allowed_s))
+            sock.settimeout(allowed_s if by_tcp else None)
             sock.connect(where)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
             if by_tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            steps = secure(sock, self._credentials, me, its, first)
+            steps = secure(sock, self._credentials, me, listener, first)
             protection = yield from run(sock, steps, max(0.001, deadline - time.monotonic()), PATIENCE_S)
             return self._register(sock, protection, peer, request if sent else None, deadline)
         except BaseException as error:
@@ -780,3 +780,7 @@ class ConnectedLane(MessageLane, Generic[C]):
 
 def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _timeval(seconds: float) -> bytes:
+    return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))

@@ -45,9 +45,9 @@ class Janitor:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None and not self._closed:
-                what = f"the thread {self._name}"
-                step = threads.surviving(self._reclaim_all, what)
-                self._thread = threads.start(threads.serve, step, what, name=self._name)
+                label = f"the thread {self._name}"
+                step = threads.surviving(self._reclaim_all, label)
+                self._thread = threads.start(threads.serve, step, label, name=self._name)
 
     def _reclaim_all(self) -> bool:
         self._woken.wait()

@@ -119,14 +119,14 @@ def offer(
 
     ``first``: called once that is verified; what it returns is sent with this end's own proof.
     """
-    mine = os.urandom(_NONCE)
-    answer = yield from receive(_NONCE + _PROOF, _HELLO + mine)
-    its, proof = answer[:_NONCE], answer[_NONCE:]
-    if not hmac.compare_digest(proof, _mac(secret, b"accept", mine, its, peer.encode())):
+    own_nonce = os.urandom(_NONCE)
+    answer = yield from receive(_NONCE + _PROOF, _HELLO + own_nonce)
+    peer_nonce, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _mac(secret, b"accept", own_nonce, peer_nonce, peer.encode())):
         raise Refused("the process at that address does not have this group's secret, or is not the expected member")
     name = me.encode()
-    own = _LENGTH.pack(len(name)) + name + _mac(secret, b"offer", its, mine, peer.encode(), name)
-    session = _mac(secret, b"session", mine, its, peer.encode(), name)
+    own = _LENGTH.pack(len(name)) + name + _mac(secret, b"offer", peer_nonce, own_nonce, peer.encode(), name)
+    session = _mac(secret, b"session", own_nonce, peer_nonce, peer.encode(), name)
     keys = SessionKeys(_mac(session, b"from the connecting end"), _mac(session, b"from the accepting end"))
     if not hmac.compare_digest((yield from receive(_PROOF, own, first(keys))), _mac(session, b"ready")):
         raise Refused("the confirmation of the handshake was modified in transit")
@@ -138,16 +138,16 @@ def accept(secret: bytes, me: Identity) -> Steps[SessionKeys]:
     hello = yield from receive(len(_HELLO) + _NONCE)
     if not hello.startswith(_HELLO):
         raise Refused("it does not speak this protocol")
-    its, mine = hello[len(_HELLO) :], os.urandom(_NONCE)
-    length = yield from receive(_LENGTH.size, mine + _mac(secret, b"accept", its, mine, me.encode()))
+    peer_nonce, own_nonce = hello[len(_HELLO) :], os.urandom(_NONCE)
+    length = yield from receive(_LENGTH.size, own_nonce + _mac(secret, b"accept", peer_nonce, own_nonce, me.encode()))
     size: int = _LENGTH.unpack(length)[0]
     if size > _IDENTITY_BYTES:
         raise Refused("it does not speak this protocol")
     answer = yield from receive(size + _PROOF)
     name, proof = answer[:size], answer[size:]
-    if not hmac.compare_digest(proof, _mac(secret, b"offer", mine, its, me.encode(), name)):
+    if not hmac.compare_digest(proof, _mac(secret, b"offer", own_nonce, peer_nonce, me.encode(), name)):
         raise Refused("it does not have this group's secret")
-    session = _mac(secret, b"session", its, mine, me.encode(), name)
+    session = _mac(secret, b"session", peer_nonce, own_nonce, me.encode(), name)
     yield (_mac(session, b"ready"),), 0
     return SessionKeys(_mac(session, b"from the accepting end"), _mac(session, b"from the connecting end"))
 

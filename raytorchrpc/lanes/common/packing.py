@@ -169,4 +169,4 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a tensor with these strides is."""
     wanted, size = layout(shape)
     along = zip(shape, strides, wanted, strict=True)
-    return not size or all(extent == 1 or its == needed for extent, its, needed in along)
+    return not size or all(extent == 1 or stride == needed for extent, stride, needed in along)

@@ -60,14 +60,14 @@ def collapse(
     ``source``, ``target``: the strides of a region that is not empty, in elements of ``itemsize`` bytes. Returns the
     bytes that are contiguous in both, and the dimensions over them, outermost first.
     """
-    found = [
+    dimensions = [
         Dimension(extent, here * itemsize, there * itemsize)
         for extent, here, there in zip(shape, source, target, strict=True)
         if extent != 1
     ]
-    found.sort(key=lambda dimension: dimension.target, reverse=True)
+    dimensions.sort(key=lambda dimension: dimension.target, reverse=True)
     merged: list[Dimension] = []
-    for inner in [*found, Dimension(itemsize, 1, 1)]:
+    for inner in [*dimensions, Dimension(itemsize, 1, 1)]:
         if merged:
             outer = merged[-1]
             if outer.source == inner.source * inner.extent and outer.target == inner.target * inner.extent:
@@ -184,15 +184,15 @@ class RowCopies:
             return
         if self._kernels is None:
             self._kernels = self._joined()
-        batches, left = self._kernels
+        batches, large = self._kernels
         for number, batch in batches:
             copy.launch((number, _BLOCKS), _THREADS, batch + _FLAT.pack(flat), stream)
-        driver.copy_all(left, flat, stream)
+        driver.copy_all(large, flat, stream)
 
     def _joined(self) -> tuple[list[tuple[int, bytes]], list[Rows]]:
-        here, left = self.rows, list[Rows]()
+        here, large = self.rows, list[Rows]()
         if self._beside:
-            left = [rows for rows in here if rows.width * rows.number > _LARGEST]
+            large = [rows for rows in here if rows.width * rows.number > _LARGEST]
             here = [rows for rows in here if rows.width * rows.number <= _LARGEST]
         if len(here) < _MANY:
             return [], self.rows
@@ -202,7 +202,7 @@ class RowCopies:
             for end, begin, rest in _divided(*sizes, _LARGEST)
         ]
         batches = [packed[at : at + _AT_ONCE] for at in range(0, len(packed), _AT_ONCE)]
-        return [(len(batch), b"".join(batch).ljust(_BATCH, b"\0")) for batch in batches], left
+        return [(len(batch), b"".join(batch).ljust(_BATCH, b"\0")) for batch in batches], large
 
 
 @functools.lru_cache(1024)  # the layers of a model are alike

@@ -108,18 +108,18 @@ class CudaIpcLane(TensorLane):
     ) -> Export:
         self._exports.reap()
         source = packing.source_of(tensors, devices, self.name)
-        found: dict[int, tuple[int, bytes]] = {}
+        allocations: dict[int, tuple[int, bytes]] = {}
         with driver().on(source):
             stream, raw = self._current(source)
             idle = is_idle(stream)
             if idle and not shared and in_message.suits(tensors):
                 return Export(in_message.descriptor(tensors, devices[source], stream), nothing)
             if shared:
-                own = [self._place(tensor, found) for tensor in tensors]
+                own = [self._place(tensor, allocations) for tensor in tensors]
                 placed = [(*place, tuple(place[0].stride())) for place in own]
             else:
                 packed = zip(*packing.pack(tensors), strict=True)
-                placed = [(*self._place(tensor, found), piece) for piece, tensor in packed]
+                placed = [(*self._place(tensor, allocations), piece) for piece, tensor in packed]
             kept = [tensor for tensor, *_ in placed]
             number, out = self._exports.add(peer, kept, shared, raw, quick_driver() if idle else driver())
         places = tuple(tuple(place) for _, *place in placed)
@@ -130,26 +130,28 @@ class CudaIpcLane(TensorLane):
         with driver().on(device):
             self._exports.finish(number, out, self._current(device)[1])
 
-    def _place(self, tensor: torch.Tensor, found: dict[int, tuple[int, bytes]]) -> tuple[torch.Tensor, bytes, int, int]:
+    def _place(
+        self, tensor: torch.Tensor, allocations: dict[int, tuple[int, bytes]]
+    ) -> tuple[torch.Tensor, bytes, int, int]:
         """Return (tensor to keep, handle of its allocation, offset in it, bytes from the first element to the last).
 
-        ``found``: this message's allocations so far, by the address of the storage: asking CUDA takes longer than
+        ``allocations``: this message's allocations so far, by the address of the storage: asking CUDA takes longer than
         everything else, and the tensors of a model may lie in one allocation.
         """
         if not tensor.numel():
             return tensor, b"", 0, 0
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address not in found:
+        if address not in allocations:
             try:
-                found[address] = self._allocation(address)
+                allocations[address] = self._allocation(address)
             except LaneUnavailable:
                 if storage.resizable():  # torch allocated it: a copy would not help
                     raise
                 tensor = tensor.clone()  # another process shared this memory, so it cannot be exported again
                 address = tensor.untyped_storage().data_ptr()
-                found[address] = self._allocation(address)
-        base, handle = found[address]
+                allocations[address] = self._allocation(address)
+        base, handle = allocations[address]
         return tensor, handle, tensor.data_ptr() - base, span_of(tensor.shape, tensor.stride()) * tensor.itemsize
 
     def _allocation(self, pointer: int) -> tuple[int, bytes]:
@@ -189,11 +191,11 @@ class CudaIpcLane(TensorLane):
                     few = max(len(mapped), len(copies or ())) <= packing.FEW
                     cuda = quick_driver() if few and is_idle(stream) else driver()
                     if copies is None:
-                        left = self._copy_all(mapped, offer.places, shapes, stream.device, raw, cuda)
+                        results = self._copy_all(mapped, offer.places, shapes, stream.device, raw, cuda)
                     else:
-                        left = self._copy(mapped, offer.places, shapes, copies, stream.device, raw, cuda)
+                        results = self._copy(mapped, offer.places, shapes, copies, stream.device, raw, cuda)
                     _read_on(raw, page, offer, cuda)
-                    return left
+                    return results
             # Prepare what the release needs: a finalizer does it, and may take no lock.
             page.shared.on_gpus()
             if target not in self._returning:
@@ -274,13 +276,13 @@ class CudaIpcLane(TensorLane):
                 begin += sizes[number]
         beside, kernel = runs_beside(stream), partial(COPY_ROWS.on, device.index, driver())
         make = partial(Scatter.of, copies, sizes, device, beside)
-        left: Arrived = [None] * len(copies)
+        results: Arrived = [None] * len(copies)
         scatters = copies.prepared((self.name, device.index, sizes, beside), make)
         located = [begins[number] for number in range(len(shapes))]  # all of them, before anything is copied
         for scatter, begin, shape in zip(scatters, located, shapes, strict=True):
             for index, tensor in scatter.queue(copies, begin, shape, device, cuda, kernel, stream):
-                left[index] = tensor
-        return left
+                results[index] = tensor
+        return results
 
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):

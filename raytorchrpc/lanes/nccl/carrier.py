@@ -156,13 +156,13 @@ class Carrier:
         """Abort the communicator and its kernels. May wait for the device."""
         self._nccl.ncclCommAbort(comm)
 
-    def check(self, code: int, what: str, comm: ctypes.c_void_p | None = None) -> None:
+    def check(self, code: int, function: str, comm: ctypes.c_void_p | None = None) -> None:
         """Raise Broken unless the result code is success or in progress."""
         if code in (_SUCCESS, _IN_PROGRESS):
             return
         texts = [self._nccl.ncclGetErrorString(code), self._nccl.ncclGetLastError(comm)]
         text = ": ".join(text.decode(errors="replace").strip() for text in texts if text)
-        raise Broken(f"{what} failed: {text}")
+        raise Broken(f"{function} failed: {text}")
 
     def take_stream(self, device: int) -> torch.cuda.Stream:
         """Return a CUDA stream that no other channel uses. torch hands out its own repeatedly, and two channels on one
@@ -192,8 +192,8 @@ def _path() -> str:
             if re.search(r"/libnccl\.so[.\d]*$", name):
                 return name
     with contextlib.suppress(ImportError, ValueError):
-        found = importlib.util.find_spec("nvidia.nccl")
-        for folder in (found.submodule_search_locations or ()) if found else ():
+        package = importlib.util.find_spec("nvidia.nccl")
+        for folder in (package.submodule_search_locations or ()) if package else ():
             if (path := Path(folder) / "lib" / "libnccl.so.2").exists():
                 return str(path)
     return "libnccl.so.2"

@@ -179,8 +179,8 @@ class End:
                 while not self.channel.over() and time.monotonic() < until:
                     time.sleep(_LONGEST_STEP_S)
                 if not self.channel.over():
-                    what = "a failed transfer has not ended within %g s, so it may still write into the buffers"
-                    logger.warning(what, _OVER_S)
+                    text = "a failed transfer has not ended within %g s, so it may still write into the buffers"
+                    logger.warning(text, _OVER_S)
             raise
 
 
@@ -262,8 +262,8 @@ class NcclLane(TensorLane):
 
     def _begin(self, peer: str, request: tuple[Any, ...], deadline: float, *, caller_waits: bool = True) -> Pending:
         header = (request[0], self._me, *request[1:])
-        left = max(0.0, deadline - time.monotonic())
-        return self._control.call(peer, Message(header, NOTHING), left, caller_waits=caller_waits)
+        remaining_s = max(0.0, deadline - time.monotonic())
+        return self._control.call(peer, Message(header, NOTHING), remaining_s, caller_waits=caller_waits)
 
     def _ask(self, peer: str, request: tuple[Any, ...], deadline: float) -> str | None:
         """Make a request; returns why it is refused, or None. Raises PeerLost, RpcTimeout or TimedOut."""
@@ -343,7 +343,7 @@ class NcclLane(TensorLane):
     # --- sending -------------------------------------------------------------------------------------------
 
     def export(self, tensors: Sequence[torch.Tensor], peer: str, devices: Mapping[int, int]) -> Export:
-        opened = {own: its for own, its in devices.items() if own in self._identities}
+        opened = {own: theirs for own, theirs in devices.items() if own in self._identities}
         source = packing.source_of(tensors, opened, self.name)
         address, target = self._peers.get(peer), devices[source]
         if address is None or self._closed:

@@ -81,12 +81,12 @@ def _library(package: str | None) -> Any:
     if name in sys.modules:
         return sys.modules[name]
     home = importlib.util.find_spec(package)
-    found = home and importlib.machinery.PathFinder.find_spec("_bindings", home.submodule_search_locations)
-    if not found or not found.origin:
+    module_spec = home and importlib.machinery.PathFinder.find_spec("_bindings", home.submodule_search_locations)
+    if not module_spec or not module_spec.origin:
         raise LaneUnavailable(
             LANE, f"{package} has no module _bindings; raytorchrpc does not support this release of it"
         )
-    spec = importlib.util.spec_from_file_location(name, found.origin)
+    spec = importlib.util.spec_from_file_location(name, module_spec.origin)
     assert spec is not None and spec.loader is not None
     try:
         module = importlib.util.module_from_spec(spec)
@@ -159,15 +159,15 @@ class Agent:
 
     # --- other agents --------------------------------------------------------------------------------------
 
-    def load(self, published: bytes, what: str) -> None:
+    def load(self, published: bytes, described: str) -> None:
         """Connect to the agent that published its ``connection``, or make a ``Registered.blob`` of it readable.
 
-        Raises Lost, which names ``what``.
+        Raises Lost, which names ``described``.
         """
         try:
             self._agent.loadRemoteMD(published)
         except Exception as error:
-            raise Lost(f"{what} cannot be reached ({error})") from error
+            raise Lost(f"{described} cannot be reached ({error})") from error
 
     def disconnect(self, name: str) -> None:
         """Disconnect from an agent. No read from it may be in progress."""
@@ -184,8 +184,8 @@ class Agent:
     def notices(self) -> Mapping[str, Sequence[bytes]]:
         """Return the notices that have arrived since the last call, by agent."""
         with contextlib.suppress(Exception):  # closed meanwhile
-            found: Mapping[str, Sequence[bytes]] = self._agent.getNotifs({}, self._ucx)
-            return found
+            notices: Mapping[str, Sequence[bytes]] = self._agent.getNotifs({}, self._ucx)
+            return notices
         return {}
 
     # --- reads ---------------------------------------------------------------------------------------------

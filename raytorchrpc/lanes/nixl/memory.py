@@ -192,9 +192,9 @@ def check_members(places: Sequence[Place], members: Sequence[Members], shapes: S
     for (_, _, _, size), group in zip(places, members, strict=True):
         sizes = [math.prod(shapes[index][1]) * shapes[index][0].itemsize for index, _ in group]
         within(0, size, sum(sizes) + packing.ALIGN * len(sizes))
-        for (_, offset), its in zip(group, sizes, strict=True):
-            if its:
-                within(offset, its, size)
+        for (_, offset), nbytes in zip(group, sizes, strict=True):
+            if nbytes:
+                within(offset, nbytes, size)
 
 
 class Segments:

@@ -256,16 +256,16 @@ class ShmLane(TensorLane):
             within(offset, size, bases[number].nbytes)
             begins.append(bases[number].ctypes.data + offset)
         moves = copies.prepared((self.name, sizes), partial(_Moves.of, copies, sizes))
-        left: Arrived = [None] * len(copies)
+        results: Arrived = [None] * len(copies)
         for index in moves.rest:
             copy: Copy = copies[index]
             number, offset = places[copy.source]
             # A storage of its own, which any dtype can be viewed in. It keeps the slot.
             tensor = tensor_in(bases[number], offset, shapes[copy.source])
-            left[index] = copied(tensor) if copy.target is None else copy.view_of(tensor)
+            results[index] = copied(tensor) if copy.target is None else copy.view_of(tensor)
         for source, offset, target, length in moves.straight:
             self.move(target, begins[source] + offset, length)
-        return left
+        return results
 
     def _opened(self, peer: str, descriptor: Any) -> tuple[list[numpy.ndarray], Sequence[tuple[int, int]], bool]:
         """The memory that a descriptor names, where in it each tensor lies, and whether to copy them out."""

@@ -141,11 +141,11 @@ class Arena:
         self.used -= slot.size
         insort(self._holes, (slot.offset, slot.size))
         place = self._holes.index((slot.offset, slot.size))
-        for left in (place, place - 1):  # join the neighbours
-            if 0 <= left < len(self._holes) - 1:
-                (offset, size), (following, more) = self._holes[left : left + 2]
+        for index in (place, place - 1):  # join the neighbours
+            if 0 <= index < len(self._holes) - 1:
+                (offset, size), (following, more) = self._holes[index : index + 2]
                 if offset + size == following:
-                    self._holes[left : left + 2] = [(offset, size + more)]
+                    self._holes[index : index + 2] = [(offset, size + more)]
 
     def filled(self, slots: Sequence[Slot]) -> bool:
         """The slots have been written. Returns False if their owner is gone; they are reclaimed then."""
@@ -158,8 +158,8 @@ class Arena:
     def cancel(self, slot: Slot) -> None:
         """Reclaim a slot that was not sent."""
         with self._lock.once("a message with tensors"):
-            found = self._out.get(slot.number)
-            if found is not None and found[0] is slot:  # not reclaimed and reused meanwhile
+            current = self._out.get(slot.number)
+            if current is not None and current[0] is slot:  # not reclaimed and reused meanwhile
                 self._put_back(slot.number)
 
     def reclaim(self, owner: str) -> None:
@@ -264,7 +264,7 @@ class Lender:
         if not (pieces := self._pieces.copy()):
             return None
         used: dict[int, int] = {}
-        found = []
+        places = []
         begin, shared = next(iter(pieces.items()))
         for tensor in tensors:
             address = tensor.data_ptr() if tensor.nbytes else begin
@@ -276,8 +276,8 @@ class Lender:
                     return None
             if not tensor.is_contiguous():
                 return None
-            found.append((used.setdefault(begin, len(used)), address - begin))
-        return tuple((*pieces[begin].address,) for begin in used), tuple(found)
+            places.append((used.setdefault(begin, len(used)), address - begin))
+        return tuple((*pieces[begin].address,) for begin in used), tuple(places)
 
     def close(self) -> None:
         """Prevent peers from mapping it from now on. Its tensors stay valid."""

@@ -527,12 +527,14 @@ def check_can_open(name: str, url: str) -> None:
     try:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = sys.maxsize if limit == resource.RLIM_INFINITY else limit
-        left = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
+        available = limit - sum(int(fd) < limit for fd in os.listdir("/proc/self/fd"))
     except OSError:
-        left = 0  # not even to list them
-    if left < _CONNECTION_FDS:
+        available = 0  # not even to list them
+    if available < _CONNECTION_FDS:
         needed = f"a connection to {name} takes up to {_CONNECTION_FDS} descriptors"
-        raise LaneUnavailable("torchrpc", f"{needed} and this process has {left} left; raise its limit (ulimit -n)")
+        raise LaneUnavailable(
+            "torchrpc", f"{needed} and this process has {available} left; raise its limit (ulimit -n)"
+        )
     for host, port in fork.addresses_in(url):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -561,8 +563,8 @@ def unreachable(urls: Mapping[str, str], until: float) -> dict[str, str]:
                     poll.register(sock, select.POLLOUT)
                 else:
                     reasons[key] = f"torchrpc at {host}:{port}: {os.strerror(failed)}"
-        while waiting and (left := until - time.monotonic()) > 0:
-            for fd, _ in poll.poll(left * 1000):
+        while waiting and (remaining_s := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(remaining_s * 1000):
                 poll.unregister(fd)
                 key, sock, where = waiting.pop(fd)
                 if failed := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -583,11 +585,11 @@ def _first_message(head: bytes) -> int:
 def _registered(listeners: Collection[int]) -> dict[int, guard.Registered]:
     """See guard.registered. The agent's threads may be about to register its listeners; another's may not be polled."""
     for _ in range(_LOOKS):
-        found = guard.registered()
-        if not found or found.keys() >= set(listeners):
+        registered = guard.registered()
+        if not registered or registered.keys() >= set(listeners):
             break
         threads.pause(0.001)
-    return found
+    return registered
 
 
 def _name_of(fd: int) -> fork.Address:
@@ -632,14 +634,14 @@ def close_connections(worker: Any, url: str, others: Collection[str]) -> None:
 
 def _shut(addresses: Collection[fork.Address]) -> bool:
     """Shut all connections of this process to these addresses; whether there is any."""
-    found = False
+    any_shut = False
     with suppress(OSError):  # no descriptor left, even to list them
         for _, connection in fork.own_sockets() if addresses else ():
             with suppress(OSError):  # it is not connected
                 if tcp.is_tcp(connection) and connection.getpeername()[:2] in addresses:
                     connection.shutdown(socket.SHUT_RDWR)
-                    found = True
-    return found
+                    any_shut = True
+    return any_shut
 
 
 class RpcPickler(pickle.Pickler):

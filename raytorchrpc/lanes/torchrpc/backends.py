@@ -93,15 +93,15 @@ def plan_agents(
     agents = []
     for kind, offered in zip(kinds, transports, strict=True):
         # Those on its host, which are not known if the host is not.
-        near = _Others(kind, hosts[kind.endpoint.boot_id] if kind.endpoint.boot_id else [], ranks)
+        same_host = _Others(kind, hosts[kind.endpoint.boot_id] if kind.endpoint.boot_id else [], ranks)
         interface, address = _listener(kind, partial(_Others, kind, kinds, ranks), config, warnings)
-        verdicts = _channels(kind, near, offered, warnings)
+        verdicts = _channels(kind, same_host, offered, warnings)
         opened, notes = _chosen(offered, config.transports)
         channels, more_notes = _chosen(verdicts, config.channels)
         small_pages = _SMALL_PAGES.get(kind.endpoint.huge_pages)
         agent = AgentPlan(interface, address, opened, channels, notes + more_notes, small_pages)
         agents.append((kind.common, agent, kind.names))
-        if "shm" in opened and near.endpoints:
+        if "shm" in opened and same_host.endpoints:
             _check_shm([members[name] for name in kind.names], warnings)
     texts = (f"{name_range(sorted(names, key=ranks.__getitem__))}: {text}" for text, names in warnings.items())
     return agents, tuple(texts)
@@ -117,21 +117,25 @@ class _Others:
 
     def named(self, meant: Callable[[Endpoint], bool]) -> str:
         """The names of those members for which this holds."""
-        found = [kind.names for kind in self._kinds if meant(kind.endpoint)]
-        names = list(itertools.islice(itertools.chain.from_iterable(found), _NAMED))
-        more = sum(map(len, found)) - len(names)
+        groups = [kind.names for kind in self._kinds if meant(kind.endpoint)]
+        names = list(itertools.islice(itertools.chain.from_iterable(groups), _NAMED))
+        more = sum(map(len, groups)) - len(names)
         return name_range(sorted(names, key=self._ranks.__getitem__)) + (f" and {more} more" if more else "")
 
 
 def _twins(members: Mapping[str, Endpoint]) -> set[str]:
     """Members that have the same pid as one in another container of their host."""
-    found: dict[tuple[str, int], dict[str | None, list[str]]] = {}
+    members_by_pid: dict[tuple[str, int], dict[str | None, list[str]]] = {}
     for name, endpoint in members.items():
         if endpoint.boot_id:
-            same = found.setdefault((endpoint.boot_id, endpoint.pid), {})
+            same = members_by_pid.setdefault((endpoint.boot_id, endpoint.pid), {})
             same.setdefault(endpoint.namespaces.get("pid"), []).append(name)
     return {
-        name for same in found.values() if len(same) > 1 or None in same for names in same.values() for name in names
+        name
+        for same in members_by_pid.values()
+        if len(same) > 1 or None in same
+        for names in same.values()
+        for name in names
     }
 
 
@@ -192,16 +196,16 @@ def _plan_transports(kinds: Sequence[_Kind], config: GroupConfig, warnings: Warn
 # -- channels -----------------------------------------------------------------------------------------------
 
 
-def _channels(kind: _Kind, near: _Others, transports: Verdicts, warnings: Warnings) -> Verdicts:
+def _channels(kind: _Kind, same_host: _Others, transports: Verdicts, warnings: Warnings) -> Verdicts:
     ibv = transports["ibv"][0]
     # TensorPipe prefers mpt_uv to basic; with it, CPU tensors would leave RDMA for TCP. Without RDMA an agent has it
     # also if all members share one network: cma takes precedence there, and the next group may need it.
     leaves_rdma = "basic takes CPU tensors over RDMA, mpt_uv would take them over TCP"
     obstacles = {
-        "cma": _cma_obstacle(kind, near, warnings),
+        "cma": _cma_obstacle(kind, same_host, warnings),
         "mpt_uv": leaves_rdma if ibv else None,
         "basic": None,
-        **_cuda_obstacles(kind, near, ibv, warnings),
+        **_cuda_obstacles(kind, same_host, ibv, warnings),
     }
     reasons = {**CHANNEL_REASONS, "cuda_xth": "within one process"}
     return {
@@ -216,9 +220,9 @@ def _may_read_memory(a: Endpoint, b: Endpoint) -> bool:
     return a.shares(b, "pid", "user") and a.uid == b.uid
 
 
-def _cma_obstacle(kind: _Kind, near: _Others, warnings: Warnings) -> str | None:
+def _cma_obstacle(kind: _Kind, same_host: _Others, warnings: Warnings) -> str | None:
     # Also without another member on this host: the agent outlives the group, and the next one may have some.
-    apart = near.named(lambda other: not _may_read_memory(kind.endpoint, other))
+    apart = same_host.named(lambda other: not _may_read_memory(kind.endpoint, other))
     if not apart:
         return None
     text = (
@@ -229,7 +233,7 @@ def _cma_obstacle(kind: _Kind, near: _Others, warnings: Warnings) -> str | None:
     return f"{apart} on this host differs in pid namespace, user namespace or uid"
 
 
-def _cuda_obstacles(kind: _Kind, near: _Others, ibv: bool, warnings: Warnings) -> dict[str, str | None]:
+def _cuda_obstacles(kind: _Kind, same_host: _Others, ibv: bool, warnings: Warnings) -> dict[str, str | None]:
     endpoint = kind.endpoint
     if gpu_count(endpoint) == 0:
         # Even with no device to serve, these channels initialise CUDA and can abort.
@@ -237,21 +241,21 @@ def _cuda_obstacles(kind: _Kind, near: _Others, ibv: bool, warnings: Warnings) -
     gdr = rdma.gpudirect_obstacle(endpoint, ibv)
     if gdr and ibv:
         warnings[f"GPUDirect RDMA is off, CUDA tensors are staged through CPU memory: {gdr}"] += kind.names
-    twins = near.named(lambda other: other.pid == endpoint.pid and not endpoint.shares(other, "pid"))
+    twins = same_host.named(lambda other: other.pid == endpoint.pid and not endpoint.shares(other, "pid"))
     return {
         "cuda_xth": f"{twins} in another container has the same pid" if twins else None,
-        "cuda_ipc": _cuda_ipc_obstacle(kind, near, warnings),
+        "cuda_ipc": _cuda_ipc_obstacle(kind, same_host, warnings),
         "cuda_gdr": gdr,
         "cuda_basic": None,
     }
 
 
-def _cuda_ipc_obstacle(kind: _Kind, near: _Others, warnings: Warnings) -> str | None:
+def _cuda_ipc_obstacle(kind: _Kind, same_host: _Others, warnings: Warnings) -> str | None:
     # Only agents that both have the channel compare GPUs, and those without a GPU never have it.
-    peers = [other for other in near.endpoints if gpu_count(other)]
+    peers = [other for other in same_host.endpoints if gpu_count(other)]
     if not peers:
         return "no other member on this host has a GPU"
-    apart = near.named(lambda other: gpu_count(other) > 0 and not kind.endpoint.shares(other, "pid", "mnt"))
+    apart = same_host.named(lambda other: gpu_count(other) > 0 and not kind.endpoint.shares(other, "pid", "mnt"))
     if apart:
         text = (
             "members with GPUs on one host are in different containers, where TensorPipe's GPU-to-GPU copies can abort "
@@ -309,15 +313,15 @@ def _listener(
 
 def address_on(endpoint: Endpoint, name: str) -> str:
     """The address of a process on that interface. Raises ConfigurationError if it has none there."""
-    found = next((i for i in endpoint.interfaces if i.name == name), None)
-    if found is None:
+    chosen = next((i for i in endpoint.interfaces if i.name == name), None)
+    if chosen is None:
         problem = "has no such interface"
-    elif not found.up:
+    elif not chosen.up:
         problem = "has it, but it is down"
-    elif not found.addresses:
+    elif not chosen.addresses:
         problem = "has it, but without an address"
     else:
-        return endpoint.node_ip if endpoint.node_ip in found.addresses else found.addresses[0]
+        return endpoint.node_ip if endpoint.node_ip in chosen.addresses else chosen.addresses[0]
     usable = ", ".join(i.name for i in endpoint.interfaces if i.up and i.addresses) or "none"
     raise ConfigurationError(f"interface={name!r}: {endpoint.name} {problem}; usable there: {usable}")
 

@@ -237,16 +237,16 @@ def unpack(packed: PackedItems, rank: int | None = None, budget: SharedMemoryBud
         if not held:
             items.append(Item(payload, (), 0, len(payload), length=length))
             continue
-        mine = tensors[begin : begin + held]
+        own = tensors[begin : begin + held]
         begin += held
-        size = len(payload) + sum(tensor.nbytes for tensor in mine)
-        item = Item(payload, mine, buffers, size, handoff_streams(mine) if rank is not None else nothing, length=length)
+        size = len(payload) + sum(tensor.nbytes for tensor in own)
+        item = Item(payload, own, buffers, size, handoff_streams(own) if rank is not None else nothing, length=length)
         if shared and rank is not None and budget is not None:
             reservation = budget.reserve(rank, size)
             item = private_copy(item) if reservation is None else item._replace(reservation=reservation)
         if arrived is not None:
-            if not arrived.isdisjoint(map(id, mine)):
+            if not arrived.isdisjoint(map(id, own)):
                 item = private_copy(item)
-            arrived.update(map(id, mine))
+            arrived.update(map(id, own))
         items.append(item)
     return items

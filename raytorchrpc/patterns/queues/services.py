@@ -53,7 +53,7 @@ class HomeStore(Store):
 
     def metric_rows(self, kind: str, name: str) -> list[QueueStats]:
         """What the metrics show of it: one row and, for a topic, another one for each member that has subscribed."""
-        me, found = self._local.me, dict[str, QueueStats]()
+        me, rows = self._local.me, dict[str, QueueStats]()
         names = {member.rank: member.name for member in self._local.peers.members}
 
         def who(rank: int | None) -> str:
@@ -61,21 +61,21 @@ class HomeStore(Store):
 
         def add(rank: int | None, *counts: int, oldest_s: float = 0.0, getting: Iterable[str] = ()) -> None:
             subscriber = who(rank) if self.shared else ""
-            row = found.get(subscriber) or QueueStats(me.name, kind, name, subscriber)
+            row = rows.get(subscriber) or QueueStats(me.name, kind, name, subscriber)
             items, size, taken, dropped = map(operator.add, (row.items, row.bytes, row.taken, row.dropped), counts)
             row = replace(row, items=items, bytes=size, taken=taken, dropped=dropped)
-            found[subscriber] = replace(row, oldest_s=max(row.oldest_s, oldest_s), getting=(*row.getting, *getting))
+            rows[subscriber] = replace(row, oldest_s=max(row.oldest_s, oldest_s), getting=(*row.getting, *getting))
 
         with self._lock:
             putting = tuple(who(putter.rank) for putter in self._putters)
-            found[""] = QueueStats(me.name, kind, name, "", put=self._put, putting=putting)
+            rows[""] = QueueStats(me.name, kind, name, "", put=self._put, putting=putting)
             for rank, ended in self._ended.items():
                 add(rank, 0, 0, *ended)
             for buffer in self._buffers.values():
                 getting = [who(getter.rank) for getter in buffer.getters]
                 counts = buffer.count, buffer.bytes, buffer.taken, buffer.dropped
                 add(buffer.rank, *counts, oldest_s=buffer.oldest_s(), getting=getting)
-        return list(found.values())
+        return list(rows.values())
 
     # --- requests of peers -----------------------------------------------------------------------------------------
 

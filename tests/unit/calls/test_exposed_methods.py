@@ -68,9 +68,7 @@ class Ungrouped:
 
 
 def test_only_a_concurrency_group_has_a_width_to_declare() -> None:
-    with pytest.raises(
-        rtr.ConfigurationError, match=r"Ungrouped.load declares max_concurrency=2 .* concurrency groups"
-    ):
+    with pytest.raises(rtr.ConfigurationError, match=r"Ungrouped.load declares max_concurrency=2 .* groups"):
         methods_of(Ungrouped())
     for wrong in (0, True, 1.5):
         with pytest.raises(rtr.ConfigurationError, match="max_concurrency= must be a whole number of at least 1"):

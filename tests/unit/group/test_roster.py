@@ -132,7 +132,9 @@ def test_forming_a_group_costs_time_and_bytes_in_proportion_to_its_members() -> 
             runs[n].append(cost_of_forming(n))
         slopes = {key: clusters.slope({n: min(cost[key] for cost in costs) for n, costs in runs.items()})
                   for key in ("seconds", "bytes")}  # fmt: skip
-        if max(slopes.values()) <= 1.1:  # a busy machine takes longer for some runs
+        # A busy machine takes longer for some runs, and the caches of a processor do not hold the larger groups. A loop
+        # over all pairs would give 2.
+        if slopes["seconds"] <= 1.3 and slopes["bytes"] <= 1.1:
             return
     pytest.fail(f"costs grow faster than the group: {slopes}")
 
