@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from raytorchrpc.patterns.weights.snapshots import (
     Places,
     Snapshot,
     SnapshotPool,
+    Span,
     TensorSpec,
     VersionMemory,
     copy_tensors,
@@ -67,6 +68,8 @@ class VersionLease(NamedTuple):
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
+    spans: tuple[Span, ...] | None = None  # with ``rows``: see ``Layout``
+    is_lent: bool = False  # the reader has to ask at the end whether the tensors were still lent
 
 
 def lease_is_valid_until(until: float) -> float:
@@ -133,11 +136,29 @@ class Readable:
         """How many leases there are."""
         return self.pool.readers
 
-    def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
-        """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
+    def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> bool:
+        """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``; whether it had not
+        ended before.
+        """
         if store is not None:
             self._local.weights.served(store, version, size, name_of(self._local, caller))
-        self.pool.release(lease)
+        return self.pool.release(lease)
+
+    def take_back(self, snapshot: Snapshot, patience_s: float, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Let the program change its own tensors again: no reader begins any more, and those that have begun get up to
+        ``patience_s``. Blocks. CUDA work that this thread queues afterwards follows what readers have queued.
+
+        Returns the ranks of readers that were too slow: their leases have ended.
+        """
+        try:
+            self.pool.wait_unread(snapshot, patience_s)
+        finally:
+            slow = self.pool.revoke(snapshot)
+            for wait_for_read in snapshot.memory.own_reads:
+                wait_for_read()
+            for device in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
+                self._fence(device)
+        return slow
 
     def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
         """Return no pieces if a device map lacks a mapping to the caller; its next request raises which."""
@@ -242,7 +263,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             )
         return self._last + 1 if version is None else version
 
-    def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> int:
+    def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> Snapshot:
         """Make a draft the newest version. Blocks while tensors are copied, and never for readers.
 
         ``staged``: older versions stay.
@@ -265,13 +286,34 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             if before is not None and deltas:
                 before.note_own_reads()
             snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
+            self._add(snapshot, staged)
+        return snapshot
+
+    def _add(self, snapshot: Snapshot, staged: bool) -> None:
+        version = snapshot.version
+        with self._lock:
+            self._check_open()
+            self._versions[version], self._last = snapshot, version
+            for _ in range(0 if staged else len(self._versions) - self._keep):
+                self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
+            self._waits.settle(lambda wanted: wanted <= version, version)
+
+    def lend(self, draft: Draft, version: int | None, *, staged: bool = False) -> Snapshot:
+        """Make the tensors of a draft themselves the newest version, until ``end_loan``."""
+        with self._publishing.once("publishing"):
             with self._lock:
                 self._check_open()
-                self._versions[version], self._last = snapshot, version
-                for _ in range(0 if staged else len(self._versions) - self._keep):
-                    self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
-                self._waits.settle(lambda wanted: wanted <= version, version)
-        return version
+                version = self._number(version)
+            memory = VersionMemory.lent(list(draft.tensors.values()))
+            layout = self._layout_of(draft.tensors, draft.places, memory.spans)
+            loan = Snapshot(version, layout, memory, [version] * len(memory.tensors), self.pool)
+            self._add(loan, staged)
+        return loan
+
+    def end_loan(self, loan: Snapshot, patience_s: float) -> set[int]:
+        """Take the tensors back; see ``take_back``. Older versions end too: no reader goes back to one."""
+        self._retire(lambda number: number <= loan.version)
+        return self.take_back(loan, patience_s, loan.memory.tensors)
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -283,15 +325,20 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         with self._lock:
             return self._last
 
-    def _layout_of(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, PlaceInWhole]) -> Layout:
+    def _layout_of(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        places: Mapping[str, PlaceInWhole],
+        spans: tuple[Span, ...] | None = None,
+    ) -> Layout:
         names, wholes = tuple(tensors), tuple(map(places.get, tensors))
         specs = tuple(TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.device) for tensor in tensors.values())
         known = self._layout
-        if known is None or known[1:] != (names, specs, wholes):
+        if known is None or known[1:] != (names, specs, wholes, spans):
             self.pool.drop_spare_memory()
             # Random, because readers remember numbers, and a restarted publisher may have another layout.
             number = 1 + secrets.randbits(48) if known is None else known.number + 1
-            known = self._layout = Layout(number, names, specs, wholes)
+            known = self._layout = Layout(number, names, specs, wholes, spans)
         return known
 
     def _changed(self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None) -> list[int]:
@@ -313,14 +360,15 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             return None
         held, tensors = before.memory.tensors, memory.tensors
         places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
-        if not places or (self._is_readable(memory.whole) and not self._has_far_members()):
+        if not places or (self._is_readable(memory.readable) and not self._has_far_members()):
             return None
         return find_deltas(before.version, places, *([memory[place] for place in places] for memory in (tensors, held)))
 
-    def _is_readable(self, whole: torch.Tensor | None) -> bool:
-        """Whether members of this host can copy from this memory; None: it is not one piece."""
+    def _is_readable(self, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether members of this host can copy from this memory."""
         lanes = in_place(self._local.tensor_lanes)
-        return whole is not None and (not whole.is_cuda or any("cuda" in lane.capabilities.devices for lane in lanes))
+        by_gpu = any("cuda" in lane.capabilities.devices for lane in lanes)
+        return bool(pieces) and (pieces[0].is_cpu or by_gpu)
 
     def _has_far_members(self) -> bool:
         return any(member.node_id != self._local.me.node_id for member in self._local.peers.members)
@@ -377,8 +425,11 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             changed = [place for place, new in enumerate(snapshot.changed) if new > since]
             if snapshot.deltas is not None and snapshot.deltas.base == since:
                 deltas = snapshot.deltas.counts()
-        rows = None if leased_layout.number == layout else leased_layout.rows
-        return VersionLease(chosen, number, leased_layout.number, rows, changed, deltas=deltas)
+        rows, spans = (None, None) if leased_layout.number == layout else (leased_layout.rows, leased_layout.spans)
+        is_lent = snapshot.memory.is_lent
+        return VersionLease(
+            chosen, number, leased_layout.number, rows, changed, deltas=deltas, spans=spans, is_lent=is_lent
+        )
 
     def serve_lease(
         self,
