@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import OrderedDict
@@ -40,6 +41,7 @@ from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.kept_errors import again
 
 KIND = "weight store"
+_log = logging.getLogger(__name__)
 
 #: Services of a home.
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
@@ -127,7 +129,7 @@ class Readable:
         """See ``Served``."""
 
     @property
-    def held(self) -> int:
+    def held(self) -> Mapping[str, int]:
         """See ``Holder``."""
         return self.pool.held
 
@@ -184,6 +186,7 @@ class Versions(Generic[V]):
         self._waits: Waits[int] = Waits(local.deadlines, self._lock)
         self._versions: OrderedDict[int, V] = OrderedDict()
         self._broken: Exception | None = None
+        self._being_replaced = 0  # the newest version, if its memory is just written for the next
 
     def _newest(self) -> int:
         """The newest version; 0 before the first."""
@@ -211,7 +214,7 @@ class Versions(Generic[V]):
         with self._lock:
             self._check_open()
             if (newest := self._newest()) >= version:
-                return newest
+                return newest or self._being_replaced
             if until > time.monotonic():
                 return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
             if (error := self._not_in_time(version)) is not None:
@@ -239,6 +242,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         Versions.__init__(self, local, name)
         self.settings = settings
         self._keep, self._track = settings
+        self.pool.keeps_spare = self._track
         self.relays = RelayPlan()
         self._publishing = Turn()
         self._layout: Layout | None = None
@@ -266,6 +270,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
     def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> Snapshot:
         """Make a draft the newest version. Blocks while tensors are copied, and never for readers.
 
+        The version that is kept no longer is retired first, for its memory, unless it is compared with the new one.
         ``staged``: older versions stay.
         """
         with self._publishing.once("publishing"):
@@ -273,20 +278,31 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 self._check_open()
                 version = self._number(version)
                 before = next(reversed(self._versions.values()), None)
-            layout = self._layout_of(draft.tensors, draft.places)
-            before = before if before is not None and before.layout is layout else None
-            sources, memory = list(draft.tensors.values()), draft.memory
-            if memory is None or draft.layout is not layout:
-                memory = self.pool.memory(layout.specs)
-            changed = self._changed(sources, version, before)
-            self._write(memory, sources, changed)
-            if draft.memory is not memory:
-                draft.put_back(self.pool)
-            deltas = None if before is None else self._deltas(memory, changed, version, before)
-            if before is not None and deltas:
-                before.note_own_reads()
-            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
-            self._add(snapshot, staged)
+            try:
+                known, layout = self._layout, self._layout_of(draft.tensors, draft.places)
+                before = before if before is not None and before.layout is layout else None
+                sources, memory = list(draft.tensors.values()), draft.memory
+                if not (staged or self._track or draft.has_copies):
+                    self._being_replaced = self._newest()
+                    self._make_room(self._keep - 1)
+                if memory is None or draft.layout is not layout:
+                    memory = self.pool.memory(layout.specs)
+                if layout is not known:
+                    sizes = ", ".join(f"{size / 1e6:,.1f} MB on {device}" for device, size in memory.sizes.items())
+                    _log.info(
+                        f"{KIND} {self._name!r}: a copy of the weights takes {sizes or 'nothing'}; lend takes none"
+                    )
+                changed = self._changed(sources, version, before)
+                self._write(memory, sources, changed)
+                if draft.memory is not memory:
+                    draft.put_back(self.pool)
+                deltas = None if before is None else self._deltas(memory, changed, version, before)
+                if before is not None and deltas:
+                    before.note_own_reads()
+                snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
+                self._add(snapshot, staged)
+            finally:
+                self._being_replaced = 0
         return snapshot
 
     def _add(self, snapshot: Snapshot, staged: bool) -> None:
@@ -294,9 +310,15 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         with self._lock:
             self._check_open()
             self._versions[version], self._last = snapshot, version
-            for _ in range(0 if staged else len(self._versions) - self._keep):
-                self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
             self._waits.settle(lambda wanted: wanted <= version, version)
+        if not staged:
+            self._make_room(self._keep)
+
+    def _make_room(self, kept: int) -> None:
+        """Retire the oldest versions, so that so many are left."""
+        with self._lock:
+            for _ in range(len(self._versions) - kept):
+                self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
 
     def lend(self, draft: Draft, version: int | None, *, staged: bool = False) -> Snapshot:
         """Make the tensors of a draft themselves the newest version, until ``end_loan``."""
@@ -388,8 +410,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
     def clear(self) -> None:
         """Free all memory, as soon as nobody reads it."""
+        self.pool.drop_spare_memory()  # first, so that what is retired is not kept
         self._retire(lambda number: True)
-        self.pool.drop_spare_memory()
 
     def _retire(self, is_over: Callable[[int], bool]) -> None:
         with self._lock:

@@ -371,6 +371,7 @@ class PublishedShards(PublishedWeights):
         """``settings``: see ``PublishedWeights``; the coordinator's name."""
         super().__init__(local, name, settings[:2])
         self.settings: Any = settings
+        self.pool.keeps_spare = True  # the version before stays until all publishers have the new one
         coordinator = local.peers.route(settings[2])
         self._coordinator, self._process = coordinator.member.rank, coordinator.token
         self._staging = Turn()

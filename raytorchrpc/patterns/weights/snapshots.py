@@ -12,7 +12,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
 _LARGE = 8 << 20
 
-#: Unused memory is freed after this time, but for one snapshot's of each layout (seconds).
+#: Unused memory is freed after this time, but for one snapshot's if ``SnapshotPool.keeps_spare`` (seconds).
 _UNUSED_S = 2.0
 
 #: A tensor of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
@@ -112,7 +113,7 @@ class VersionMemory:
         self.tensors, self.pieces, self.readable = tensors, pieces, readable
         self.spans: tuple[Span, ...] | None = None  # see ``Layout``
         self.is_lent = False  # whether it is the program's own, see ``lent``
-        self.nbytes = 0  # of what the store allocated
+        self.sizes: dict[torch.device, int] = {}  # bytes of what the store allocated
         self.unused_since = 0.0  # while it is spare (``time.monotonic``)
         self.changed: list[int | None] = [None] * len(tensors)
         """For each tensor, the version in which the content that is here was new."""
@@ -136,7 +137,7 @@ class VersionMemory:
                 for spec, offset in zip(specs, offsets, strict=True)
             ]
         memory = cls(tensors, list(pieces.values()), readable)
-        memory.nbytes = sum(sizes.values())
+        memory.sizes = sizes
         return memory
 
     @classmethod
@@ -333,6 +334,8 @@ class SnapshotPool:
         copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
         """``leave``: see ``DeferredCleanup``. ``fence``: orders this thread's CUDA work after reads by peers."""
+        self.keeps_spare = True
+        """Whether to keep memory for the next version while no snapshot uses it."""
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._leave, self._fence = leave, fence
         self._lock = Lock()
@@ -340,7 +343,7 @@ class SnapshotPool:
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
-        self._spare: dict[Hashable, list[VersionMemory]] = {}
+        self._spare: dict[tuple[tuple[TensorSpec, ...], str | None], list[VersionMemory]] = {}
         """By the specs that have been asked for since the layout changed: of others, none is kept. The memory that was
         used last is at the end.
         """
@@ -451,15 +454,19 @@ class SnapshotPool:
         if spare is not None:
             memory.unused_since = time.monotonic()
             spare.append(memory)
-            if len(spare) > 1:
+            if len(spare) > self._most_spare(name):
                 self._deadlines.at(memory.unused_since + _UNUSED_S, self._shrink)
+
+    def _most_spare(self, name: str | None) -> int:
+        """How much memory for a conversion (None: unconverted) is kept though nothing has used it for a while."""
+        return int(self.keeps_spare or name is not None)
 
     def _shrink(self) -> None:
         """Free memory that nobody has used for a while. What a busy store uses in turns, it keeps."""
         since, surplus = time.monotonic() - _UNUSED_S, list[VersionMemory]()
         with self._lock:
-            for spare in self._spare.values():
-                while len(spare) > 1 and spare[0].unused_since <= since:
+            for (_, name), spare in self._spare.items():
+                while len(spare) > self._most_spare(name) and spare[0].unused_since <= since:
                     surplus.append(spare.pop(0))
         self._leave(surplus.clear)
 
@@ -468,7 +475,10 @@ class SnapshotPool:
         return len(self._leases)
 
     @property
-    def held(self) -> int:
-        """Bytes of the memory of all snapshots, and of what is spare."""
+    def held(self) -> dict[str, int]:
+        """Bytes of the memory of all snapshots, and of what is spare, by device."""
+        sizes = Counter[str]()
         with self._lock:
-            return sum(memory.nbytes for memory in self._made)
+            for memory in self._made:
+                sizes.update({str(device): size for device, size in memory.sizes.items()})
+        return dict(sizes)

@@ -90,8 +90,9 @@ class WeightStore(Handle):
     pull.
 
     A pull never brings tensors of two versions: a version that is being read does not change, and the next version goes
-    to memory that no reader uses. Each publisher has memory for two versions, and for as many more as are being read,
-    kept, or not yet published by the others. What it has not used for two seconds is freed; ``stats`` shows it.
+    to memory that no reader uses. A home has memory for each version that it keeps, and for those that are being read;
+    one of several publishers, and a home that tracks changes, for one more. What is not used for two seconds is freed;
+    ``stats`` shows it. ``lend`` takes no memory, for a program that waits for its readers.
 
     Members that pull the same feed one another: one member of each other host pulls into memory that it keeps for its
     host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each
