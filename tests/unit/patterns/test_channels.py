@@ -207,11 +207,35 @@ def test_puts_that_do_not_wait_for_room_wait_for_their_turn(members: Members, pr
         assert full == [4, 5, 7] and queue.get_many(9) == [0, 1, 2, 3]
 
 
+def test_a_put_whose_time_is_over_hears_at_once_that_another_waits_for_room(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        lane.holds = lambda method: method == PUT
+        first = asyncio.create_task(queue.aput(1, LONG))
+        await until(lambda: lane.held)
+        late = asyncio.create_task(queue.aput(2, timeout=0))
+        await until(lambda: len(at_home(members)._until_full) == 1)
+        assert not late.done(), "the put before it has not arrived: there may be room"
+        lane.release()
+        with pytest.raises(rtr.Full):
+            await late
+        assert [await queue.aget(LONG), await queue.aget(LONG)] == [0, 1]
+        await first
+        assert len(at_home(members)._until_full) == 0
+
+    with members.acting("a"):
+        queue = made(maxsize=1)
+        queue.put(0)
+        asyncio.run(act())
+
+
 def test_puts_whose_time_is_over_hear_that_the_home_does_not_answer(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All at once, and not one after the other."""
     monkeypatch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.5)
+    monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 0.5)
     lane = members.lanes["a"]
 
     async def act() -> None:
