@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raytorchrpc.calls.member import process_member
-from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.server import exposed
 
 _COUNTED_ELSEWHERE = ("_Deadline", "PairStats", "_Thread", "_Started", "_Boot", "_Listener")
 _MAPPED = "raytorchrpc.lanes.cuda_ipc.mappings.Mapped"
@@ -80,7 +80,7 @@ def in_flight() -> int:
         ipc.reap()
     return (
         sum(len(connection._pending) for connection in connections)
-        + sum(len(gate._admitted) + len(gate._queue) for gate in gates._gates.values())
+        + sum(len(gate._admitted) + len(gate._queue) for gate in exposed._gates.values())
         + len(member.incoming.callee.tasks)
         + (ipc.outstanding if ipc is not None else 0)
     )

@@ -15,7 +15,7 @@ from raytorchrpc.calls.client.stream import Stream
 from raytorchrpc.calls.client.verbs import remote, rpc_async, rpc_sync
 from raytorchrpc.calls.member import await_membership, current_member
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.server.gates import allow_calls
+from raytorchrpc.calls.scope import allow_calls
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.decorator import method
 from raytorchrpc.errors import (

@@ -33,6 +33,7 @@ def method(
     objectref: bool = False,
     retry: int = 0,
     ahead: int | None = None,
+    max_concurrency: int | None = None,
 ) -> Callable[[F], F]: ...
 
 
@@ -46,6 +47,7 @@ def method(
     objectref: bool = False,
     retry: int = 0,
     ahead: int | None = None,
+    max_concurrency: int | None = None,
 ) -> Any:
     """Let the other members of a group call this actor method directly.
 
@@ -83,6 +85,9 @@ def method(
             not repeated once its stream is open.
         ahead: for a generator, how many items it may produce before the caller takes them, 4 by default. They wait at
             the caller, or in shared memory.
+        max_concurrency: the width of the method's concurrency group, as the class declares it to Ray: the actor's
+            process cannot ask Ray for it. At most so many methods of the group run while one of them was called
+            directly. Declare it at one method of the group; the largest holds, and without any it is one.
 
     Examples:
         >>> class Learner:
@@ -94,13 +99,17 @@ def method(
     """
     if function is None:
         options = {"concurrent": concurrent, "share": share, "keep": keep, "objectref": objectref, "retry": retry}
-        return functools.partial(method, **options, ahead=ahead)
+        return functools.partial(method, **options, ahead=ahead, max_concurrency=max_concurrency)
     if not inspect.isfunction(function) or function.__name__ == "__init__":
         remedy = ": leave that out, so that it is a method of the actor" if hasattr(function, "__func__") else ""
         raise ConfigurationError(f"@raytorchrpc.method decorates methods in a class body, not {function!r}{remedy}")
     streams = _checked_stream(function, objectref, ahead)
+    if max_concurrency is not None:
+        _check_count("max_concurrency", max_concurrency)
     group = ray_internals.concurrency_group_of(function)
-    note = Exposed(function, concurrent, group, runs_on_loop(function), share, keep, retry=checked_retry(retry))
+    note = Exposed(
+        function, concurrent, group, max_concurrency, runs_on_loop(function), share, keep, retry=checked_retry(retry)
+    )
     if streams:
         note = note._replace(ahead=_AHEAD if ahead is None else ahead, call=ServedStream)
     # Ray registers transports in a new actor, but not in a restarted one; and the method may import DTensors first.
@@ -124,6 +133,10 @@ def _checked_stream(function: Any, objectref: bool, ahead: Any) -> bool:
         return streams
     if not streams:
         raise ConfigurationError(f"ahead= is for generators, and {function.__qualname__} is none")
-    if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
-        raise ConfigurationError(f"ahead= must be a whole number of at least 1, not {ahead!r}")
+    _check_count("ahead", ahead)
     return True
+
+
+def _check_count(argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{argument}= must be a whole number of at least 1, not {value!r}")

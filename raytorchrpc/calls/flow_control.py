@@ -11,8 +11,7 @@ import time
 from collections import deque
 
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.scope import current_scope, on_loop
-from raytorchrpc.calls.server.gates import wait_serving
+from raytorchrpc.calls.scope import current_scope, on_loop, wait_serving
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 from raytorchrpc.process.completion import Completion

@@ -24,8 +24,8 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, is_client, process_token
+from raytorchrpc.calls.scope import allow_calls
 from raytorchrpc.calls.server.exposed import methods_of, note_modes, take_turns
-from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.errors import BootstrapError, ConfigurationError, LaneUnavailable, NotAMember, RayTorchRpcError
 from raytorchrpc.group import process_group
 from raytorchrpc.group.here import asked_for_gpu, endpoint, place

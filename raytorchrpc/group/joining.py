@@ -24,8 +24,7 @@ from raytorchrpc.calls import protocol, rejoin
 from raytorchrpc.calls.clients import member_of
 from raytorchrpc.calls.member import LocalMember, current_local
 from raytorchrpc.calls.peers import Member, by_key, find
-from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import methods_of
+from raytorchrpc.calls.server.exposed import methods_of, serve
 from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
@@ -84,7 +83,7 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
     join.preload()  # before the supervisor waits for this process
     try:
         tickets.use(ticket)
-        gates.serve(here)
+        serve(here)
         if instance is not None:
             thread_modes.note()
         with contextlib.closing(connections_for(record, "a process that joins", lambda: here)) as connections:
@@ -138,7 +137,7 @@ def leave() -> None:
 
 def _forget() -> None:
     tickets.use(None)
-    gates.serve(None)
+    serve(None)
 
 
 def _ask(connections: ControlConnections, record: Record, request: JoinRequest | LeaveRequest, deadline: float) -> None:

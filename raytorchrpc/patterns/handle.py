@@ -16,8 +16,7 @@ from raytorchrpc.calls.clients import own_groups
 from raytorchrpc.calls.member import LocalMember, current_local, process_member
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, check_longest_wait, checked_timeout
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop
-from raytorchrpc.calls.server.gates import wait_serving as _wait_serving
+from raytorchrpc.calls.scope import current_scope, on_loop, refuse_on_loop, wait_serving
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.home import DELETE, FIND, OPEN, find
@@ -92,7 +91,7 @@ def _wait(pending: Future[Any] | DeferredReply) -> Any:
         except RayTorchRpcError:
             pending.cancel()
             raise
-    _wait_serving(pending, MAX_TIMEOUT_S)  # its deadline settles it
+    wait_serving(pending, MAX_TIMEOUT_S)  # its deadline settles it
     return pending.outcome()
 
 

@@ -206,9 +206,9 @@ class Busy(Peer):
         return self.peak
 
 
-@ray.remote(concurrency_groups={"io": 2})
+@ray.remote(concurrency_groups={"io": 2, "disk": 2})
 class GroupedBusy(Busy):
-    """One group beside the default one; its methods have the two decorators in either order."""
+    """Two groups beside the default one, with the two decorators in either order. Only one's width is declared."""
 
     @ray.method(concurrency_group="io")
     @rtr.method
@@ -221,6 +221,21 @@ class GroupedBusy(Busy):
     def meet_in_io(self) -> int:
         assert self.barrier is not None
         return self.barrier.wait(20)  # alone, it breaks
+
+    @ray.method(concurrency_group="io")
+    @rtr.method
+    def work_in_io(self) -> int:
+        return self.work()
+
+    @ray.method(concurrency_group="disk")
+    @rtr.method(max_concurrency=2)
+    def meet_on_disk(self) -> int:
+        return self.meet()
+
+    @rtr.method
+    @ray.method(concurrency_group="disk")
+    def work_on_disk(self) -> int:
+        return self.work()
 
 
 def make_layer(seed: int) -> torch.nn.Linear:

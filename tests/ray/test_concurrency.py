@@ -123,6 +123,17 @@ def test_a_concurrency_group_keeps_its_own_width(members: Members) -> None:
     assert sorted(ray.get([grouped.meet_in_io.remote() for _ in range(2)], timeout=60)) == [0, 1]
 
 
+def test_direct_calls_of_a_concurrency_group_run_as_many_at_a_time_as_it_declares(members: Members) -> None:
+    grouped = members.handles["grouped"]
+    assert members.in_("caller", call_many, "grouped", "work_in_io", 20) == [1] * 20
+    direct = members.inside("caller", _call, "grouped", "meet_on_disk")
+    assert len(ray.get([direct, grouped.meet_on_disk.remote()], timeout=60)) == 2
+    assert len(members.in_("caller", call_many, "grouped", "meet_on_disk", 2)) == 2
+    busy = [members.inside(name, call_many, "grouped", "work_on_disk", 40) for name in ("caller", "other", "a")]
+    through_ray = ray.get([grouped.work_on_disk.remote() for _ in range(40)], timeout=60)
+    assert max(max(counts) for counts in (through_ray, *ray.get(busy, timeout=60))) <= 2
+
+
 # --- chains that come back -------------------------------------------------------------------------------------
 
 

@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
-from raytorchrpc.calls.scope import on_loop, refuse_on_loop
-from raytorchrpc.calls.server.gates import wait_serving
+from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
 from raytorchrpc.errors import CancelledError, ConfigurationError, RpcTimeout
 from raytorchrpc.process import fork, locks
 from raytorchrpc.process.completion import Completion

@@ -1,4 +1,4 @@
-"""Exposed methods: what ``@method`` records about a function, and how methods take a turn at the actor's gate."""
+"""Exposed methods: what ``@method`` records about a function, and how methods take a turn at the actor's gates."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from types import CellType
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.scope import current_scope, on_loop
-from raytorchrpc.calls.server import gates
+from raytorchrpc.calls.scope import current_scope, on_loop, token_of_threads
+from raytorchrpc.calls.server.gates import Admission, Gate
+from raytorchrpc.errors import ConfigurationError
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors import thread_modes
 
 MARK = "__raytorchrpc_method__"
@@ -23,6 +25,8 @@ class Exposed(NamedTuple):
     function: Callable[..., Any]
     concurrent: bool = False
     concurrency_group: str | None = None
+    max_concurrency: int | None = None
+    """The width of its concurrency group, if the method declares it; see ``gate_of``."""
     is_coroutine: bool = False
     share: bool = False
     keep: bool = False
@@ -84,6 +88,12 @@ def methods_of(instance: Any) -> dict[str, Exposed]:
         if note is not None:
             # ray.method may have been applied after rtr.method: then its wrapper has the concurrency group.
             group = note.concurrency_group or ray_internals.concurrency_group_of(function)
+            if group is None and note.max_concurrency is not None:
+                raise ConfigurationError(
+                    f"{_label(note.function)} declares max_concurrency={note.max_concurrency} to @raytorchrpc.method, "
+                    f"which is for concurrency groups: put @ray.method(concurrency_group=...) on it as well, or give "
+                    f"the actor that max_concurrency"
+                )
             methods[name] = note.of(ray_internals.untraced(function))._replace(concurrency_group=group)
     return methods
 
@@ -94,12 +104,74 @@ def is_hidden(function: Any) -> bool:
     return any(exposed(cell.cell_contents) for cell in cells if cell != CellType())
 
 
+# --- the gates of the actor in this process --------------------------------------------------------------------------
+
+_actor: Any = None
+_served: Any = None
+"""What a process that has joined a group by itself serves in place of an actor."""
+_gates: dict[tuple[bool, str | None], Gate] = {}
+"""By whether they are those of ``_served``, and by concurrency group."""
+_gates_lock = Lock()
+
+
+def gate_of(instance: Any, group: str | None) -> Gate | None:
+    """The gate of the methods of this process's actor, or of what ``serve`` was given, in Ray concurrency group
+    ``group``; None for any other object.
+
+    Each group has a gate of its own. That of a named group is as wide as its methods declare: Ray does not report the
+    group's width to the actor's process.
+    """
+    global _actor
+    served = instance is _served and instance is not None
+    if not served and instance is not _actor:
+        if instance is None or ray_internals.actor_instance() is not instance:
+            return None
+        with _gates_lock:
+            _actor = instance
+            _drop(served=False)
+    gate = _gates.get((served, group))
+    if gate is None:
+        made = _named_gate(instance, group) if group is not None else _default_gate(served)
+        with _gates_lock:
+            gate = _gates.setdefault((served, group), made)
+    return gate
+
+
+def _default_gate(served: bool) -> Gate:
+    width = 1 if served else ray_internals.actor_max_concurrency()
+    lends = width == 1 and (served or not ray_internals.actor_is_async())
+    return Gate(width, lends=lends, token=token_of_threads() if lends else "")
+
+
+def _named_gate(instance: Any, group: str) -> Gate:
+    declared = [note.max_concurrency for note in methods_of(instance).values() if note.concurrency_group == group]
+    return Gate(max((width for width in declared if width is not None), default=1), named=True)
+
+
+def serve(instance: Any) -> None:
+    """Other members call the methods of this object, one at a time, and not those of the actor in this process, if
+    there is one. None, or that actor: the actor's again.
+    """
+    global _served
+    with _gates_lock:
+        _served = None if instance is None or ray_internals.actor_instance() is instance else instance
+        _drop(served=True)
+
+
+def _drop(*, served: bool) -> None:
+    for key in [key for key in _gates if key[0] is served]:
+        del _gates[key]
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
 class _Turn:
     """A turn of one method at its actor's gate, if it needs one. ``with turn:`` runs a step of the method inside."""
 
-    def __init__(self, gate: gates.Gate | None, label: str) -> None:
+    def __init__(self, gate: Gate | None, label: str) -> None:
         self._gate, self._label, self._scope = gate, label, current_scope.get()
-        self._admission: gates.Admission | None = None
+        self._admission: Admission | None = None
 
     @classmethod
     def of(cls, note: Exposed, instance: Any) -> _Turn:
@@ -113,7 +185,7 @@ class _Turn:
             return cls(None, "")  # the decorators above run in the turn of the call, perhaps this on another thread
         if group is None:  # ray.method, applied after ours, wrote onto the wrapper
             group = ray_internals.concurrency_group_of(attribute)
-        return cls(gates.gate_of(instance, group), _label(note.function))
+        return cls(gate_of(instance, group), _label(note.function))
 
     @property
     def is_needed(self) -> bool:
@@ -260,7 +332,7 @@ def take_turns(whether: bool = True) -> None:
 
 def note_modes(instance: Any) -> None:
     """Direct calls of a sync actor run in the modes of torch that Ray's thread has between two methods: this thread."""
-    gate = gates.gate_of(instance, None)
+    gate = gate_of(instance, None)
     if gate is not None and gate.lends and threading.current_thread() is threading.main_thread():
         thread_modes.note()
 
@@ -290,7 +362,7 @@ def _with_turn(name: str, method: Any, executor: Callable[..., Any]) -> Callable
     label = "a function (__ray_call__)" if name == "__ray_call__" else _label(method)
 
     def run(instance: Any, *args: Any, **kwargs: Any) -> Any:
-        gate = gates.gate_of(instance, None) if _takes_turns else None
+        gate = gate_of(instance, None) if _takes_turns else None
         if gate is None or not gate.lends or (name == "__ray_call__" and _is_internal(args)):
             return executor(instance, *args, **kwargs)
         result = _run(_Turn(gate, label), executor, (instance, *args), kwargs)

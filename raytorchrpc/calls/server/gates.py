@@ -4,6 +4,9 @@ The gate of a sync actor is a monitor: it admits one method at a time, and a met
 of the package lends its admission until it goes on. Other gates admit as many methods as Ray would, and a method keeps
 its admission while it waits. Only calls of its own chain may run inside it then, one at a time: each such admission has
 a monitor of its own. A call carries the tokens of all admissions that its chain holds.
+
+Calls come to a gate in two ways. A direct call is a job: it is queued, and a thread or event loop runs it once it is
+admitted. A call through Ray has its thread or coroutine already, which queues a waiter and blocks or awaits it.
 """
 
 from __future__ import annotations
@@ -14,13 +17,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.scope import Token, current_scope, new_token, token_of_threads
+from raytorchrpc.calls.scope import Token, new_token
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.locks import Lock
@@ -40,7 +40,7 @@ SLOW_S = 1.0
 _EARLY, _LEAST_EARLY_S, _MOST_EARLY_S = 0.02, 0.01, 0.25
 
 
-#: A method call that waits for an admission: a ``served_call.ServedCall``, in a module above this one.
+#: A direct call that waits for an admission: a ``served_call.ServedCall``, in a module above this one.
 Job = Any
 
 
@@ -60,7 +60,7 @@ class _Waiter(Completion):
     def admit(self, admission: Admission) -> bool:
         self.admission = admission
         self.complete()
-        return False
+        return False  # a thread or coroutine waits for it: it needs no other
 
     def leave(self) -> None:
         assert self.admission is not None
@@ -85,7 +85,7 @@ class _Queued(NamedTuple):
 
 
 class Admission:
-    """Admission to a gate, held while one method runs."""
+    """Admission to a gate: held while one method runs, perhaps lent and regained meanwhile, and given up at its end."""
 
     __slots__ = ("direct", "gate", "held", "label", "monitor", "owner", "since", "token")
 
@@ -123,28 +123,30 @@ class Admission:
 
     def leave(self) -> None:
         """Give it up; the next in the queue starts on a thread of its own."""
-        self.gate.leave(self)
+        if (following := self.gate.pass_on(self)) is not None:
+            following.spawn()
 
 
 class Gate:
     """Admits ``limit`` methods at a time, first come, first served. Thread-safe.
 
-    ``elastic``: Ray does not report the limit (of a concurrency group). Then calls through Ray wait only for direct
-    calls, and there may be as many direct calls at a time as Ray was ever seen to admit.
-
     ``lends``: it is a monitor. A method that waits does not count, and ``token`` is that of all its admissions.
+
+    ``named``: of a named concurrency group. Ray does not report the group's width, so it may be above ``limit``, and
+    calls that Ray has admitted may wait for each other. They wait here only for direct calls, and enter beyond the
+    limit where none runs; direct calls wait for a place below the limit.
     """
 
     _review_at = math.inf
     """When ``review`` is due (``time.monotonic``)."""
 
     def __init__(
-        self, limit: int, *, elastic: bool = False, lends: bool = False, token: Token = "", lock: Any = None
+        self, limit: int, *, named: bool = False, lends: bool = False, token: Token = "", lock: Any = None
     ) -> None:
         self.lock = Lock() if lock is None else lock
         self.lends = lends
-        self._limit, self._elastic, self._token = limit, elastic, token
-        self._running = self._direct = self._lent = 0  # _direct: of direct calls
+        self._limit, self._named, self._token = limit, named, token
+        self._running = self._direct = self._lent = 0  # _direct: those of the running ones that are direct calls
         self._admitted: dict[Token, Admission] = {}  # not in a monitor, where calls of chains queue like others
         self._queue: deque[_Queued] = deque()
         self._latest: Admission | None = None
@@ -159,9 +161,9 @@ class Gate:
         """
         path = job.path
         with self.lock:
-            held = self.held(path) if self._admitted else None
-            if held is None or held.owner is not None:
-                gate = self if held is None else self.monitor_of(held)
+            outer = self.held(path) if self._admitted else None
+            if outer is None or outer.owner is not None:
+                gate = self if outer is None else self.monitor_of(outer)
                 if gate._lent > MOST_NESTED and gate._token in path:
                     raise RayTorchRpcError(
                         f"{job.label} was not called: its chain of calls has come back to that actor {MOST_NESTED} "
@@ -172,8 +174,9 @@ class Gate:
                     return False
                 admission = gate._admit(job.label, direct=True)
         runs: bool
-        if held is not None and held.owner is None:
-            runs = job.admit(held, inside=True)
+        if outer is not None and outer.owner is None:
+            # Its chain awaits it on an event loop, which takes care that only one of them runs at an instant.
+            runs = job.admit(outer, inside=True)
             return runs
         try:
             runs = job.admit(admission)
@@ -187,8 +190,8 @@ class Gate:
         gate = self
         if path:
             with self.lock:
-                if (held := self.held(path)) is not None:
-                    gate = self.monitor_of(held)
+                if (outer := self.held(path)) is not None:
+                    gate = self.monitor_of(outer)
         admission = gate.enter_now(label, path)
         if admission is None:
             admission = gate._await(_Waiter(label, path))
@@ -196,13 +199,9 @@ class Gate:
         return admission
 
     def enter_now(self, label: str = "a method", path: tuple[Token, ...] = ()) -> Admission | None:
-        """An admission if one is free and no job queues for it; never blocks."""
+        """An admission if one is free; never blocks."""
         with self.lock:
-            if not self._is_free(path):
-                if not self._elastic or self._direct:
-                    return None
-                self._limit = self._running + 1
-            return self._admit(label, direct=False)
+            return self._admit(label, direct=False) if self._is_free(path, direct=False) else None
 
     async def enter_on_loop(self, label: str = "a method") -> Admission:
         """As ``enter``, from a coroutine."""
@@ -241,16 +240,11 @@ class Gate:
     def _queue_up(self, waiter: _Waiter, back: Admission | None = None) -> None:
         with self.lock:
             self._queue.append(_Queued(waiter, time.monotonic(), back))
-            following = self._next()
-        if following is not None and following[0].admit(following[1]):
-            following[0].spawn()
+            ready = self._admit_next()
+        if (following := _hand_over(ready)) is not None:
+            following.spawn()
 
     # --- leaving -----------------------------------------------------------------------------------------------------
-
-    def leave(self, admission: Admission) -> None:
-        """Give the admission up; the next in the queue starts on a thread of its own."""
-        if (following := self.pass_on(admission)) is not None:
-            following.spawn()
 
     def pass_on(self, admission: Admission, lends: bool = False) -> Job | None:
         """Give the admission up, or lend it; returns the next in the queue for this thread to run, if it needs one.
@@ -267,11 +261,10 @@ class Gate:
                 self._admitted.pop(admission.token, None)
                 if admission.monitor not in (None, self):
                     self._close(admission.monitor)
-            following = self._next() if self._queue else None
-        if following is None:
-            return None
-        job: Job = following[0]
-        return job if job.admit(following[1]) else None
+            if not self._queue:
+                return None
+            ready = self._admit_next()
+        return _hand_over(ready)
 
     def _close(self, monitor: Any) -> None:
         """Under the lock: the method whose admission this was the monitor of is over.
@@ -282,28 +275,35 @@ class Gate:
         for queued in monitor._queue:
             (self._queue if queued.back is None else begun).append(queued)
         monitor._queue, monitor._running = begun, monitor._running - 1
-        if (following := monitor._next()) is not None:
-            following[0].admit(following[1])
+        _hand_over(monitor._admit_next())  # a waiter alone: it needs no thread
 
     # --- under the lock ----------------------------------------------------------------------------------------------
 
-    def _is_free(self, path: tuple[Token, ...]) -> bool:
+    def _is_free(self, path: tuple[Token, ...], direct: bool) -> bool:
         """Whether a method may be admitted now. ``path``: of its chain of calls."""
-        return self._running < self._limit and (self._lent < MOST_LENT or self._token in path)
+        if self._running >= self._limit:
+            return self._named and not direct and not self._direct
+        return self._lent < MOST_LENT or self._token in path
 
-    def _next(self) -> tuple[Any, Admission] | None:
-        """Take the next job out of the queue, and admit it, if one is free."""
-        for place, (job, _, back) in enumerate(self._queue):
-            if self._running >= self._limit:
-                return None
-            if back is not None:
-                del self._queue[place]
+    def _admit_next(self) -> list[tuple[Job, Admission]]:
+        """Take out of the queue what may be admitted now, in order, with its admission: one at most, unless the end of
+        a direct call in a named group lets in all those that Ray has admitted.
+        """
+        ready: list[tuple[Job, Admission]] = []
+        place = 0
+        while place < len(self._queue) and (self._running < self._limit or (self._named and not self._direct)):
+            job, _, back = self._queue[place]
+            direct = not isinstance(job, _Waiter)
+            if back is None and not self._is_free(job.path, direct):
+                place += 1
+                continue
+            del self._queue[place]
+            if back is None:
+                ready.append((job, self._admit(job.label, direct=direct)))
+            else:
                 self._give_back(back)
-                return job, back
-            if self._is_free(job.path):
-                del self._queue[place]
-                return job, self._admit(job.label, direct=not isinstance(job, _Waiter))
-        return None
+                ready.append((job, back))
+        return ready
 
     def _give_back(self, admission: Admission) -> None:
         self._lent -= 1
@@ -408,137 +408,10 @@ class Gate:
         return due
 
 
-# --- the actor in this process ---------------------------------------------------------------------------
-
-_actor: Any = None
-_served: Any = None
-"""What a process that has joined a group by itself serves in place of an actor."""
-_gates: dict[tuple[bool, str | None], Gate] = {}
-"""By whether they are those of ``_served``, and by concurrency group."""
-_gates_lock = Lock()
-
-
-def gate_of(instance: Any, group: str | None) -> Gate | None:
-    """The gate of the methods of this process's actor, or of what ``serve`` was given, in Ray concurrency group
-    ``group``; None for any other object.
-
-    Each group has a gate of its own. Ray does not report a named group's limit to the actor's process, so its gate
-    starts with the actor's ``max_concurrency`` and grows with what Ray admits.
-    """
-    global _actor
-    served = instance is _served and instance is not None
-    if not served and instance is not _actor:
-        if instance is None or ray_internals.actor_instance() is not instance:
-            return None
-        with _gates_lock:
-            _actor = instance
-            _drop(served=False)
-    gate = _gates.get((served, group))
-    if gate is None:
-        with _gates_lock:
-            width = 1 if served else ray_internals.actor_max_concurrency()
-            lends = group is None and width == 1 and (served or not ray_internals.actor_is_async())
-            token = token_of_threads() if lends else ""
-            made = Gate(width, elastic=group is not None, lends=lends, token=token)
-            gate = _gates.setdefault((served, group), made)
-    return gate
-
-
-def serve(instance: Any) -> None:
-    """Other members call the methods of this object, one at a time, and not those of the actor in this process, if
-    there is one. None, or that actor: the actor's again.
-    """
-    global _served
-    with _gates_lock:
-        _served = None if instance is None or ray_internals.actor_instance() is instance else instance
-        _drop(served=True)
-
-
-def _drop(*, served: bool) -> None:
-    for key in [key for key in _gates if key[0] is served]:
-        del _gates[key]
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Waitable(Protocol):
-    """Something to wait for: a call in flight, a Completion."""
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until done, at most ``timeout_s``; whether it is done."""
-
-
-def wait_serving(pending: Waitable, timeout_s: float) -> bool:
-    """Block until ``pending`` is done, and let other methods of this actor run meanwhile; see ``Gate``.
-
-    False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
-    """
-    if current_scope.get().admission is None:
-        return pending.wait(timeout_s)
-    admission = _own_admission()
-    if admission is None or not admission.held or timeout_s <= 0:  # lent already, by what a handler has interrupted
-        return pending.wait(timeout_s)
-    admission.lend()
-    try:
-        return pending.wait(timeout_s)
-    finally:
-        admission.regain()
-
-
-@contextmanager
-def allow_calls() -> Iterator[None]:
-    """Let direct calls run in this sync actor while the block runs: ``with raytorchrpc.allow_calls(): ray.get(ref)``.
-
-    The blocking operations of this package do so by themselves. Use it around other waits (``ray.get``,
-    ``time.sleep``, a lock, a long computation that touches nothing of the actor), and with ``pass`` as the block to let
-    in, in the order of their arrival, the calls that wait already. The block must not use the actor's state. Its end
-    blocks until no other method of the actor runs.
-
-    No effect in threaded and async actors, in methods with ``concurrent=True``, and outside a method.
-
-    Examples:
-        >>> def act(self):  # a method of a sync actor
-        ...     with rtr.allow_calls():  # others may call it meanwhile
-        ...         return ray.get(self.environment.step.remote())
-    """
-    admission = _own_admission()
-    if admission is None or not admission.held:
-        yield
-        return
-    admission.lend()
-    try:
-        yield
-    finally:
-        admission.regain()
-
-
-@contextmanager
-def keep_admission() -> Iterator[Callable[[F], F]]:
-    """Keep the admission during waits, for an operation that leaves the actor's state incomplete in between.
-
-    Yields a decorator for functions in which it is lent all the same.
-    """
-    scope = current_scope.get()
-
-    def lending(function: F) -> F:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before = current_scope.set(scope)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                current_scope.reset(before)
-
-        return call  # type: ignore[return-value]
-
-    before = current_scope.set(scope._replace(admission=None))
-    try:
-        yield lending
-    finally:
-        current_scope.reset(before)
-
-
-def _own_admission() -> Admission | None:
-    """The admission of the method that runs on this thread; a thread that it started may have copied its context."""
-    admission = current_scope.get().admission
-    return None if admission is None or admission.owner != threading.get_ident() else admission
+def _hand_over(ready: list[tuple[Job, Admission]]) -> Job | None:
+    """Give those that were admitted their admissions; returns the one that needs a thread, if any."""
+    needs_thread: Job | None = None
+    for job, admission in ready:
+        if job.admit(admission):
+            needs_thread = job
+    return needs_thread

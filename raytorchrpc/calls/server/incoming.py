@@ -12,8 +12,7 @@ from raytorchrpc.calls import protocol
 from raytorchrpc.calls.payload import PendingTensors
 from raytorchrpc.calls.peers import PeerTable, is_client
 from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
-from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import Exposed, is_hidden
+from raytorchrpc.calls.server.exposed import Exposed, gate_of, is_hidden
 from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost, no_memory
@@ -79,7 +78,7 @@ class IncomingCalls:
                     return call.answer_cancelled
                 if exposed.concurrent:
                     return call.run if call.admit(None) else None
-                gate = gates.gate_of(self.callee.instance, exposed.concurrency_group)
+                gate = gate_of(self.callee.instance, exposed.concurrency_group)
                 if gate is None:
                     raise NotAMember(f"the actor of member {name!r} is gone from its process")
                 if gate.request(call):

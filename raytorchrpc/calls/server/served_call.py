@@ -21,8 +21,7 @@ from raytorchrpc.calls.payload import Payloads, PendingTensors, tensor_lane
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import ASK, CALL, OK, RAISED, REMOTE, RequestHeader
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
-from raytorchrpc.calls.server import gates
-from raytorchrpc.calls.server.exposed import Exposed
+from raytorchrpc.calls.server.exposed import Exposed, gate_of
 from raytorchrpc.calls.server.gates import Admission
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.calls.spans import Span, Tracer
@@ -307,7 +306,7 @@ class ServedCall:
         if self._task is not None:
             self._on_its_loop(self._task.cancel, self._why())
         elif was_queued and not self.exposed.concurrent:
-            gate = gates.gate_of(self.callee.instance, self.exposed.concurrency_group)
+            gate = gate_of(self.callee.instance, self.exposed.concurrency_group)
             if gate is not None and gate.withdraw(self):
                 self._drop_arguments()
         return True

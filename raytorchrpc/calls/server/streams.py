@@ -12,8 +12,8 @@ from raytorchrpc.calls.client.stream import NEXT
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.protocol import OK, REMOTE, STREAM, RequestHeader
+from raytorchrpc.calls.scope import allow_calls, wait_serving
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.gates import allow_calls, wait_serving
 from raytorchrpc.calls.server.served_call import Callee, ServedCall, complete
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout

@@ -20,8 +20,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raytorchrpc.calls.options import check_longest_wait
-from raytorchrpc.calls.scope import refuse_on_loop
-from raytorchrpc.calls.server.gates import allow_calls
+from raytorchrpc.calls.scope import allow_calls, refuse_on_loop
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.patterns.handle import begin as begin_operation

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import CallOptions
+from raytorchrpc.calls.scope import allow_calls
 from raytorchrpc.calls.server.exposed import service
-from raytorchrpc.calls.server.gates import allow_calls
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, NotAMember, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, begin, member_name, run

@@ -13,8 +13,7 @@ from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.counters import PullCounter, StoreKey, WeightStats
 from raytorchrpc.calls.member import LocalMember, process_member
 from raytorchrpc.calls.options import OFTEN, CallOptions
-from raytorchrpc.calls.scope import refuse_on_loop
-from raytorchrpc.calls.server.gates import keep_admission
+from raytorchrpc.calls.scope import keep_admission, refuse_on_loop
 from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN

@@ -15,7 +15,8 @@ from tests.unit.callees import Gate
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """That of every actor: one method at a time."""
     made = Gate(1)
-    monkeypatch.setattr("raytorchrpc.calls.server.gates.gate_of", lambda instance, group: made)
+    for module in ("exposed", "incoming", "served_call"):
+        monkeypatch.setattr(f"raytorchrpc.calls.server.{module}.gate_of", lambda instance, group: made)
     return made
 
 

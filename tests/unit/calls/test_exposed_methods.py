@@ -60,3 +60,16 @@ def test_a_generator_without_a_turn_takes_what_is_sent_and_thrown() -> None:
     assert next(generator) == "first"
     assert generator.send(5) == [5]
     assert generator.throw(ValueError("it")) == "caught it"
+
+
+class Ungrouped:
+    @rtr.method(max_concurrency=2)
+    def load(self) -> None: ...
+
+
+def test_only_a_concurrency_group_has_a_width_to_declare() -> None:
+    with pytest.raises(rtr.ConfigurationError, match=r"Ungrouped.load declares max_concurrency=2 .* groups"):
+        methods_of(Ungrouped())
+    for wrong in (0, True, 1.5):
+        with pytest.raises(rtr.ConfigurationError, match="max_concurrency= must be a whole number of at least 1"):
+            rtr.method(max_concurrency=wrong)(lambda self: None)  # type: ignore[arg-type]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.calls.scope import Limit, Scope, current_scope
+from raytorchrpc.calls.scope import Limit, Scope, allow_calls, current_scope, keep_admission, wait_serving
 from raytorchrpc.calls.server import gates as execution
-from raytorchrpc.calls.server.gates import Admission, Gate, allow_calls, keep_admission, wait_serving
+from raytorchrpc.calls.server.gates import Admission, Gate
 from raytorchrpc.process.workers import DeferredCleanup, Workers
 from tests.polling import wait_until
 from tests.unit.callees import Deadlines
@@ -119,6 +119,48 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     assert log == ["second"] and admission.owner not in (None, threading.get_ident())
     admission.leave()
     assert log == ["second", "fourth"]
+
+
+def test_ray_enters_a_named_group_beyond_its_limit_and_waits_only_for_direct_calls() -> None:
+    log: list[str] = []
+    gate = Gate(1, named=True)
+    admissions = [gate.enter_now() for _ in range(2)]  # Ray's group is wider than what was declared
+    direct, second = Method(log, "direct"), Method(log, "second")
+    assert not gate.request(direct) and not gate.request(second)
+    third = gate.enter_now()
+    for admission in (*admissions, third):
+        assert admission is not None and log == []
+        admission.leave()
+    assert log == ["direct"] and gate.enter_now() is None
+    met = threading.Barrier(2)
+
+    def meet() -> None:
+        admission = gate.enter()
+        met.wait(PATIENCE_S)  # the two that Ray runs at once may wait for each other
+        admission.leave()
+
+    joins = [on_thread(meet) for _ in range(2)]
+    while len(gate._queue) < 3:
+        time.sleep(0)
+    direct.leave()
+    assert log == ["direct", "second"] and len(gate._queue) == 2
+    second.leave()
+    for join in joins:
+        join()
+    assert gate.request(Method(log, "last"))
+
+
+def test_a_declared_limit_holds_for_direct_calls_and_rays_together() -> None:
+    log: list[str] = []
+    gate = Gate(2, named=True)
+    first, second, third = (Method(log, str(number)) for number in range(3))
+    assert gate.request(first)
+    through_ray = gate.enter_now()
+    assert through_ray is not None and not gate.request(second) and gate.enter_now() is None
+    through_ray.leave()
+    assert log == ["0", "1"] and not gate.request(third) and gate.enter_now() is None
+    first.leave()
+    assert log == ["0", "1", "2"]
 
 
 def test_calls_of_the_next_group_are_reviewed_though_the_last_one_ended_while_calls_waited(
@@ -339,17 +381,17 @@ def test_a_cancelled_coroutine_leaves_its_seat_to_the_next(when: str) -> None:
         if when == "waiting":
             task.cancel()
             await asyncio.sleep(0)
-            gate.leave(first)
+            first.leave()
         elif when == "admitted":
-            gate.leave(first)
+            first.leave()
             task.cancel()
         else:
-            gate.leave(first)
+            first.leave()
             asyncio.get_running_loop().call_soon(task.cancel)  # between its turn and its next step
         with pytest.raises(asyncio.CancelledError):
             await task
         last = await asyncio.wait_for(gate.enter_on_loop(), PATIENCE_S)
-        gate.leave(last)
+        last.leave()
 
     asyncio.run(main())
 
