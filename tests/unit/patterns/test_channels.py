@@ -291,7 +291,8 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
         await until(lambda: len(lane.held) == 1)
         local = members.members["a"]
         # As soon as there is leave for one more call, somebody else has it.
-        lane.when_over = lambda: lane.taken.append(local.credit.take(local.peers.route("home").member, "", 0, 0.0))
+        window = local.credit.by_rank[local.peers.route("home").member.rank]
+        lane.when_over = lambda: lane.taken.append(window.take(-1, 0))
         put_at_home(members, 1, 2)
 
     with members.acting("a"):
@@ -299,7 +300,7 @@ def test_an_item_that_comes_for_a_cancelled_get_goes_back_whatever_flow_control_
         lane.taken = []  # type: ignore[attr-defined]
         asyncio.run(act())
         assert wait_until(lambda: at_home(members).stats()["items"] == 2, LONG)
-        assert lane.taken  # type: ignore[attr-defined]
+        assert any(lane.taken)  # type: ignore[attr-defined]
     with members.acting("b"):
         assert queue.get_many(9) == [1, 2]
 
