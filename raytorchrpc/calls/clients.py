@@ -64,13 +64,13 @@ class OwnGroups:
         NotAMember, ConfigurationError if several groups have that member, and what keeps this process from joining.
         """
         fork.check_process()
-        left, joining = self._lasting(), _Joining(self, home, timeout_s)
-        knowing = {generation: client for generation, client in left.items() if client.knows(home)}
+        lasting, joining = self._lasting(), _Joining(self, home, timeout_s)
+        knowing = {generation: client for generation, client in lasting.items() if client.knows(home)}
         joining.join(knowing)
         if joining.failed:
             raise again(joining.failed[0])
         if not (having := joining.having()):  # what this process knows of the others may be old
-            joining.join({generation: client for generation, client in left.items() if generation not in knowing})
+            joining.join({generation: client for generation, client in lasting.items() if generation not in knowing})
             having = joining.having()
         if len(having) > 1:
             groups = " and ".join(repr(local.group) for local, _ in having)
