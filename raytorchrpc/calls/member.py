@@ -133,7 +133,7 @@ def process_member(timeout_s: float | None = None) -> LocalMember:
     """
     local = _current.local
     if local is None:
-        local = rejoin.wait(timeout_s)[0]
+        local = rejoin.wait(timeout_s)
     return local
 
 
