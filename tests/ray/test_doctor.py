@@ -13,6 +13,7 @@ import ray
 from raytorchrpc.doctor.collector import collect_from_actors
 from raytorchrpc.doctor.examination import make_report
 from raytorchrpc.errors import BootstrapError, ConfigurationError
+from tests.insides import in_actor
 from tests.ray.actors import Latch, Peer
 from tests.ray.commands import Command
 from tests.ray.conftest import Spawn
@@ -42,7 +43,7 @@ def test_the_command_looks_on_every_node_by_a_process_of_its_own(cluster: None, 
 
 def test_actors_are_looked_at_from_inside(spawn: Spawn, latch: Callable[[], Latch]) -> None:
     variables = {"IBV_FORK_SAFE": "1", "NCCL_IB_TIMEOUT": "23"}
-    spawn(Peer, name="learner", namespace="training", runtime_env={"env_vars": variables})
+    in_actor(spawn(Peer, name="learner", namespace="training"), os.environ.update, variables)
     busy = spawn(Peer, name="busy")
     learner, other = evidence = collect_from_actors(["training/learner", "busy"], 60)
     assert [each.endpoint.name for each in evidence] == ["training/learner", "busy"]
