@@ -1,7 +1,8 @@
 """Python programs that start as forks of one that has imported torch, Ray and raytorchrpc: a tenth of the CPU time.
 
 A program is given as to Python: ``-c CODE``, ``-m MODULE`` or a file, and its arguments. Only a test of how Python
-starts, or of what importing does, starts Python itself.
+starts, of what importing does, or of what is read once in a process, such as Ray's mode of authentication, starts
+Python itself.
 """
 
 from __future__ import annotations
