@@ -194,8 +194,7 @@ def counted_calls() -> list[PairStats]:
 
 
 def is_traced() -> bool:
-    local = process_member()
-    return local.tracer is not None or local.incoming.tracer is not None
+    return process_member().tracer is not None
 
 
 def in_flight() -> dict[str, tuple[int, int]]:

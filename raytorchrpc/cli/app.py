@@ -127,7 +127,6 @@ def bench(
     ] = None,
     address: _AddressOrLocal = None,
     against: Annotated[str | None, _option("published", "Also show the field's published figures.")] = None,
-    csv: Annotated[Path | None, _option("FILE", "Write all figures, one per line.")] = None,
     json: Annotated[Path | None, _option("FILE", "Write the whole result, as input for --from.")] = None,
     plot: Annotated[Path | None, _option("FILE", "Draw every figure of every case (PNG).")] = None,
     markdown: Annotated[

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future, call_back, result_of
-from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall
+from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall, Repeats
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import current_local
+from raytorchrpc.calls.member import current
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
@@ -64,9 +65,9 @@ class _Proxy:
 
 
 def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if on_loop():
+    if _get_running_loop() is not None:
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
-    local, options = current_local(), _options
+    local, options = current.local, _options
     if local is None:
         local, options = _member(_target, options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
@@ -74,7 +75,7 @@ def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **k
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if current_local() is None and on_loop() and own_groups.find(_target, _options.timeout) is None:
+    if current.local is None and on_loop() and own_groups.find(_target, _options.timeout) is None:
         return Future(_DeferredCall(_target, _name, args, kwargs, _options))
     local, options = _member(_target, _options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
@@ -89,7 +90,7 @@ def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
     """The LocalMember that sends the call, and its options. Blocks until this process is a member, or a client of the
     group that it formed or fetched and that has the target.
     """
-    local: Any = current_local()
+    local: Any = current.local
     if local is None and (client := own_groups.find(target, options.timeout)) is not None:
         return client[0], options
     if local is None:
@@ -109,25 +110,28 @@ class _DeferredCall(OutgoingCall):
     def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
         unknown: Any = None
         super().__init__(unknown, unknown, method, options)
-        self.cancellable, self._phase, self._pending = True, LOST, Completion()
-        self._keep(args, kwargs, target)
+        self._target = target
+        self.cancellable, self._phase, self.pending = True, LOST, Completion()
+        self.repeats = Repeats(args, kwargs, target, 0)
         self._awaited = awaited = rejoin.awaited(options.timeout)
         awaited.add_done_callback(self._joined)
 
     def _joined(self, awaited: Any) -> None:
+        repeats = self.repeats
+        assert repeats is not None
         if (error := awaited.exception()) is not None:
-            self._end_sending(self._pending, error)
+            self._end_sending(repeats, self.pending, error)
             return
         self._calls, self._deadline = awaited.result().outgoing, awaited.until
         self._awaited = None
-        self._calls.repeats.submit(self._send_again, self._pending)
+        self._calls.repeats.submit(self._send_again, repeats, self.pending)
 
-    def _next_route(self) -> PeerRoute | None:
+    def _next_route(self, repeats: Repeats) -> PeerRoute | None:
         if self._route is not None:
-            return super()._next_route()
+            return super()._next_route(repeats)
         route = self._calls.peers.route_for_call(self._target)
         usual = route.retries.get(self._method, 0)
-        self._retries = usual if self._options.retry is None else self._options.retry
+        repeats.count = usual if self._options.retry is None else self._options.retry
         return route
 
     @property
