@@ -22,6 +22,7 @@ import ray
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
+from raytorchrpc.calls.clients import Supervision
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, is_client, process_token
 from raytorchrpc.calls.scope import allow_calls
@@ -60,6 +61,8 @@ class Membership:
     local: LocalMember
     table: Table
     """Until ``commit`` without addresses."""
+    supervision: Supervision | None = None
+    """Of a client."""
     changed: int = 0
     """The version of the group's view at which this member's own addresses changed last."""
 
@@ -193,9 +196,12 @@ def _refuse_given_up(spec: JoinSpec) -> None:
 def _start_client(spec: JoinSpec, info: GroupInfo) -> LocalMember:
     """The client, without lanes. It serves no methods, and changes nothing else in this process."""
     _refuse_given_up(spec)
+    leave_client(spec.generation)  # as one that the supervisor has dropped
     max_bytes = info.config.max_bytes_in_flight or default_capacity()
     local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
-    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0))
+    supervision = Supervision()
+    local.incoming.on_watch = supervision.begin
+    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0), supervision)
     return local
 
 
@@ -396,9 +402,11 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
 
 
 def client(generation: str) -> LocalMember | None:
-    """This process as a client of that group."""
+    """This process as a client of that group; None if it is none, or the supervisor has dropped it."""
     membership = _clients.get(generation)
-    return None if membership is None else membership.local
+    if membership is None or membership.supervision is None or membership.supervision.is_over:
+        return None
+    return membership.local
 
 
 def forget_client(generation: str) -> LocalMember | None:

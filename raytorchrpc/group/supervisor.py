@@ -370,8 +370,12 @@ class Supervisor:
     def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
         """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
         by_themselves = self.roster.by_themselves | self.roster.clients.keys()
-        sent = by_themselves.intersection(names) - self._core.away().keys()
-        asked = dict.fromkeys(sent, (self.roster.generation, for_good))
+        # One that is lost is told if its connection is there again within the time that the others take.
+        lost = self._core.lost.copy().keys()
+        sent = by_themselves.intersection(names)
+        for name in sent & lost:
+            self._connections.send(name, join.leave, self.roster.generation, for_good)
+        asked = dict.fromkeys(sent - lost, (self.roster.generation, for_good))
         # One that leaves closes the connection instead of an answer.
         self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
 

@@ -41,7 +41,6 @@ from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.conformance.pipes import PipeCarrier
-from tests.handshakes import shake_hands
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
@@ -124,7 +123,7 @@ class Node:
     def prove(self, stream: socket.socket) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
-        return shake_hands(
+        return handshake.run(
             stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), PATIENCE_S
         )
 

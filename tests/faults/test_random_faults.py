@@ -18,9 +18,9 @@ from tests.multihost.rig import Unavailable
 
 
 def test_some_random_faults(cluster: None) -> None:
-    report = run_faults("calls", 4, 5)
+    report = run_faults("calls", 2, 5)
     assert report.violations == [], report
-    assert sum(one.landed for one in report.struck) >= 3
+    assert sum(one.landed for one in report.struck) >= 1
 
 
 def test_homes_that_die_and_members_short_of_memory(cluster: None, tmp_path: Path) -> None:

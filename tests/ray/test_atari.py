@@ -48,6 +48,7 @@ def iteration_of(out: Path) -> int:
     return int(torch.load(out / "checkpoint.pt", weights_only=True)["learner"]["iteration"])
 
 
+@pytest.mark.slow
 def test_it_trains_in_a_ray_that_runs_already(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -211,7 +211,7 @@ NOWHERE = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
     [
         (dead, "'b'.*died", 60),
         (lambda spawn: spawn(FailsToStart), "'b'.*the checkpoint is missing", 60),
-        (lambda spawn: spawn(Peer, num_gpus=5), r"'b': no answer within \d+ s: pending resources .*GPU", 2),
+        (lambda spawn: spawn(Peer, num_gpus=5), r"'b': no answer within \d+ s: pending resources .*GPU", 1),
         (lambda spawn: spawn(Peer, scheduling_strategy=NOWHERE), "'b'.*not schedulable", 60),
         (full, "'b'", 60),
     ],
@@ -264,7 +264,7 @@ def test_a_process_that_hangs_as_it_loads_torch_is_named(tmp_path: Path) -> None
     ray.get(actor.ready.remote())
     began = time.monotonic()
     with pytest.raises(rtr.BootstrapError, match=r"1 of 1 could not be probed: .*: loading raytorchrpc and torch"):
-        rtr.init_group([actor], timeout=3)
+        rtr.init_group([actor], timeout=2)
     assert time.monotonic() - began < 100, "not until they have loaded it"
     ray.kill(actor)
 
@@ -277,7 +277,7 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 1.5)
+    monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 0.5)
     gate, unplaced = latch(), spawn(Peer, num_gpus=5)
     working = peers[0].busy.remote(gate)
     held = gate.await_arrival()
@@ -285,7 +285,7 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     assert wait_until(lambda: ray_internals.running_methods().get(actor_id) == "busy", 60), "Ray reports once a second"
     members = {"a": peers[0], "b": unplaced, "c": peers[1]}
     with pytest.raises(rtr.BootstrapError, match=r"'a': no answer"):
-        rtr.init_group(members, timeout=3)
+        rtr.init_group(members, timeout=1.5)
     notice, *_ = [record.getMessage() for record in caplog.records if record.name == ray_calls.__name__]
     assert re.fullmatch(
         r"group 'default', after \d+ s, waits for a: busy in busy; b: pending resources \{.*GPU: 5.*\}", notice
@@ -293,7 +293,7 @@ def test_it_says_meanwhile_whom_it_waits_for_and_why(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(ray_calls, "_FIRST_NOTICE_S", 0.1)
     with pytest.raises(rtr.BootstrapError):
-        rtr.init_group(members, timeout=1.5)
+        rtr.init_group(members, timeout=0.5)
     line = capsys.readouterr().err
     assert line.startswith("\r\x1b[Kgroup 'default', after") and line.endswith("\r\x1b[K") and "\n" not in line
     gate.release(held)
@@ -336,7 +336,7 @@ def test_a_busy_member_is_named_and_the_others_are_free_at_once(peers: list[Any]
     working = busy.busy.remote(gate)
     start = time.monotonic()
     with pytest.raises(rtr.BootstrapError, match=r"'c': no answer within \d+ s: .*between its methods") as raised:
-        rtr.init_group({"a": a, "b": b, "c": busy}, timeout=2)
+        rtr.init_group({"a": a, "b": b, "c": busy}, timeout=1)
     assert raised.value.members == ("c",)
     assert time.monotonic() - start < 20
     assert_work([a, b])

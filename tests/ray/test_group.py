@@ -154,13 +154,6 @@ def test_a_dict_names_members_and_every_form_of_target_reaches_them(peers: list[
         assert ray.get(peers[0].call.remote("learner", "who")) == ("learner", learner.pid), "itself, from within"
 
 
-def test_a_group_of_one_can_call_itself(kinds: Kinds) -> None:
-    with rtr.init_group([kinds["local"]]) as group:
-        assert len(group) == 1
-        assert ray.get(kinds["local"].call.remote(0, "double", 21)) == 42
-        assert "no routes" in str(group.routes())
-
-
 def test_members_know_who_they_are(peers: list[Any]) -> None:
     def describe() -> rtr.Member:
         return rtr.current_member()
@@ -175,23 +168,6 @@ def test_members_know_who_they_are(peers: list[Any]) -> None:
 
 
 # --- showing it -------------------------------------------------------------------------------------------
-
-
-def test_it_shows_what_was_decided_and_why(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        head, _, row, _, *reasons = str(group.routes()).splitlines()
-        assert head.split() == ["from", "to", "calls", "CPU", "tensors", "CUDA", "tensors"]
-        assert row.split() == ["a", "b", "socket", "[1]", "shm", "[2]", "-"]
-        assert reasons[0] == "[1] socket (unix socket): same host and network namespace"
-        text = group.explain("a", "b")
-        assert text == group.explain(0, peers[1]) == group.explain(group.members[0], group.members[1])
-        assert "calls: socket (unix socket)" in text
-        assert "ibv: not used" in text
-        with pytest.raises(rtr.NotAMember, match=r"'c' is not in group 'default'; its members: a \(0\), b \(1\)"):
-            group.explain("a", "c")
-        assert group.device_map("a", "b") == group.device_map(1, 0) == {}, "they have no GPUs"
-        with pytest.raises(rtr.NotAMember):
-            group.device_map("a", 7)
 
 
 def test_stats_count_calls_bytes_and_failures_by_pair(peers: list[Any]) -> None:
