@@ -310,6 +310,34 @@ def test_no_thread_is_started_outside_of_process_threads() -> None:
     assert not found, f"use threads.start: {found}"
 
 
+# --- names ---------------------------------------------------------------------------------------------------------
+
+#: Names that send a reader back for the noun: say lease, deadline, transfers.
+PRONOUNS = {"found", "its", "left", "mine", "near", "still", "this_one", "what"}
+
+
+def bound(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
+    """Line and name of each variable, argument and parameter."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+            yield node.lineno, node.name
+
+
+@pytest.mark.parametrize("folder", ["raytorchrpc", "benchmarks", "examples"])
+def test_no_variable_is_named_by_a_pronoun(folder: str) -> None:
+    named = {
+        f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
+        for path in (PACKAGE.parent / folder).rglob("*.py")
+        for line, name in bound(parse(path.read_text()))
+        if name in PRONOUNS
+    }
+    assert not named, f"name it for the thing that it holds: {sorted(named)}"
+
+
 # --- private names ---------------------------------------------------------------------------------------
 
 
