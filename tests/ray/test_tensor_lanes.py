@@ -76,13 +76,6 @@ class TensorStore(Store):
             latch.pass_through()
         return torch.ones(count)
 
-    @rtr.method(concurrent=True)
-    def now(self) -> int:
-        return os.getpid()
-
-    def hidden(self, value: Any) -> None:
-        """Not for the others."""
-
 
 def checksum(value: Any) -> int:
     raw = value.numpy() if isinstance(value, torch.Tensor) else value
