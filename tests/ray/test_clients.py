@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -246,7 +247,7 @@ def drop_clients(host: Any) -> None:
     supervisor = host._supervisor
     for name, client in supervisor._core.clients.copy().items():
         process = client.member.rank, client.member.incarnation
-        supervisor._report(supervisor._core.dialled, name, process, "dropped", ended=True)
+        supervisor._report(partial(supervisor._core.dialled, name, process, "dropped", ended=True))
 
 
 def test_a_client_that_the_group_has_dropped_joins_again_when_it_is_used(
