@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,6 @@ from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.pairs import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology.device_map import inverse, way_back
-from raytorchrpc.topology.endpoint import OWN, Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -118,19 +116,11 @@ _clients: dict[str, Membership] = {}
 _given_up: deque[str] = deque(maxlen=64)
 
 
-_published: tuple[str, Endpoint | None] = "", None
-"""The edition of the latest probe, and what was in it."""
-
-
 def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
-    global _published
     local, info = current_local(), group_info()
-    evidence = endpoint(name, asked_for_gpu(instance), lanes)
-    if (alike := evidence.changed(OWN)) != _published[1]:
-        _published = uuid.uuid4().hex, alike
     return Probe(
-        endpoint=evidence,
+        endpoint=endpoint(name, asked_for_gpu(instance), lanes),
         node_id=place().node_id,
         pid=os.getpid(),
         group=local.group if local else None,
@@ -138,7 +128,6 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
         owner=info.owner if info else None,
         agent=process_fabric().identity,
         autograd_id=torch_internals.autograd_id(),
-        edition=_published[0],
     )
 
 
@@ -150,11 +139,6 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
     info: GroupInfo = unpacked(group)
     settings = settings_of(spec, info)
     with _changing:
-        if spec.edition is not None:
-            now, me = probe(instance, spec.name), spec.member
-            known = now.agent and (now.agent.name, now.agent.worker_id)
-            if now.edition != spec.edition or known != (me.rpc_name, me.worker_id):
-                raise BootstrapError(f"{spec.name!r} has changed since its last group")
         addresses: dict[str, Any] = {}
         if is_client(spec.member.rank):
             local = _start_client(spec, info)
@@ -317,8 +301,7 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
     neighbours, far = whom_to_ping(local.me, membership.table.info, {*listening.away, *listening.silent})
-    # A ping over torchrpc would start the agents of both ends.
-    agents = local.config.torchrpc == "at once"
+    agents = local.config.torchrpc == "at once"  # else a ping over torchrpc would start the agents of both ends
     if not agents:
         urls = {
             name: membership.table.peers[name].addresses[registry.FABRIC].url
@@ -328,9 +311,9 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
         silent.update(unreachable(urls, deadline))
     for name in (*neighbours, *far):
         route = local.peers.route(name)
-        routes = {route.calls, route.fabric} if name in far else {route.calls}
-        routes -= set() if agents else {route.fabric}
-        for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
+        lanes = {route.calls, route.fabric} if name in far else {route.calls}
+        lanes -= set() if agents else {route.fabric}
+        for lane in (lane for lane in lanes if not isinstance(lane, AbsentLane)):
             try:
                 pending = local.outgoing.control(route, lane, protocol.PING, listening.timeout_s)
                 asked.append((name, lane.name, pending))

@@ -65,7 +65,6 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     monkeypatch.setattr(formation.ray_internals, "dead_jobs", frozenset)
     monkeypatch.setattr(formation, "worker_ids", SimpleNamespace(highest_elsewhere=lambda _: 0, record=lambda _: None))
     monkeypatch.setattr(formation.ray_calls, "call_all", made.call_all)
-    monkeypatch.setattr(formation, "_known", {})
     return made
 
 
@@ -106,18 +105,6 @@ def test_an_actor_that_the_others_cannot_reach_is_named(actors: Actors) -> None:
         actors.form()
     assert set(raised.value.members) == set(NAMES)
     assert actors.rounds == 1
-
-
-def test_actors_are_probed_for_their_next_group_only_if_one_has_changed(actors: Actors) -> None:
-    actors.form()
-    actors.form()
-    assert actors.rounds == 1
-
-    def change(step: Any, number: int) -> dict[str, Exception]:
-        return {"learner": BootstrapError("it has changed")} if step is join.prepare and number == 1 else {}
-
-    actors.during, actors.pids["learner"] = change, 11
-    assert actors.form().records["learner"].probe.pid == 11 and actors.rounds == 2
 
 
 def test_a_process_that_joined_when_the_attempt_was_given_up_joins_again(actors: Actors) -> None:
