@@ -17,7 +17,7 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
-from raytorchrpc.group import detached, formation, group, join, restarts
+from raytorchrpc.group import detached, group, join, restarts
 from raytorchrpc.group.ray_calls import Patience
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.torchrpc.agent import process_fabric
@@ -115,7 +115,6 @@ FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
 @contextmanager
 def interrupted_at(step: str) -> Iterator[None]:
     """Ctrl-C, as a terminal sends it, when ``init_group`` does that step of FORMING in this process."""
-    formation._known.clear()  # actors that are known are not probed
     owner, name, number, counts = FORMING[step]
     function, calls = getattr(owner, name), []
 
