@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Membership:
     local: LocalMember
     table: Table
     """Until ``commit`` without addresses."""
-    supervision: Supervision = field(default_factory=Supervision)
+    supervision: Supervision | None = None
     """Of a client."""
     changed: int = 0
     """The version of the group's view at which this member's own addresses changed last."""
@@ -183,9 +183,9 @@ def _start_client(spec: JoinSpec, info: GroupInfo) -> LocalMember:
     leave_client(spec.generation)  # as one that the supervisor has dropped
     max_bytes = info.config.max_bytes_in_flight or default_capacity()
     local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
-    membership = Membership(spec, local, Table(info, {}, 0))
-    local.incoming.on_watch = membership.supervision.begin
-    _clients[spec.generation] = membership
+    supervision = Supervision()
+    local.incoming.on_watch = supervision.begin
+    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0), supervision)
     return local
 
 
@@ -384,14 +384,18 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
         _membership = None
 
 
-def client(generation: str) -> Membership | None:
-    """This process as a client of that group."""
-    return _clients.get(generation)
+def client(generation: str) -> LocalMember | None:
+    """This process as a client of that group; None if it is none, or the supervisor has dropped it."""
+    membership = _clients.get(generation)
+    if membership is None or membership.supervision is None or membership.supervision.is_over:
+        return None
+    return membership.local
 
 
-def forget_client(generation: str) -> Membership | None:
-    """In a forked child: drop what the parent is, without ending it. Returns that, for the caller to keep or not."""
-    return _clients.pop(generation, None)
+def forget_client(generation: str) -> LocalMember | None:
+    """In a forked child: drop what the parent is, without ending it."""
+    membership = _clients.pop(generation, None)
+    return None if membership is None else membership.local
 
 
 def leave_client(generation: str) -> None:

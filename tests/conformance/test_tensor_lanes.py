@@ -27,6 +27,8 @@ from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.shm.lane import ShmLane
+from raytorchrpc.lanes.torchrpc import lane as torchrpc_lane
+from raytorchrpc.lanes.torchrpc.lane import TorchRpcTensors
 from raytorchrpc.tensors import host_device_copy
 from raytorchrpc.tensors.dtypes import Shape, as_copyable
 from tests.conformance import peers
@@ -197,9 +199,9 @@ def _fill(
 
 
 def _goes_direct() -> bool:
-    """The nixl lane copies out of its own memory; lanes of other distributions may too."""
+    """The nixl lane and torch copy out of memory of their own; lanes of other distributions may too."""
     lane = tensors().lane
-    return not isinstance(lane, NixlLane) and lane.name in {row.name for row in registry.LANES}
+    return not isinstance(lane, (NixlLane, TorchRpcTensors)) and lane.name in {row.name for row in registry.LANES}
 
 
 # --- what arrives ----------------------------------------------------------------------------------------------
@@ -557,7 +559,8 @@ def _export_then_change(make: Callable[[], list[torch.Tensor]]) -> Any:
     tensors().kept["changing"] = made = [tensor.to(tensors().device) for tensor in make()]
     sent = export(made)
     for tensor in made:
-        if tensor.is_cpu and "cpu" in tensors().lane.capabilities.devices:  # what stands for a GPU is read later
+        can = tensors().lane.capabilities
+        if tensor.is_cpu and "cpu" in can.devices and not can.reads_later:  # what stands for a GPU is read later
             tensor.zero_()
     return sent
 
@@ -640,6 +643,8 @@ def _another() -> TensorLane:
         return peers.nccl_lane(0, carrier=lane._carrier)
     if isinstance(lane, NixlLane):
         return NixlLane(MIB, lane._devices, 20, lane._settings)
+    if isinstance(lane, TorchRpcTensors):
+        return TorchRpcTensors(lane._lane, 20)
     return CudaIpcLane((0,)) if isinstance(lane, CudaIpcLane) else peers.cpu_lane(lane.name, MIB)
 
 
@@ -711,6 +716,8 @@ def _on_their_way(lane: TensorLane) -> int:
         return lane.in_use()
     if isinstance(lane, NcclLane):
         return lane.outstanding
+    if isinstance(lane, TorchRpcTensors):
+        return sum(kept.lane is lane for kept in torchrpc_lane._kept.values())
     if not isinstance(lane, (CudaIpcLane, NixlLane)):
         return len(open_things()[1] - tensors().at_open)  # what another lane keeps them in
     lane.reap()

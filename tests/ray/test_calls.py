@@ -323,22 +323,4 @@ def test_rrefs_to_results_can_be_fetched_passed_on_and_used(members: Members) ->
 # --- deadlines -------------------------------------------------------------------------------------------------
 
 
-def test_a_deadline_that_passes_wakes_who_awaits_and_calls_back(members: Members, latch: Callable[[], Latch]) -> None:
-    gate = latch()
-
-    async def check() -> None:
-        start = time.monotonic()
-        told = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        future = rtr.rpc_async("b", timeout=0.3).hold(gate)
-        future.add_done_callback(lambda future: loop.call_soon_threadsafe(told.set))
-        with pytest.raises(rtr.RpcTimeout):
-            await asyncio.wait_for(_awaited(future), 10)
-        await asyncio.wait_for(told.wait(), 10)
-        assert time.monotonic() - start < 20
-
-    members.in_async(check)
-    gate.open_for_all()
-
-
 # --- errors ----------------------------------------------------------------------------------------------------

@@ -125,16 +125,6 @@ def test_only_one_of_several_threads_forms_a_group_of_a_name(peers: list[Any], d
     rtr.init_group(peers[:1], name="wanted", detached=detached).shutdown()
 
 
-def test_an_actor_can_form_a_group_of_others(kinds: Kinds, peers: list[Any]) -> None:
-    def form(handles: list[Any]) -> Any:
-        with rtr.init_group(handles, name="of an actor") as group:
-            return repr(group), ray.get(handles[0].call.remote(handles[1], "double", 21))
-
-    shown, answer = ray.get(kinds["sync"].run.remote(form, peers[:2]))
-    assert "'of an actor': 2 members" in shown
-    assert answer == 42
-
-
 # --- list, dict, names ------------------------------------------------------------------------------------------
 
 
@@ -168,21 +158,6 @@ def test_members_know_who_they_are(peers: list[Any]) -> None:
 
 
 # --- showing it -------------------------------------------------------------------------------------------
-
-
-def test_stats_count_calls_bytes_and_failures_by_pair(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        assert group.stats() == ()
-        for _ in range(3):
-            ray.get(peers[0].call.remote("b", "double", b"x" * 1000))
-        with pytest.raises(rtr.NoSuchMethod):
-            ray.get(peers[0].call.remote("b", "no_such_method"))
-        (row,) = group.stats()
-        assert (row.caller, row.peer, row.calls, row.failures) == ("a", "b", 4, 1)
-        assert row.bytes_out > 3000 and row.bytes_in > 6000 and row.seconds > 0
-        assert "ms/call" in str(group.stats())
-    with rtr.init_group(peers[:2]) as group:
-        assert group.stats() == (), "a new group counts anew"
 
 
 def test_stats_have_busy_members_too_and_name_methods_queues_and_weights(

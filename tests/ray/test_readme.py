@@ -53,7 +53,6 @@ PROGRAMS = [
     for block in blocks()
     if block.language == "python"
 ]
-FRAGMENTS = [pytest.param(block, id=block.where) for block in blocks() if block.language == "py"]
 
 
 def test_the_readme_has_a_program() -> None:
@@ -95,11 +94,6 @@ def test_a_page_pasted_as_one_program_ends_quietly(page: str, tmp_path: Path) ->
     assert code == 0 and not re.search(r"Error|Traceback|\[W\d", output), output
 
 
-@pytest.mark.parametrize("block", FRAGMENTS)
-def test_a_fragment_is_python(block: Block) -> None:
-    compile(block.code, block.where, "exec")
-
-
 def names(code: str) -> tuple[set[str], set[str]]:
     """What a snippet uses without defining it, and what it defines."""
     table = symtable.symtable(code, "snippet", "exec")
@@ -124,8 +118,9 @@ def test_a_snippet_defines_what_it_uses_or_says_what_it_continues(page: Path) ->
     for match in _FENCE.finditer(text):
         if match["language"] not in ("py", "python"):
             continue
-        free, defined = names(match["code"])
         where = f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}"
+        compile(match["code"], where, "exec")
+        free, defined = names(match["code"])
         assert free <= known, f"{where} uses {sorted(free - known)}, which nothing above it defines"
         above = text[: match.start()].removesuffix("<!-- run -->\n").removesuffix("<!-- run gpu -->\n").rstrip()
         paragraph = above.rpartition("\n\n")[2]

@@ -148,7 +148,7 @@ class Readable:
 
     def take_back(self, snapshot: Snapshot, patience_s: float, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Let the program change its own tensors again: no reader begins any more, and those that have begun get up to
-        ``patience_s``. Blocks. CUDA work that this thread queues afterwards follows what readers have queued.
+        ``patience_s``. Blocks. CUDA work that this thread queues afterwards follows the copies of the readers.
 
         Returns the ranks of readers that were too slow: their leases have ended.
         """
@@ -158,8 +158,12 @@ class Readable:
             slow = self.pool.revoke(snapshot)
             for wait_for_read in snapshot.memory.own_reads:
                 wait_for_read()
+            others = [lane for lane in self._local.tensor_lanes.values() if not lane.capabilities.in_place]
+            is_sent = snapshot.memory.is_lent and any("cuda" in lane.capabilities.devices for lane in others)
             for device in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
                 self._fence(device)
+                if is_sent:  # by kernels of this process, on streams of a lane
+                    torch.cuda.synchronize(device)
         return slow
 
     def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
