@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raytorchrpc"
 #: For the host actor to answer beyond the time a request takes, its start included (seconds).
 _GRACE_S = 30.0
+#: The same where a client waits, whose operation ends in its own time (seconds).
+_CLIENT_GRACE_S = 0.5
 #: For members to leave a group whose forming was interrupted, and for Ray to end a host that is killed (seconds).
 _GIVE_UP_S = 5.0
 #: How often the end of a host is looked for (seconds).
@@ -210,7 +212,7 @@ class DetachedHost:
     def admit_client(self, request: JoinRequest) -> None:
         """See Supervisor.admit_client."""
         self._check_running()
-        _answer(self._name, self._actor.do.remote("admit_client", request), request.timeout_s, 0.0)
+        _answer(self._name, self._actor.do.remote("admit_client", request), request.timeout_s, _CLIENT_GRACE_S)
 
     def _check_running(self) -> None:
         if self._actor is None:

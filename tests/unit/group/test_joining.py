@@ -174,7 +174,7 @@ def test_an_operation_waits_for_its_own_time_until_the_group_is_joined_and_a_lat
     began = time.monotonic()
     first, second = groups.join("a", 0.05), groups.join("a")
     assert first is not None and second is not None and not second.done()
-    with pytest.raises(rtr.RpcTimeout, match=r"has not become a client of the group within 0.05 s"):
+    with pytest.raises(rtr.RpcTimeout, match=r"has not become a client of a group with 'a' within 0.05 s"):
         first.result()
     with pytest.raises(rtr.RpcTimeout):
         groups.everywhere(0.05)
