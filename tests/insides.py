@@ -20,7 +20,7 @@ from raytorchrpc.calls.server import gates
 from raytorchrpc.group import detached, formation, group, join, restarts
 from raytorchrpc.group.changes import EventBus
 from raytorchrpc.group.ray_calls import Patience
-from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.lanes.torchrpc.agent import process_agent
 from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork
 from raytorchrpc.process.fan_out import Requests
@@ -217,7 +217,7 @@ def away() -> set[str]:
 
 def agent_runs() -> bool:
     """Whether the torchrpc agent of this process has started."""
-    return process_fabric().is_running
+    return process_agent().is_running
 
 
 def agent_address() -> tuple[str, int]:
@@ -226,7 +226,7 @@ def agent_address() -> tuple[str, int]:
 
 
 def agent_url() -> str:
-    return str(process_fabric()._url)
+    return str(process_agent()._url)
 
 
 def agent_addresses() -> set[tuple[str, int]]:
@@ -235,7 +235,7 @@ def agent_addresses() -> set[tuple[str, int]]:
 
 def agent_listeners() -> list[int]:
     """The descriptors that it listens on."""
-    return [door.public.fileno() for door in process_fabric()._doors]
+    return [door.public.fileno() for door in process_agent()._doors]
 
 
 def hang_up_on(url: str) -> int:

@@ -22,8 +22,8 @@ from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: Groups are joined on at most so many threads, which end when they have been idle for so long (seconds).
 _THREADS, _IDLE_S = 16, 1.0
-#: A client to which the supervisor has had no connection for this time joins again when it is used (seconds). The
-#: supervisor connects again at once if it can, so it has dropped the client, or will.
+#: A client to which the supervisor has had no connection for this time tries to join again when it is used (seconds).
+#: The supervisor connects again at once if it can, so it has dropped the client, or will, or has died.
 _UNSUPERVISED_S = 10.0
 
 
@@ -74,7 +74,11 @@ class Supervision:
 
     def _end(self, connection: Any) -> None:
         if self._latest is connection:
-            self._lost_at = time.monotonic()
+            self.go_on()
+
+    def go_on(self) -> None:
+        """It has no connection now: the client goes on with the view that it has, for a while."""
+        self._lost_at = time.monotonic()
 
     @property
     def is_over(self) -> bool:
