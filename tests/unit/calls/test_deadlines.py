@@ -80,9 +80,9 @@ def test_a_timeout_names_its_limit_and_the_remedy() -> None:
     members = Members(rtr.GroupConfig(rpc_timeout_s=0.2), {"wait": exposed(lambda *_: released.wait(LONG))})
     try:
         with members.acting("a"):
-            with pytest.raises(rtr.RpcTimeout, match=r"home.wait .* within 0\.2 s \(rpc_timeout_s\); .* pass timeout=; it"):
+            with pytest.raises(rtr.RpcTimeout, match=r"home.wait .* within 0\.2 s \(rpc_timeout_s\); .* pass timeout="):
                 rtr.rpc_sync("home").wait()
-            with pytest.raises(rtr.RpcTimeout, match=r"home.wait did not answer within 0\.1 s \(timeout\); it may still"):
+            with pytest.raises(rtr.RpcTimeout, match=r"home.wait did not answer within 0\.1 s \(timeout\); it"):
                 rtr.rpc_sync("home", timeout=0.1).wait()
     finally:
         released.set()
