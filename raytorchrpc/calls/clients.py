@@ -22,8 +22,8 @@ from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: Groups are joined on at most so many threads, which end when they have been idle for so long (seconds).
 _THREADS, _IDLE_S = 16, 1.0
-#: A client to which the supervisor has had no connection for this time joins again when it is used (seconds). The
-#: supervisor connects again at once if it can, so it has dropped the client, or will.
+#: A client to which the supervisor has had no connection for this time tries to join again when it is used (seconds).
+#: The supervisor connects again at once if it can, so it has dropped the client, or will, or has died.
 _UNSUPERVISED_S = 10.0
 
 
@@ -64,17 +64,24 @@ class Supervision:
     """Whether a group's supervisor has a connection to this client, over which the client hears of changes."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._latest: Any = None
         self._lost_at: float | None = time.monotonic()  # it connects once this process has joined
 
     def begin(self, connection: Any) -> None:
         """The supervisor has connected. ``connection``: fails when the connection ends."""
-        self._latest, self._lost_at = connection, None
+        with self._lock:
+            self._latest, self._lost_at = connection, None
         connection.add_done_callback(partial(self._end, connection))
 
     def _end(self, connection: Any) -> None:
-        if self._latest is connection:
-            self._lost_at = time.monotonic()
+        with self._lock:
+            if self._latest is connection:
+                self.go_on()
+
+    def go_on(self) -> None:
+        """It has no connection now: the client goes on with the view that it has, for a while."""
+        self._lost_at = time.monotonic()
 
     @property
     def is_over(self) -> bool:
@@ -85,9 +92,9 @@ class Supervision:
 class Joining(DeferredReply):
     """Settled with what ``OwnGroups`` does on a thread for one operation, or with RpcTimeout at its deadline."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, home: Any, timeout_s: float) -> None:
         super().__init__()
-        self._timeout_s, self.until = timeout_s, time.monotonic() + timeout_s
+        self._home, self._timeout_s, self.until = home, timeout_s, time.monotonic() + timeout_s
         cancel = process_deadlines().at(self.until, self._expire)
         self.add_done_callback(lambda _: cancel())
 
@@ -96,7 +103,8 @@ class Joining(DeferredReply):
 
     def why_late(self) -> str:
         """For the error of a call that waits for this."""
-        return f"this process has not become a client of the group within {self._timeout_s:.3g} s"
+        group = "each of its groups" if self._home is None else f"a group with {self._home!r}"
+        return f"this process has not become a client of {group} within {self._timeout_s:.3g} s"
 
     def run(self, work: Callable[[], Any]) -> None:
         """Settle it with the outcome of ``work``."""
@@ -174,7 +182,7 @@ class OwnGroups:
     def _begin(self, operation: _Operation, work: Callable[[], Any]) -> Joining:
         for client in operation.clients.values():
             client.check_wait()
-        joining = Joining(operation.timeout_s)
+        joining = Joining(operation.home, operation.timeout_s)
         self._workers.submit(joining.run, work)
         return joining
 
@@ -193,7 +201,7 @@ class _Operation:
     """One operation at the member ``home``, for which this process joins groups that it has not joined yet."""
 
     def __init__(self, own: OwnGroups, home: Any, clients: Mapping[str, Client], timeout_s: float | None) -> None:
-        self._own, self._home, self.clients = own, home, clients
+        self._own, self.home, self.clients = own, home, clients
         if timeout_s is None:
             timeout_s = max([client.timeout_s for client in clients.values()], default=0.0)
         self.timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
@@ -205,7 +213,7 @@ class _Operation:
         """Whether this process has joined all groups that are known to have the member, and there are some."""
         for client in self.clients.values():
             local = client.current()
-            member = client.member(self._home) if local is None else member_of(local, self._home)
+            member = client.member(self.home) if local is None else member_of(local, self.home)
             if member is not None:
                 if local is None:
                     return False
@@ -218,7 +226,7 @@ class _Operation:
         if len(having) > 1:
             groups = " and ".join(repr(local.group) for _, local, _ in having)
             raise ConfigurationError(
-                f"groups {groups} have a member {self._home!r}, and this process is in none of them: give the members "
+                f"groups {groups} have a member {self.home!r}, and this process is in none of them: give the members "
                 f"different names, or join one group with init_group(..., include_driver=True)"
             )
         for client, local, member in having:
@@ -228,7 +236,7 @@ class _Operation:
 
     def local(self) -> Any:
         """Join what may have the member; see ``OwnGroups.join``."""
-        known = {name: client for name, client in self.clients.items() if client.member(self._home) is not None}
+        known = {name: client for name, client in self.clients.items() if client.member(self.home) is not None}
         self._join(known)
         if self._failed:
             raise again(self._failed[0])
@@ -242,7 +250,7 @@ class _Operation:
             f"group {local.group!r} has {', '.join(member.name for member in local.peers.members)}"
             for _, local, _ in self._joined
         )
-        raise NotAMember(f"no group that this process formed or fetched has a member {self._home!r}: {members}")
+        raise NotAMember(f"no group that this process formed or fetched has a member {self.home!r}: {members}")
 
     def everywhere(self) -> tuple[list[Any], list[Exception]]:
         """See ``OwnGroups.everywhere``."""
@@ -255,7 +263,7 @@ class _Operation:
         for generation, client in clients.items():
             try:
                 local = client.join(self._until)
-                self._joined.append((client, local, member_of(local, self._home)))
+                self._joined.append((client, local, member_of(local, self.home)))
             except NotAMember as error:
                 self._own.remove(generation)
                 self._ended = untraced(error)

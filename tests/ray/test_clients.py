@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,9 +164,11 @@ def test_what_cannot_work_is_refused() -> None:
         rtr.Queue("work", home="home", maxsize=3).put(1)
 
 
-def test_two_groups_with_the_same_names(spawn: Spawn) -> None:
-    other, bound = spawn(Peer), rtr.Queue("bound", home="home")
+def test_two_groups_with_the_same_names(actors: dict[str, Any], spawn: Spawn) -> None:
+    other, bound, store = spawn(Peer), rtr.Queue("bound", home="home"), rtr.WeightStore("bound", home="home")
     bound.put(1)
+    assert store.version() == 0
+    ray.get(actors["home"].run.remote(lambda: rtr.WeightStore("bound").publish({"w": torch.ones(2)})))
     with rtr.init_group({"home": other, "b": spawn(Peer)}, name="other"):
         with pytest.raises(rtr.ConfigurationError, match="groups 'fed' and 'other' have a member 'home'"):
             rtr.Queue("q", home="home").put(1)
@@ -172,8 +176,9 @@ def test_two_groups_with_the_same_names(spawn: Spawn) -> None:
         bound.put(2)
         rtr.Queue("q", home="b").put(1)
         assert rtr.Queue.find("q").get(30) == 1
-        found = rtr.Queue.find("bound")
-        assert found.get(30) == 2
+        assert rtr.Queue.find("bound").get(30) == 2
+        model = {"w": torch.zeros(2)}
+        assert store.prefetch(model).wait() == store.pull(model) == 1
 
 
 @pytest.fixture
@@ -222,12 +227,27 @@ def test_an_event_loop_goes_on_while_its_process_joins(spawn: Spawn, held_up: th
         assert asyncio.run(use()) == [4, 1, 6]
 
 
+def test_a_group_whose_host_stands_still_holds_a_call_up_no_longer_than_its_time(spawn: Spawn) -> None:
+    with rtr.init_group({"still": spawn(Peer)}, name="still", detached=True):
+        host = ray.get_actor("still", namespace="raytorchrpc")
+        pid = ray.get(host.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            with pytest.raises(rtr.RpcTimeout, match="has not become a client"):
+                rtr.rpc_sync("still", timeout=0.2).double(1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert rtr.rpc_sync("still").double(1) == 2
+        assert time.monotonic() - began < 25, "the first attempt did not go on waiting for the host"
+
+
 def drop_clients(host: Any) -> None:
     """In the actor that hosts a group: as after they could not be reached for a minute."""
     supervisor = host._supervisor
     for name, client in supervisor._core.clients.copy().items():
         process = client.member.rank, client.member.incarnation
-        supervisor._report(supervisor._core.dialled, name, process, "dropped", ended=True)
+        supervisor._report(partial(supervisor._core.dialled, name, process, "dropped", ended=True))
 
 
 def test_a_client_that_the_group_has_dropped_joins_again_when_it_is_used(

@@ -524,7 +524,7 @@ class OutgoingCalls:
         body, seconds, _ = self.encoded(route, method, args, kwargs, timeout, scope)
         until = began + seconds if route.same_clock else None
         header = RequestHeader(protocol.REMOTE, self.rank, route.token, method, scope.path, seconds, until)
-        lane: Any = route.fabric
+        lane: Any = route.torchrpc
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, seconds)
         self.counters.sent(route.member.name, lane.name, method, body_bytes(body))

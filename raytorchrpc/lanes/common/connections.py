@@ -526,7 +526,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._aside: dict[str, list[C]] = {}  # by peer: those that were in use when a signal handler made a call
         self._waiting: dict[str, _Queue] = {}  # by peer: while a connection to it is made, what waits, in order
         self._made_lock = Lock()
-        self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
+        self._sweeps = Timer(SWEEP_S)
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
     def _readable(self, fd: int) -> bool:
@@ -617,8 +617,7 @@ class ConnectedLane(MessageLane, Generic[C]):
 
     def _sweep_later(self) -> None:
         with self._made_lock:
-            if not self._is_sweep_due and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
-                self._is_sweep_due = True
+            if not self._sweeps.is_set and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
                 self._sweeps.set()
 
     def _sweep(self) -> None:
@@ -627,7 +626,6 @@ class ConnectedLane(MessageLane, Generic[C]):
             if self._sweeps.fd < 0:
                 return
             self._sweeps.clear()
-            self._is_sweep_due = False
             made = self._own()
         if self._acceptor.drop_late() or made:
             self._sweep_later()

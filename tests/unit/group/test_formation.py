@@ -183,18 +183,25 @@ def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.M
     assert time.monotonic() - began < 60, "not 0.3 s for each"
 
 
-@pytest.mark.parametrize("loads", [True, False])
-def test_the_time_runs_anew_while_a_process_loads_modules(monkeypatch: pytest.MonkeyPatch, loads: bool) -> None:
-    modules = itertools.count(100, 7 if loads else 0)
+@pytest.mark.parametrize("progresses", [True, False])
+@pytest.mark.parametrize("state", ["ALIVE", "PENDING_CREATION"])
+def test_the_time_runs_anew_while_a_process_makes_progress(
+    monkeypatch: pytest.MonkeyPatch, state: str, progresses: bool
+) -> None:
+    """It loads modules after this package was loaded, or uses the processor before."""
+    now, modules = 1000.0, itertools.count(100, 7 if progresses else 0)
     monkeypatch.setattr(ray_calls.ray_internals, "actor_id_of", lambda handle: handle)
-    monkeypatch.setattr(ray_calls._loading, "loaded_modules", lambda actor_ids: {"a": next(modules)})
-    now = 1000.0
+    monkeypatch.setattr(ray_calls.ray_internals, "actor_state", lambda handle: ActorState(state, 1, "node", ""))
+    monkeypatch.setattr(ray_calls.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(ray_calls.this_process, "processor_s", lambda pid: now * (0.1 if progresses else 0.01))
+    loaded = {"a": next(modules)} if state == "ALIVE" else {}
+    monkeypatch.setattr(ray_calls._loading, "loaded_modules", lambda ids: loaded and {"a": next(modules)})
     monkeypatch.setattr(ray_calls, "time", SimpleNamespace(monotonic=lambda: now))
     patience = ray_calls.Patience("g", 0.1)
     while (until := patience.extend({"a": "a"}, 2)) > now:
         now = until
     took = now - 1000.0
-    assert took == pytest.approx(0.5 if loads else 0.1), "five times the timeout after its begin, or with the progress"
+    assert took == pytest.approx(0.5 if progresses else 0.1), "five times the timeout after its begin, or at its end"
 
 
 def test_a_driver_that_is_slow_itself_is_named_as_others_are(
