@@ -64,17 +64,20 @@ class Supervision:
     """Whether a group's supervisor has a connection to this client, over which the client hears of changes."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._latest: Any = None
         self._lost_at: float | None = time.monotonic()  # it connects once this process has joined
 
     def begin(self, connection: Any) -> None:
         """The supervisor has connected. ``connection``: fails when the connection ends."""
-        self._latest, self._lost_at = connection, None
+        with self._lock:
+            self._latest, self._lost_at = connection, None
         connection.add_done_callback(partial(self._end, connection))
 
     def _end(self, connection: Any) -> None:
-        if self._latest is connection:
-            self.go_on()
+        with self._lock:
+            if self._latest is connection:
+                self.go_on()
 
     def go_on(self) -> None:
         """It has no connection now: the client goes on with the view that it has, for a while."""
