@@ -27,7 +27,7 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Copies, Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.connections import listener_identity
+from raytorchrpc.lanes.common.acceptor import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane

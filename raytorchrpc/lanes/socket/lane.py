@@ -24,7 +24,8 @@ from typing import Any, ClassVar, cast
 from raytorchrpc.errors import PeerLost, RayTorchRpcError
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Reply, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress
+from raytorchrpc.lanes.common.acceptor import SocketAddress
+from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.common.polling import AnyReadable, PromptSocket
 from raytorchrpc.lanes.common.protection import Protection
@@ -204,12 +205,12 @@ class Connection(connections.Connection):
     def reply(self, call: int, message: Message) -> None:
         buffers = frames.pack(frames.REPLY, call, message)
         if _get_running_loop() is None:
-            self.send(buffers, time.monotonic() + connections.CONNECT_TIMEOUT_S)
+            self.send(buffers, time.monotonic() + FINISH_S)
         else:
             self._reply_on_loop(ReplyFrame(buffers, message.take_back))
 
     def _send_reply(self, reply: ReplyFrame) -> None:
-        self.send(reply.buffers, time.monotonic() + connections.CONNECT_TIMEOUT_S, reply.take_back)
+        self.send(reply.buffers, time.monotonic() + FINISH_S, reply.take_back)
 
     def _send_by(self, until: float, deadline: float, buffers: list[Any]) -> list[memoryview]:
         """Send one frame; returns what is left of it at ``until``, if the rest must follow."""
