@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
@@ -183,7 +183,8 @@ class Future(Generic[T]):
             refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
         while not self._arrives(timeout_s):
             if self._call.remaining() > 0:
-                raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
+                waited = f"within {timeout_s:.3g} s; the call goes on: ask again"
+                raise RpcTimeout(f"{self._call.label} has not answered {waited}")
 
     def _arrives(self, timeout_s: float) -> bool:
         """Wait, and take the outcome; False if it has not arrived in time."""
@@ -258,6 +259,12 @@ class Future(Generic[T]):
     def _unwatch(self, watcher: Callable[[], None]) -> None:
         if self._arrival is not None:
             self._arrival.discard_callback(watcher)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            remedy = ": use result(), wait() or await" if name == "get" else ""
+            raise AttributeError(f"a Future has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __repr__(self) -> str:
         state = "cancelled" if self._cancelled else "done" if self.done() else "pending"
