@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
-    "integrations": {"__init__", "process.threads"},
+    "integrations": {"__init__", "process.threads", "group.tickets"},
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
         *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
