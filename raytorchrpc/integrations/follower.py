@@ -110,6 +110,7 @@ class Follower:
             RayTorchRpcError: the model may have tensors of two versions.
         """
         progress, gone = Progress(self._timeout if timeout is None else timeout), (0, 0)
+        failure: Exception | None = None
         for attempt in itertools.count():
             chosen = 0
             try:
@@ -122,18 +123,19 @@ class Follower:
                 return chosen
             except Exception as error:
                 self._may_have_moved = True
+                if not isinstance(error, rtr.RpcTimeout) or failure is None:  # else the deadline says less
+                    failure = error
                 # The store may be about to be made, or the version that is asked for was looked for in an earlier one.
                 may_come = not chosen or wanted is None or self.is_torn or not attempt
-                if (isinstance(error, _LOST) or (isinstance(error, rtr.NotFound) and may_come)) and self._seconds_left:
-                    logger.warning("%s repeats its update from store %r: %s", self._engine, self._name, error)
-                elif self.is_torn:
+                if not self._seconds_left or not isinstance(failure, (*_LOST, *([rtr.NotFound] if may_come else []))):
+                    if not self.is_torn:
+                        raise failure from None
                     brought = f"version {chosen}" if chosen else "the newest version"
                     raise rtr.RayTorchRpcError(
                         f"the update of {self._engine}'s model to {brought} failed midway, so it may have tensors of "
-                        f"two versions: update it again before it generates ({type(error).__name__}: {error})"
-                    ) from error
-                else:
-                    raise
+                        f"two versions: update it again before it generates ({type(failure).__name__}: {failure})"
+                    ) from failure
+                logger.warning("%s repeats its update from store %r: %s", self._engine, self._name, failure)
                 if chosen and self._store is not None and isinstance(error, rtr.NotFound):
                     gone = self._store.instance or 0, chosen
             time.sleep(min(progress.left(), _PAUSE_S * attempt, _LONGEST_PAUSE_S))
