@@ -113,5 +113,5 @@ def observability(pick: Pick) -> list[Figure]:
             return group.trace(Path(folder, "trace.json"))
 
         ends = [_ours("all off"), _ours("metrics_period_s=1", config={"metrics_period_s": 1.0})]
-        ends.append(_ours("traced", pair="all off", own_turn=True, around=traced))
+        ends.append(_ours("traced", own_turn=True, around=traced))
         return engine(ends, [Pattern("an empty call")], [0], rounds=pick(60, 15, 1), window_s=pick(0.1, 0.1, 0.01))

@@ -14,7 +14,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.bench.cases import Device, Failed
-from raytorchrpc.bench.links import LINKS, Calls, Link, digest, take
+from raytorchrpc.bench.links import LINKS, Calls, Link, take
 from raytorchrpc.bench.patterns import Busy, Pattern
 
 #: Share of a turn that its uncounted lead-in takes: other contestants have displaced the caches.
@@ -120,10 +120,11 @@ class Ready(NamedTuple):
 class Member:
     """Calls and is called. The methods that drive it are called by the driver, through Ray."""
 
+    _link: Link
+    _payload: tuple[tuple[Device, int, int], Any] | None = None
+
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
-        self._links: dict[str, Link] = {}
-        self._payloads: dict[tuple[Device, int, int], Any] = {}
 
     def ready(self) -> Ready:
         """Raises whatever prevents CUDA from starting if the actor has a GPU."""
@@ -133,68 +134,47 @@ class Member:
         torch.zeros(1, device="cuda")
         return Ready(str(getattr(properties, "uuid", "")), properties.name, torch.cuda.mem_get_info(0)[0])
 
-    def open(self, name: str, kind: str, rank: int, members: Sequence[Any], options: Any, meeting: Any) -> Any:
+    def open(self, kind: str, rank: int, members: Sequence[Any], options: Any, meeting: Any) -> Any:
         """Open this end of a link; returns what the other ends' ``open`` needs."""
-        link = LINKS[kind](rank, members, self._cuda, options)
-        meeting = link.open(meeting)
-        self._links[name] = link
-        return meeting
+        self._link = LINKS[kind](rank, members, self._cuda, options)
+        return self._link.open(meeting)
 
-    def resume(self, name: str) -> None:
+    def resume(self) -> None:
         """Begin turns."""
-        self._links[name].resume()
+        self._link.resume()
 
-    def pause(self, name: str) -> None:
+    def pause(self) -> None:
         """End turns."""
-        self._links[name].pause()
+        self._link.pause()
 
     def measure(
-        self,
-        name: str,
-        device: Device,
-        pattern: Pattern,
-        size: int,
-        peers: Sequence[int],
-        window: Window,
-        method: str,
+        self, device: Device, pattern: Pattern, size: int, peers: Sequence[int], window: Window, method: str
     ) -> Samples:
         """Call that method of these peers."""
-        link = self._links[name]
-        payload = link.payload(device, size, pattern.tensors, self.produce)
+        payload = self._link.payload(device, size, pattern.tensors, self.produce)
         if pattern.is_caller_busy:
             threading.Thread(target=self.work, args=(pattern.busy, window.end), daemon=True).start()
-        return measure([link.calls(peer, method, *payload) for peer in peers], pattern, window)
+        return measure([self._link.calls(peer, method, *payload) for peer in peers], pattern, window)
 
-    def serve(self, name: str, device: Device, size: int, count: int) -> None:
+    def serve(self, device: Device, size: int, count: int) -> None:
         """The other end of ``measure``, for links without calls."""
-        self._links[name].serve(torch.zeros(size, dtype=torch.uint8, device=device), count)
+        self._link.serve(torch.zeros(size, dtype=torch.uint8, device=device), count)
 
     def produce(self, device: Device, size: int, count: int = 1) -> Any:
         """The tensor of that size, or a list of tensors; only the last one is kept."""
         key = device, size, count
-        if key not in self._payloads:
-            self._payloads.clear()
+        if self._payload is None or self._payload[0] != key:
+            self._payload = None  # frees the last one first
             tensor = torch.full((size,), size % 251, dtype=torch.uint8, device=device)
-            tensor[-1] = size * 7 % 251
             parts = [part.clone() for part in tensor.chunk(count)] if count > 1 else tensor
             take(parts)
-            self._payloads[key] = parts
-        return self._payloads[key]
-
-    def prepare(self, device: Device, size: int, count: int) -> tuple[int, int, int]:
-        """Create the payload; returns the digest that its receiver must return."""
-        return digest(self.produce(device, size, count))
-
-    def check(self, name: str, device: Device, size: int, count: int, peer: int) -> Any:
-        """Make one call; returns the callee's digest of the payload."""
-        link = self._links[name]
-        return link.calls(peer, "take_checked", *link.payload(device, size, count, self.produce)).call()
+            self._payload = key, parts
+        return self._payload[1]
 
     def drop(self) -> None:
         """Free the memory of the last payload."""
-        self._payloads.clear()
-        for link in self._links.values():
-            link.drop()
+        self._payload = None
+        self._link.drop()
         if self._cuda:
             torch.cuda.empty_cache()
 
@@ -222,14 +202,10 @@ class Member:
         """The callee that runs beside other methods, in a threaded Ray actor."""
         take(payload)
 
-    def take_checked(self, payload: Any) -> tuple[int, int, int]:
-        """The callee that returns a digest of the payload."""
-        return digest(payload)
-
 
 class GroupMember(Member):
     """A member of a group."""
 
-    take, take_checked = rtr.method(Member.take), rtr.method(Member.take_checked)
+    take = rtr.method(Member.take)
     take_beside = rtr.method(concurrent=True)(Member.take_beside)
     work = rtr.method(concurrent=True)(Member.work)  # else calls to this sync actor would wait for its end

@@ -113,19 +113,13 @@ def measure(
                 if (took := clock() - began) > case.slow_s:
                     gone.setdefault(name, f"a turn with a smaller size took {took:.1f} s")
         finally:
-            for name in case.contestants:
-                known: Any = {
-                    "contestant": name,
-                    "size": size,
-                    "case": case.name,
-                    "device": case.device,
-                    "unit": case.unit,
-                }
-                if values := taken[name][1:]:
-                    known |= {"median": median(values), "low": min(values), "high": max(values), "turns": len(values)}
-                    figures.append(Figure(**known, via=via.get(name)))
-                else:
-                    figures.append(Figure(**known, reason=reasons.get(name, OUT_OF_TIME)))
+            common: Any = {"case": case.name, "device": case.device, "unit": case.unit, "size": size}
+            for name, turns in taken.items():
+                values: Any = {"reason": reasons.get(name, OUT_OF_TIME)}
+                if counted := turns[1:]:
+                    values = {"median": median(counted), "low": min(counted), "high": max(counted)}
+                    values |= {"turns": len(counted), "via": via.get(name)}
+                figures.append(Figure(contestant=name, **common, **values))
 
 
 def _order(case: Case, rounds: int) -> Iterator[str]:

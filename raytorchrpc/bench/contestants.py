@@ -20,7 +20,7 @@ Need = Literal["one host", "two hosts", "two GPUs", "RDMA", "GPUDirect", "NCCL",
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
-    """One link in one variant. Contestants with the same ``pair`` share two actors."""
+    """One link in one variant."""
 
     name: str
     link: str
@@ -42,7 +42,6 @@ class Contestant:
     """What the route must say about carrying CPU tensors, for lanes that choose that themselves."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Passed to the link."""
-    pair: str = ""
     max_bytes: int | None = None
     copies: int = 5
     """Upper bound of the memory that both ends need, in sizes of the tensor."""
@@ -54,11 +53,6 @@ class Contestant:
     """Works only between two actors on the same GPU, so both are placed on one."""
     published: tuple[str, str] | None = None
     """(scope, transport) of the published figures."""
-
-    @property
-    def actors(self) -> str:
-        """The name of the pair of actors that takes the samples."""
-        return self.pair or self.name
 
 
 _CPU: dict[str, Any] = {"devices": ("cpu",)}
@@ -117,7 +111,7 @@ LINKS: tuple[Contestant, ...] = (
     _lane("nng-ipc", "nng (pynng) within one host", "nng", over="ipc", needs=("one host", "pynng"), copies=8, **_CPU),
     _lane("nixl", "NIXL: one-sided reads through UCX", "socket", "nixl", "torchrpc",
           needs=("nixl",), carries=("nixl",)),
-    Contestant("ray", "ray", "Ray's object store", pair="plain", copies=8, in_store=True),
+    Contestant("ray", "ray", "Ray's object store", copies=8, in_store=True),
     Contestant("ray-zero-copy", "ray", "Ray's object store with zero-copy tensors",
                env={"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}, copies=6, in_store=True),
     rdt("ray-rdt-gloo", "Ray Direct Transport over Gloo", "gloo", **_CPU),
@@ -128,8 +122,8 @@ LINKS: tuple[Contestant, ...] = (
         "cuda_ipc", needs=("one host",), one_gpu=True, **_CUDA),
     Contestant("bare-torchrpc", "torchrpc", "torch.distributed.rpc as torch sets it up", own_turn=True),
     Contestant("bare-nccl", "nccl", "NCCL send and receive, no call", needs=("two GPUs", "NCCL"), **_CUDA),
-    Contestant("bare-socket", "socket", "a TCP socket", pair="plain", **_CPU),
-    Contestant("memcpy", "copy", "a copy into warm memory, in one process", pair="plain", **_CPU),
+    Contestant("bare-socket", "socket", "a TCP socket", **_CPU),
+    Contestant("memcpy", "copy", "a copy into warm memory, in one process", options={"alone": True}, **_CPU),
     Contestant("gpu-copy", "copy", "a copy between the GPUs, in one process",
                needs=("one host",), options={"alone": True}, **_CUDA),
 )
@@ -143,13 +137,8 @@ CALLS: tuple[Contestant, ...] = (
     *(_BY_NAME[name] for name in ("bare-nccl", "bare-socket")),
 )
 
-#: What ``--quick`` measures: one of each sort, with few enough actors for two cores; fewer up to ``FEW_CORES``.
-QUICK = (
-    *("auto", "torchrpc-TCP", "nccl-nvlink", "nng-TCP", "ray", "ray-zero-copy"),
-    *("bare-nccl", "bare-socket", "memcpy", "gpu-copy"),
-)
-QUICK_FEW = ("auto", "ray", "bare-socket", "memcpy", "gpu-copy")
-FEW_CORES = 4
+#: What ``--quick`` measures: one of each sort, with few enough actors for two cores without GPUs.
+QUICK = ("auto", "nccl-nvlink", "ray", "bare-nccl", "bare-socket", "memcpy", "gpu-copy")
 
 
 def choose(wanted: Sequence[str], known: Sequence[Contestant] = LINKS, more: str = "") -> tuple[Contestant, ...]:

@@ -52,12 +52,6 @@ def one_line(error: BaseException) -> str:
     return f"{kind}: {text}"[:240].rstrip(": ")
 
 
-def digest(payload: Any) -> tuple[int, int, int]:
-    """Enough of a tensor, or a list of them, to detect another size, other bytes, or nothing."""
-    tensors = payload if isinstance(payload, list) else [payload]
-    return sum(tensor.nbytes for tensor in tensors), int(tensors[0][0]), int(tensors[-1][-1])
-
-
 def take(payload: Any = None) -> None:
     """The callee: waits until the data of tensors is there."""
     if payload is not None and (payload[0] if isinstance(payload, list) else payload).is_cuda:
@@ -84,18 +78,12 @@ class Link(ABC):
 
     two_sided = False
     """Rank 1 must ``serve`` while rank 0 sends."""
-    has_calls = True
-    """Whether calls return what the callee returns."""
     in_driver = False
     """The driver holds the only end."""
 
     def __init__(self, rank: int, members: Sequence[Any], cuda: bool, options: dict[str, Any]) -> None:
         self.rank, self.members, self.cuda, self.options = rank, members, cuda, options
-
-    @property
-    def address(self) -> str:
-        """Of this process's node."""
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self.address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def open(self, meeting: Any) -> Any:
         """Prepare; ``meeting``: the result on rank 0, None there."""
@@ -166,15 +154,14 @@ class TorchRpcLink(Link):
         rpc.shutdown()
 
     def calls(self, peer: int, method: str, *args: Any) -> Calls:
-        callee = digest if method == "take_checked" else take
-        call, send = (partial(verb, str(peer), callee, args=args) for verb in (rpc.rpc_sync, rpc.rpc_async))
+        call, send = (partial(verb, str(peer), take, args=args) for verb in (rpc.rpc_sync, rpc.rpc_async))
         return Calls(call, send, lambda future: future.wait())
 
 
 class NcclLink(Link):
     """NCCL's send and receive; the acknowledgement is a second message."""
 
-    two_sided, has_calls = True, False
+    two_sided = True
 
     def open(self, meeting: Any) -> Any:
         torch.cuda.set_device(0)
@@ -211,7 +198,6 @@ _LENGTH = struct.Struct("!Q")
 class SocketLink(Link):
     """A TCP socket; the receiver reuses its buffer."""
 
-    has_calls = False
     _buffer = memoryview(b"")
 
     def open(self, meeting: Any) -> Any:
@@ -262,7 +248,6 @@ class SocketLink(Link):
 class CopyLink(Link):
     """No peer: one process copies into memory that is already mapped; on GPUs from the first to the last of its own."""
 
-    has_calls = False
     _target: torch.Tensor | None = None
 
     def calls(self, peer: int, method: str, *args: Any) -> Calls:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from raytorchrpc.bench.cases import Device, show_size
-from raytorchrpc.bench.contestants import CALLS, FEW_CORES, LINKS, QUICK, QUICK_FEW, Contestant, choose, matching
+from raytorchrpc.bench.contestants import CALLS, LINKS, QUICK, Contestant, choose, matching
 from raytorchrpc.bench.results import published
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.text import size_in_bytes
@@ -147,8 +146,7 @@ def make_options(
         raise ConfigurationError("--pattern measures within one host; leave out --hosts")
     if hosts and (len(hosts) != 2 or hosts[0] == hosts[1]):
         raise ConfigurationError("hosts must be two different Ray nodes, each given by id, address or host name")
-    few = (os.cpu_count() or 1) <= FEW_CORES
-    usual = ("*",) if pattern or not quick else QUICK_FEW if few else QUICK
+    usual = ("*",) if pattern or not quick else QUICK
     chosen = choose(_split(rows) or usual, *((CALLS, " with --pattern") if pattern else (LINKS,)))
     if not any(set(one.devices) & set(devices) for one in chosen):
         raise ConfigurationError(f"none of the rows {', '.join(one.name for one in chosen)} carries {device} tensors")

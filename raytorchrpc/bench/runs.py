@@ -25,7 +25,7 @@ _ANSWER_S = 60.0
 
 Report = Callable[[str, float], None]
 """``report(current step, share of the work that is done)``."""
-Key = tuple[str, Device, Shape]
+Key = tuple[Contestant, Device, Shape]
 
 
 def run(options: Options, command: str, report: Report = lambda text, part: None) -> Result:
@@ -75,10 +75,8 @@ class Runner:
     figures: list[Figure] = field(default_factory=list)
     gpu_names: set[str] = field(default_factory=set)
     _teams: dict[Key, Team] = field(default_factory=dict)
-    _active: tuple[Team, Contestant] | None = None
+    _active: Team | None = None
     """Whose turns have begun, of those that have their own."""
-    _checked: dict[tuple[str, int], str | None] = field(default_factory=dict)
-    """By contestant and size of the present case, the lane that carried a verified sample."""
 
     def run(self) -> None:
         """Measure every case, within the time."""
@@ -97,7 +95,6 @@ class Runner:
 
     def _case(self, device: Device, pattern: Pattern) -> Case:
         known = {one.name: one for one in self.options.contestants if device in one.devices}
-        self._checked = {}
         return Case(
             name=pattern.name,
             contestants=tuple(known),
@@ -106,7 +103,7 @@ class Runner:
             unit=pattern.unit,
             device=device,
             apart=[name for name, one in known.items() if one.own_turn],
-            via=lambda name: next((via for (who, _), via in reversed(self._checked.items()) if who == name), None),
+            via=lambda name: self._teams[known[name], device, shape(known[name], pattern)].via,
             slow_s=_SLOW_S,
         )
 
@@ -126,18 +123,16 @@ class Runner:
 
     def _prepare(self, device: Device, pattern: Pattern, done: float) -> None:
         """Start the actors that this pattern needs and do not run yet, and end the others."""
-        needed: dict[Key, Contestant] = {}
-        for one in self._able(device, pattern):
-            needed.setdefault((one.actors, device, shape(one, pattern)), one)
+        needed: list[Key] = [(one, device, shape(one, pattern)) for one in self._able(device, pattern)]
         for key in [key for key, team in self._teams.items() if key not in needed or team.failed]:
             self._teams.pop(key).end("no case needs it")
         place = self.place if device == "cuda" else self.place._replace(gpus=())
-        fresh = {key: self.start(one, place, key[2]) for key, one in needed.items() if key not in self._teams}
+        fresh = {key: self.start(key[0], place, key[2]) for key in needed if key not in self._teams}
         self._teams |= fresh
         waiting, limit = list(fresh.values()), time.monotonic() + START_S
         while waiting and time.monotonic() < limit:
             more = f" and {len(waiting) - 5} more" if len(waiting) > 5 else ""
-            names = ", ".join(team.name for team in waiting[:5]) + more
+            names = ", ".join(team.one.name for team in waiting[:5]) + more
             self.report(f"starting actors of {len(fresh)} contestants; waiting for {names}", done)
             waiting = [team for number, team in enumerate(waiting) if team.starts(0.0 if number else 1.0)]
         for team in waiting:
@@ -145,43 +140,38 @@ class Runner:
         self.gpu_names |= {ready.gpu_name for team in fresh.values() for ready in team.ready if ready.gpu_name}
 
     def _turn(self, one: Contestant, device: Device, pattern: Pattern, size: int) -> float:
-        """One turn of a contestant, whose first one at a size is verified."""
+        """One turn of a contestant."""
         if (reason := obstacle(one, device, self.site)) is not None:
             raise Failed(reason)
         if (reason := patterns.obstacle(one, pattern, device, size)) is not None:
             raise Skipped(reason)
-        team = self._teams[one.actors, device, shape(one, pattern)]
+        team = self._teams[one, device, shape(one, pattern)]
         if team.failed:
             raise Failed(team.failed)
         free = min((ready.gpu_free for ready in team.ready if ready.gpu), default=None)
         if (reason := size_obstacle(one, device, size, self.site, free)) is not None:
             raise Failed(reason)
         try:
-            team.open(one, _ANSWER_S)
-            self._begin(team, one)
-            if size and (one.name, size) not in self._checked and not pattern.is_idle:
-                self._checked[one.name, size] = team.check(one, device, pattern, size, _ANSWER_S)
-            return team.turn(one, device, pattern, size, self.options.window_s, _ANSWER_S)
+            team.open(_ANSWER_S)
+            if team is not self._active:
+                self._pause()
+                if one.own_turn:
+                    team.resume()
+                    self._active = team
+            return team.turn(device, pattern, size, self.options.window_s, _ANSWER_S)
         except Stuck as failure:
             self._active = None
-            team.end(f"its actors were killed because {one.name} failed: {failure}")
+            team.end(f"its actors were killed because it failed: {failure}")
             raise
         finally:
             if size >= _LARGE and not team.failed:
                 team.drop()
 
-    def _begin(self, team: Team, one: Contestant) -> None:
-        if self._active is None or self._active[1] is not one:
-            self._pause()
-            if one.own_turn:
-                team.resume(one)
-                self._active = team, one
-
     def _pause(self) -> None:
         if self._active is not None:
-            (team, one), self._active = self._active, None
+            team, self._active = self._active, None
             try:
-                team.pause(one)
+                team.pause()
             except Failed as failure:
                 team.end(f"its turn did not end: {failure}")
 

@@ -1,10 +1,8 @@
-"""Results as tables, for the terminal and in Markdown, and as CSV."""
+"""Results as tables, for the terminal and in Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raytorchrpc.bench.cases import Device, Figure
@@ -101,45 +99,19 @@ def _cell(figure: Figure | None, first: Figure | None) -> str:
 
 
 def gaps(result: Result) -> list[str]:
-    """One line per reason: the contestants, sizes and cases without a figure because of it."""
-    sizes: dict[tuple[Device, str, str], dict[str | None, list[str]]] = {}
-    for one in result.figures:
-        sizes.setdefault((one.device, one.contestant, one.case), {}).setdefault(one.reason, []).append(one.label)
-    cases: dict[tuple[Device, str, str, str], list[str]] = {}
-    for (device, contestant, case), by_reason in sizes.items():
-        for reason, labels in by_reason.items():
-            if reason is not None:
-                at = f" at {', '.join(labels)}" if len(by_reason) > 1 else ""
-                cases.setdefault((device, contestant, at, reason), []).append(case)
-    lines: dict[tuple[str, str], list[str]] = {}
-    for (device, contestant, at, reason), some in cases.items():
-        is_whole = len(some) == sum(key[:2] == (device, contestant) for key in sizes)
-        where = "" if is_whole else f" ({'; '.join(some)})"
-        lines.setdefault((DEVICES[device], f"{at}{where}: {reason}"), []).append(contestant)
-    return [f"{device}: {', '.join(contestants)}{rest}" for (device, rest), contestants in lines.items()]
-
-
-def conclusion(result: Result) -> str | None:
-    """One sentence: the smallest call with a tensor by ours and by Ray; None if the two were not measured."""
-    known = {(figure.case, figure.device, figure.contestant, figure.size): figure for figure in result.figures}
-    for (case, device, contestant, size), direct in known.items():
-        by_ray = known.get((case, device, "ray", size))
-        if contestant == "auto" and isinstance(size, int) and size and direct.median and by_ray and by_ray.median:
-            tensor = f"a call with a tensor of {direct.label} takes {show(direct.median)} {direct.unit}"
-            times = f"{by_ray.median / direct.median:.2g} times as long"
-            return f"Here {tensor}, and {show(by_ray.median)} {by_ray.unit} by Ray, {times}."
-    return None
-
-
-def to_csv(results: Iterable[Result]) -> str:
-    """One line per figure, with the reason if there is none."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, ["started", "tree", *Figure.model_fields], lineterminator="\n")
-    writer.writeheader()
-    for result in results:
-        for figure in result.figures:
-            writer.writerow({"started": result.started, "tree": result.tree, **figure.model_dump()})
-    return out.getvalue()
+    """One line per reason: the contestants without a figure because of it, and where not all of theirs are missing."""
+    taken: dict[tuple[Device, str], list[Figure]] = {}
+    for figure in result.figures:
+        taken.setdefault((figure.device, figure.contestant), []).append(figure)
+    lines: dict[str, list[str]] = {}
+    for (device, contestant), figures in taken.items():
+        for reason in dict.fromkeys(figure.reason for figure in figures if figure.reason):
+            holes = [figure for figure in figures if figure.reason == reason]
+            labels, cases = (dict.fromkeys(getattr(one, field) for one in holes) for field in ("label", "case"))
+            where = f" at {', '.join(labels)}" if len(labels) < len({one.label for one in figures}) else ""
+            where += f" ({'; '.join(cases)})" if len(cases) < len({one.case for one in figures}) else ""
+            lines.setdefault(f"{DEVICES[device]}: |{where}: {reason}", []).append(contestant)
+    return [line.replace("|", ", ".join(contestants), 1) for line, contestants in lines.items()]
 
 
 def document(results: Sequence[Result], pictures: Sequence[str | None] = ()) -> str:

@@ -1,4 +1,4 @@
-"""The driver's side: the actors of a contestant, or of contestants that share them, from their start to their end."""
+"""The driver's side: the actors of a contestant, from their start to their end."""
 
 from __future__ import annotations
 
@@ -72,27 +72,29 @@ class Place(NamedTuple):
 
 
 class Team:
-    """The actors of a contestant, or of those that share them."""
+    """The actors of a contestant."""
 
     def __init__(self, one: Contestant, place: Place, shape: Shape) -> None:
         """Create the actors; returns before they have started."""
-        self.name, self.shape, self.place = one.name, shape, place
+        self.one, self.shape, self.place = one, shape, place
         self.failed: str | None = None
         """Why the actors are unusable."""
         self.ready: Sequence[Ready] = ()
+        self.via: str | None = None
+        """The lane that carried the tensors of the last turn, if that is known."""
         self._group: rtr.Group | None = None
-        self._links: dict[str, Link] = {}
-        """Those that the driver holds, by contestant."""
-        self._opened: dict[str, str | None] = {}
-        """Contestants whose links were opened, with the failure if there was one."""
+        self._link: Link | None = None
+        """If the driver holds it."""
+        self._is_open = False
         self._around: AbstractContextManager[Any] = ExitStack()
-        if one.options.get("tensor_transport") == rtr.rdt.TRANSPORT:
+        self._by_torchrpc = one.options.get("tensor_transport") == rtr.rdt.TRANSPORT
+        if self._by_torchrpc:
             rtr.rdt.enable()  # affects actors that are created afterwards
-        self._actors = [self._start(one, rank) for rank in range(shape.members)]
+        self._actors = [self._start(rank) for rank in range(shape.members)]
         self._starting = [actor.ready.remote() for actor in self._actors]
 
-    def _start(self, one: Contestant, rank: int) -> Any:
-        place, gpus = self.place, self.place.gpus
+    def _start(self, rank: int) -> Any:
+        one, place, gpus = self.one, self.place, self.place.gpus
         kind = actors.GroupMember if one.link == "group" else actors.Member
         # The recommended environment, also for the contestants that are not ours, which benefit from it too.
         env = {**({} if rank in one.bare_ends else rtr.runtime_env()["env_vars"]), **one.env}
@@ -122,38 +124,38 @@ class Team:
                 self.end(str(failure))
         return bool(late)
 
-    def open(self, one: Contestant, timeout_s: float) -> None:
-        """Connect the actors for a contestant, once. Raises Failed."""
-        if one.name not in self._opened:
-            self._opened[one.name] = None
-            try:
-                self._open(one, timeout_s)
-            except Failed as failure:
-                self._opened[one.name] = str(failure)
-        if (problem := self._opened[one.name]) is not None:
-            raise Failed(problem)
+    def open(self, timeout_s: float) -> None:
+        """Connect the actors, once. Raises Failed."""
+        if self._is_open:
+            return
+        try:
+            self._open(timeout_s)
+            self._is_open = True
+        except Failed as failure:
+            self.end(str(failure))
+            raise
 
-    def _open(self, one: Contestant, timeout_s: float) -> None:
+    def _open(self, timeout_s: float) -> None:
+        one, link = self.one, LINKS[self.one.link]
         uuids = [ready.gpu for ready in self.ready if ready.gpu]
         if len(uuids) > 1 and not one.one_gpu and len(set(self.place.gpus)) > 1 and uuids[0] == uuids[1]:
             raise Failed(f"both actors got the same GPU ({uuids[0]})")
-        transport = one.options.get("tensor_transport")
-        if self._group is None and (one.link == "group" or transport == rtr.rdt.TRANSPORT):
-            self._group = self._form(one, timeout_s)
-        if transport in ("gloo", "nccl"):
+        if one.link == "group" or self._by_torchrpc:
+            self._group = self._form(timeout_s)
+        if (transport := one.options.get("tensor_transport")) in ("gloo", "nccl"):
             _collective_group(self._actors, transport, timeout_s)
-        if LINKS[one.link].in_driver:
-            self._links[one.name] = LINKS[one.link](0, self._actors, False, dict(one.options))
+        if link.in_driver:
+            self._link = link(0, self._actors, False, dict(one.options))
             return
         common = self._actors, dict(one.options)
-        meeting = get(self._actors[0].open.remote(one.name, one.link, 0, *common, None), timeout_s)
+        meeting = get(self._actors[0].open.remote(one.link, 0, *common, None), timeout_s)
         others = enumerate(self._actors[1:], 1)
-        get([a.open.remote(one.name, one.link, rank, *common, meeting) for rank, a in others], timeout_s)
+        get([actor.open.remote(one.link, rank, *common, meeting) for rank, actor in others], timeout_s)
         if not one.own_turn:
-            self._call("resume", timeout_s, one.name)
+            self._call("resume", timeout_s)
 
-    def _form(self, one: Contestant, timeout_s: float) -> rtr.Group:
-        settings = dict(one.config)
+    def _form(self, timeout_s: float) -> rtr.Group:
+        one, settings = self.one, dict(self.one.config)
         if "channels" in settings:
             # torch builds without CUDA lack its channels, and members without a GPU must not open them.
             usable = {name for name in self.place.channels if self.place.gpus or "cuda" not in name}
@@ -176,53 +178,53 @@ class Team:
         """Call a method of all actors at once. Raises Failed."""
         return list(get([getattr(actor, method).remote(*args) for actor in self._actors], timeout_s))
 
-    def resume(self, one: Contestant) -> None:
+    def resume(self) -> None:
         """Begin the turns of a contestant that has its own. Raises Failed."""
-        if one.around is not None:
-            self._around = one.around(self._group)
+        if self.one.around is not None:
+            self._around = self.one.around(self._group)
             self._around.__enter__()
-        self._call("resume", TIMEOUT_S, one.name)
+        self._call("resume", TIMEOUT_S)
 
-    def pause(self, one: Contestant) -> None:
+    def pause(self) -> None:
         """End them: what polls while it is idle would disturb the others. Raises Failed."""
-        self._call("pause", TIMEOUT_S, one.name)
+        self._call("pause", TIMEOUT_S)
         self._around.__exit__(None, None, None)
 
     # --- measurements --------------------------------------------------------------------------------------------
 
-    def turn(
-        self, one: Contestant, device: Device, pattern: Pattern, size: int, window_s: float, timeout_s: float
-    ) -> float:
+    def turn(self, device: Device, pattern: Pattern, size: int, window_s: float, timeout_s: float) -> float:
         """Measure once, for about ``window_s``; returns the figure in the unit of the pattern. Raises Failed."""
         if pattern.is_idle:
             return self._idle(window_s * _IDLE_TIMES)
         work, window = None, Window(window_s)
-        if LINKS[one.link].two_sided:
+        if LINKS[self.one.link].two_sided:
             fewest = max(3, min(_EXCHANGES, _EXCHANGED_BYTES // size))
             window = Window(0.0, fewest=fewest, lead=max(2, fewest // 4))
+        before = self._carried() if size else {}
         if pattern.busy:
             window_s *= _BUSY_TIMES
             window = Window(window_s, end=time.monotonic() + _BEGIN_S + window_s * (1 + actors.LEAD_IN) + _SPARE_S)
             work = self._actors[-1].work.remote(pattern.busy, window.end)
             time.sleep(_BEGIN_S)
-        samples = self._measure(one, device, pattern, size, window, timeout_s)
+        samples = self._measure(device, pattern, size, window, timeout_s)
         if work is not None:
             get(work, timeout_s)
+        grown = {lane: sent - before.get(lane, 0) for lane, sent in self._carried().items()} if size else {}
+        self.via = max(grown, key=lambda lane: grown[lane], default=None)
+        if self.via is not None and self.one.carries and self.via not in self.one.carries:
+            raise Skipped(f"uses {self.via} at this size")
         if pattern.unit == "ms":
             return median(seconds for sample in samples for seconds in sample.seconds) * 1e3
         peers = pattern.members - 1 if pattern.is_together else 1
         return sum(len(sample.seconds) / sample.elapsed_s for sample in samples) * peers
 
-    def _measure(
-        self, one: Contestant, device: Device, pattern: Pattern, size: int, window: Window, timeout_s: float
-    ) -> list[Samples]:
+    def _measure(self, device: Device, pattern: Pattern, size: int, window: Window, timeout_s: float) -> list[Samples]:
         """What each caller measures in that window. Raises Failed."""
-        method = "take_beside" if pattern.is_beside else "take"
-        last = self.shape.members - 1
-        if (link := self._links.get(one.name)) is not None:
-            payload = link.payload(device, size, pattern.tensors, Member(False).produce)
+        method, last = "take_beside" if pattern.is_beside else "take", self.shape.members - 1
+        if self._link is not None:
+            payload = self._link.payload(device, size, pattern.tensors, Member(False).produce)
             try:
-                return [actors.measure([link.calls(last, method, *payload)], pattern, window)]
+                return [actors.measure([self._link.calls(last, method, *payload)], pattern, window)]
             except Failed:
                 raise
             except Exception as error:  # an alpha or beta API: any exception is the contestant's reason
@@ -233,36 +235,18 @@ class Team:
         asked = []
         for rank in callers:
             peers = [peer for peer in callers if peer != rank] if pattern.is_together else [last]
-            asked.append(self._actors[rank].measure.remote(one.name, device, pattern, size, peers, window, method))
-        if not LINKS[one.link].two_sided:
+            asked.append(self._actors[rank].measure.remote(device, pattern, size, peers, window, method))
+        if not LINKS[self.one.link].two_sided:
             return list(get(asked, timeout_s))
-        served = self._actors[1].serve.remote(one.name, device, size, window.lead + window.fewest)
+        served = self._actors[1].serve.remote(device, size, window.lead + window.fewest)
         try:
             return list(get([*asked, served], timeout_s)[:-1])
         except Failed as failure:  # the other end is still waiting
             raise Stuck(str(failure)) from failure
 
-    def check(self, one: Contestant, device: Device, pattern: Pattern, size: int, timeout_s: float) -> str | None:
-        """Verify one call; returns the lane that carried it, if known. Raises Failed."""
-        if not LINKS[one.link].has_calls:
-            return None
-        tensors, before, last = (device, size, pattern.tensors), self._carried(one), self.shape.members - 1
-        expected = get(self._actors[0].prepare.remote(*tensors), timeout_s)
-        if (link := self._links.get(one.name)) is not None:
-            received = link.calls(last, "take_checked", *link.payload(*tensors, Member(False).produce)).call()
-        else:
-            received = get(self._actors[0].check.remote(one.name, *tensors, last), timeout_s)
-        if received != expected:
-            raise Failed(f"the tensor arrived changed: {received}, not {expected}")
-        grown = {lane: sent - before.get(lane, 0) for lane, sent in self._carried(one).items()}
-        via = max(grown, key=lambda lane: grown[lane], default=None)
-        if via is not None and one.carries and via not in one.carries:
-            raise Skipped(f"uses {via} at this size")
-        return via
-
-    def _carried(self, one: Contestant) -> Mapping[str, int]:
+    def _carried(self) -> Mapping[str, int]:
         """Bytes per lane, from the group's statistics."""
-        if one.link != "group" or self._group is None:
+        if self.one.link != "group" or self._group is None:
             return {}
         return {counted.lane: counted.bytes_out for counted in self._group.stats() if counted.caller == "a"}
 

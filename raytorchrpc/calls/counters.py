@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol
@@ -17,8 +17,6 @@ PACKAGES_OWN = "raytorchrpc."
 #: Entries of ``PairStats.latency``: the last but one ends at 67 s.
 BUCKETS = 28
 _LAST = BUCKETS - 1
-#: Calls that are added up later, at most.
-_MOST_SENT = 256
 #: Upper ends of the latencies, in seconds, as Prometheus writes them.
 _BOUNDS = (*(f"{2**place / 1e6:g}" for place in range(_LAST)), "+Inf")
 
@@ -102,65 +100,50 @@ def counted_name(method: str, args: tuple[Any, ...]) -> str:
 
 
 class CallCounters:
-    """One member's counters, by peer, lane and method. Thread-safe; a call takes one short lock, at its end."""
+    """One member's counters, by peer, lane and method. Thread-safe; hot path.
+
+    A count is read and written without calling a function in between. Python changes threads and runs signal handlers
+    only between such calls, so counts need no lock.
+    """
 
     def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str], PairStats] = {}
         self._lock = Lock()
-        self._counters: dict[tuple[str, str, str], PairStats] = {}
-        self._sent: deque[tuple[str, str, str, int]] = deque()
-        """What ``finished`` or a reader of the counters adds up, so that a call takes one lock."""
+        """Of the errors."""
 
-    def sent(self, peer: str, lane: str, method: str, size: int) -> None:
-        """A call was sent, with ``size`` bytes. ``method``: see ``counted_name``."""
-        self._sent.append((peer, lane, method, size))
-        if len(self._sent) > _MOST_SENT:  # calls whose outcome nobody takes
-            with self._lock:
-                self._add_sent()
+    def row(self, peer: str, lane: str, method: str) -> PairStats:
+        """The counters of these calls. ``method``: see ``counted_name``."""
+        row = self._rows.get((peer, lane, method))
+        return row or self._rows.setdefault((peer, lane, method), PairStats("", peer, lane, method))
 
-    def _add_sent(self) -> None:
-        """Under the lock, which a signal handler of this thread may take again: it may leave nothing to add."""
-        while True:
-            try:
-                peer, lane, method, size = self._sent.popleft()
-            except IndexError:
-                return
-            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
-            counter.calls += 1
-            counter.bytes_out += size
+    def sent(self, peer: str, lane: str, method: str, size: int) -> PairStats:
+        """A call was sent, with ``size`` bytes. Returns its counters, for ``finished``."""
+        row = self._rows.get((peer, lane, method)) or self.row(peer, lane, method)
+        row.calls += 1
+        row.bytes_out += size
+        return row
 
     def came(self, peer: str, lane: str, method: str, size: int) -> None:
         """``size`` more bytes came back, after the outcome of a call was taken."""
-        with self._lock:
-            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
-            counter.bytes_in += size
+        self.row(peer, lane, method).bytes_in += size
 
-    def finished(
-        self, peer: str, lane: str, method: str, came_by: str, size: int, seconds: float, error: BaseException | None
-    ) -> None:
-        """The outcome of a call over ``lane`` was taken; ``size`` bytes came back, over ``came_by``."""
+    def finished(self, row: PairStats, came_by: str, size: int, seconds: float, error: BaseException | None) -> None:
+        """The outcome of a call was taken; ``size`` bytes came back, over the lane ``came_by``."""
         bucket = min(int(seconds * 1e6).bit_length(), _LAST)
-        with self._lock:
-            if self._sent:
-                self._add_sent()
-            counter = self._counters.get((peer, lane, method)) or self._new_counter(peer, lane, method)
-            counter.seconds += seconds
-            counter.latency[bucket] += 1
-            if error is not None:
-                name = type(error).__name__
-                counter.errors[name] = counter.errors.get(name, 0) + 1
-            if came_by != lane:
-                counter = self._counters.get((peer, came_by, method)) or self._new_counter(peer, came_by, method)
-            counter.bytes_in += size
-
-    def _new_counter(self, peer: str, lane: str, method: str) -> PairStats:
-        return self._counters.setdefault((peer, lane, method), PairStats("", peer, lane, method))
+        row.seconds += seconds
+        row.latency[bucket] += 1
+        if error is not None:
+            name = type(error).__name__
+            with self._lock:
+                row.errors[name] = row.errors.get(name, 0) + 1
+        if came_by != row.lane:
+            row = self.row(row.peer, came_by, row.method)
+        row.bytes_in += size
 
     def rows(self, caller: str) -> list[PairStats]:
         """A snapshot of the counters."""
-        with self._lock:
-            self._add_sent()
-            counters = self._counters.values()
-            return [replace(row, caller=caller, errors={**row.errors}, latency=[*row.latency]) for row in counters]
+        rows = list(self._rows.values())
+        return [replace(row, caller=caller, errors={**row.errors}, latency=[*row.latency]) for row in rows]
 
 
 #: Identifies a store in a member's counters: its name, and the name of its home.
@@ -182,10 +165,10 @@ class WeightStats:
     one published last; only ``Group.stats`` and ``raytorchrpc top`` know it.
 
     ``versions`` are those whose tensors this member has for others. ``held`` is the memory that it has for them,
-    converted copies and room for the next version included. ``mapped`` is memory of other members on this host that it
-    has mapped to read weights, of all their stores; it counts in their ``held``, too. ``readers`` has ``bytes_out`` by
-    the member that has brought them. ``sources`` has what pulls that have ended brought from other members, by member.
-    Both count every lane.
+    converted copies and room for the next version included, and ``held_on`` the same by device. ``mapped`` is memory of
+    other members on this host that it has mapped to read weights, of all their stores; it counts in their ``held``,
+    too. ``readers`` has ``bytes_out`` by the member that has brought them. ``sources`` has what pulls that have ended
+    brought from other members, by member. Both count every lane.
     """
 
     member: str
@@ -204,6 +187,7 @@ class WeightStats:
     served: tuple[tuple[int, int], ...] = ()
     versions: tuple[int, ...] = ()
     held: int = 0
+    held_on: tuple[tuple[str, int], ...] = ()
     mapped: int = 0
     readers: tuple[tuple[str, int], ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
@@ -261,8 +245,8 @@ class Holder(Protocol):
         """The versions whose tensors are here."""
 
     @property
-    def held(self) -> int:
-        """Bytes of the memory for them, and of what is ready for the next."""
+    def held(self) -> Mapping[str, int]:
+        """Bytes of the memory for them, and of what is ready for the next, by device."""
 
 
 class WeightCounters:
@@ -362,7 +346,8 @@ class WeightCounters:
             )
             holders = list(self._holders.get(store, ()))
         stats.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
-        stats.held = sum(holder.held for holder in holders)
+        held = sum((Counter(holder.held) for holder in holders), Counter[str]())
+        stats.held, stats.held_on = sum(held.values()), tuple(sorted(held.items()))
         sources = {source for source, _ in stats.sources} | ({store[1]} if store in self._viewed else set())
         stats.mapped = sum(map(self._mapped, sources))
         return stats

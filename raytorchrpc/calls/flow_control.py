@@ -10,8 +10,7 @@ import contextlib
 import time
 from collections import deque
 
-from raytorchrpc.calls.peers import Member
-from raytorchrpc.calls.scope import current_scope, on_loop, wait_serving
+from raytorchrpc.calls.scope import on_loop, wait_serving
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
 from raytorchrpc.process.completion import Completion
@@ -20,87 +19,77 @@ from raytorchrpc.process.locks import Lock, interrupted_frames
 #: The modules of the calls that a signal handler may interrupt.
 _CLIENT = "raytorchrpc.calls.client."
 
-
-class Credit:
-    """The credit of one call, until ``give_back``."""
-
-    __slots__ = ("_bytes", "_window")
-
-    def __init__(self, window: CreditWindow | None, size: int) -> None:
-        """``window``: None as long as it is queued for."""
-        self._window, self._bytes = window, size
-
-    def give_back(self) -> None:
-        """The call is over, or was not sent. Idempotent, from any thread, never blocks."""
-        window = self._window
-        if window is None:
-            return
-        with window.lock:
-            if self._window is None:
-                return
-            self._window = None
-            window.calls -= 1
-            window.bytes -= self._bytes
-            if not window.queue:
-                return
-            granted = window.grant()
-        for each in granted:
-            each.complete()
+#: A call that waits for credit: its number, its bytes, and what is complete once it has the credit.
+Queued = tuple[int, int, Completion]
 
 
 class CreditWindow:
     """Limits calls and bytes in flight from one caller to one peer. First come, first served. Thread-safe; hot path.
 
     A call that is larger than the whole window may go when nothing else is in flight.
+
+    What ``take`` and ``give_back`` read and change, they do without calling a function in between. Python changes
+    threads and runs signal handlers only between such calls, so they need no lock, and an interrupt finds credit either
+    taken or not.
     """
 
-    __slots__ = ("bytes", "calls", "lock", "max_bytes", "max_calls", "queue")
+    __slots__ = ("bytes", "calls", "lock", "max_bytes", "max_calls", "queue", "sizes")
 
     def __init__(self, max_calls: int, max_bytes: int) -> None:
         self.max_calls, self.max_bytes = max_calls, max_bytes
         self.calls = self.bytes = 0
+        self.sizes: dict[int, int] = {}
+        """The bytes of each call that has credit, by its number."""
+        self.queue: deque[Queued] = deque()
         self.lock = Lock()
-        self.queue: deque[tuple[Credit, Completion]] = deque()
+        """Of the queue."""
 
-    def take(self, size: int) -> Credit | None:
-        """Credit for a call of this many bytes; None if the window is full."""
-        with self.lock:
-            # No function is called here, so that no signal handler runs in between; likewise in grant().
-            if self.queue or (self.calls and (self.calls >= self.max_calls or self.bytes + size > self.max_bytes)):
-                return None
-            self.calls += 1
-            self.bytes += size
-        return Credit(self, size)
+    def take(self, call: int, size: int) -> bool:
+        """Take credit for the call of that number, of so many bytes; False if the window is full."""
+        if self.queue or (self.calls and (self.calls >= self.max_calls or self.bytes + size > self.max_bytes)):
+            return False
+        self.sizes[call] = size
+        self.calls += 1
+        self.bytes += size
+        return True
 
-    def enqueue(self, size: int) -> tuple[Credit, Completion]:
-        """Queue for credit; returns it with what is complete once it is granted."""
-        queued = Credit(None, size), Completion()
-        with self.lock:
-            self.queue.append(queued)
-            granted = self.grant()
-        for each in granted:
-            each.complete()
+    def give_back(self, call: int) -> None:
+        """The call is over, or was not sent. Idempotent, from any thread, never blocks."""
+        if call not in self.sizes:
+            return
+        self.calls -= 1
+        self.bytes -= self.sizes[call]
+        del self.sizes[call]
+        if self.queue:
+            self._grant()
+
+    def enqueue(self, call: int, size: int) -> Queued:
+        """Queue for credit."""
+        queued = call, size, Completion()
+        self.queue.append(queued)
+        self._grant()
         return queued
 
-    def cancel(self, queued: tuple[Credit, Completion]) -> None:
+    def cancel(self, queued: Queued) -> None:
         """Leave the queue, or give the credit back if it was granted meanwhile."""
         with self.lock, contextlib.suppress(ValueError):
             self.queue.remove(queued)
-        queued[0].give_back()
+        self.give_back(queued[0])
 
-    def grant(self) -> list[Completion]:
-        """Under the lock; returns what is to be completed after unlocking."""
+    def _grant(self) -> None:
         granted: list[Completion] = []
-        while self.queue:
-            size = self.queue[0][0]._bytes
-            if self.calls and (self.calls >= self.max_calls or self.bytes + size > self.max_bytes):
-                break
-            credit, waiting = self.queue.popleft()
-            self.calls += 1
-            self.bytes += credit._bytes
-            credit._window = self
-            granted.append(waiting)
-        return granted
+        with self.lock:
+            while self.queue:
+                call, size, waiting = self.queue[0]
+                if self.calls and (self.calls >= self.max_calls or self.bytes + size > self.max_bytes):
+                    break
+                self.sizes[call] = size
+                self.calls += 1
+                self.bytes += size
+                self.queue.popleft()  # last: until then others queue behind it
+                granted.append(waiting)
+        for waiting in granted:
+            waiting.complete()
 
 
 class CreditWindows:
@@ -109,31 +98,25 @@ class CreditWindows:
     def __init__(self, config: GroupConfig, max_bytes: int) -> None:
         self._max_calls, self._max_bytes = config.max_calls_in_flight, max_bytes
         self._rejects = config.when_full == "reject"
-        self._by_rank: dict[int, CreditWindow] = {}
+        self.by_rank: dict[int, CreditWindow] = {}
+        """Those for calls that are not made on behalf of others; see ``Limit.windows``."""
+
+    def open(self, windows: dict[int, CreditWindow], rank: int) -> CreditWindow:
+        """Add the window of a peer that has none among these."""
+        return windows.setdefault(rank, CreditWindow(self._max_calls, self._max_bytes))
 
     def in_flight(self, rank: int) -> tuple[int, int]:
         """Calls to a peer without a reply, and bytes of their arguments; leaves out calls made on behalf of others."""
-        window = self._by_rank.get(rank)
+        window = self.by_rank.get(rank)
         return (0, 0) if window is None else (window.calls, window.bytes)
 
-    def take(self, peer: Member, method: str, size: int, deadline: float) -> tuple[Credit, bool]:
-        """Credit for a call, and whether it had to wait.
+    def wait(self, window: CreditWindow, peer: str, method: str, call: int, size: int, deadline: float) -> None:
+        """Take credit from a window that is full: block until it is not, at most until ``deadline``.
 
-        Blocks while the window is full, at most until ``deadline``. Raises PeerBusy, RpcTimeout.
+        Raises PeerBusy, RpcTimeout. In a signal handler that has interrupted a call, returns without credit.
         """
-        limit = current_scope.get().limit
-        windows = self._by_rank if limit is None or limit.over else limit.windows
-        window = windows.get(peer.rank)
-        if window is None:
-            window = windows.setdefault(peer.rank, CreditWindow(self._max_calls, self._max_bytes))
-        credit = window.take(size)
-        if credit is None:
-            return self._wait(window, peer.name, method, size, deadline), True
-        return credit, False
-
-    def _wait(self, window: CreditWindow, peer: str, method: str, size: int, deadline: float) -> Credit:
         if any(frame.f_globals["__name__"].startswith(_CLIENT) for frame in interrupted_frames()):
-            return Credit(None, size)  # the calls that this one has interrupted go on only after it
+            return  # the calls that this one has interrupted go on only after it
         calls, many = window.calls, window.bytes
         in_flight = f"{calls} calls with {many / 2**20:.1f} MiB of arguments are in flight to {peer!r}"
         looping = on_loop()
@@ -146,11 +129,10 @@ class CreditWindows:
                 calls,
                 many,
             )
-        queued = window.enqueue(size)
+        queued = window.enqueue(call, size)
         try:
-            if not wait_serving(queued[1], max(0.0, deadline - time.monotonic())):
+            if not wait_serving(queued[2], max(0.0, deadline - time.monotonic())):
                 raise RpcTimeout(f"{peer}.{method} was not sent by its deadline: {in_flight}")
         except BaseException:
             window.cancel(queued)
             raise
-        return queued[0]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls import rejoin
-from raytorchrpc.calls.client.outgoing import OutgoingCalls
+from raytorchrpc.calls.client.outgoing import OutgoingCall, OutgoingCalls
+from raytorchrpc.calls.client.traced import TracedCall
 from raytorchrpc.calls.counters import CallCounters, WeightCounters
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.payload import Payloads
 from raytorchrpc.calls.peers import Member, PeerTable, process_token
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.incoming import IncomingCalls
+from raytorchrpc.calls.server.incoming import KINDS, IncomingCalls
 from raytorchrpc.calls.server.served_call import Callee
 from raytorchrpc.calls.server.services import Services
 from raytorchrpc.calls.server.streams import SERVICES as STREAM_SERVICES
+from raytorchrpc.calls.server.traced import traced_kinds
 from raytorchrpc.calls.spans import Tracer
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.lanes.base import MessageLane, TensorLane
@@ -55,6 +58,8 @@ class LocalMember:
             undo.callback(self.cleanup.stop)
             undo.pop_all()
         self.workers = Workers(f"raytorchrpc-{me.name}")
+        self.tracer: Tracer | None = None
+        """While the group is traced."""
         self.lanes: list[MessageLane] = []
         self.tensor_lanes: dict[str, TensorLane] = {}
         self.at_end: list[Callable[[], None]] = []
@@ -78,14 +83,11 @@ class LocalMember:
     def _mapped(self, peer: str) -> int:
         return sum(lane.mapped(peer) for lane in tuple(self.tensor_lanes.values()))
 
-    @property
-    def tracer(self) -> Tracer | None:
-        """While the group is traced."""
-        return self.outgoing.tracer
-
     def trace(self, tracer: Tracer | None) -> None:
         """Record calls from now on; None: no longer."""
-        self.outgoing.tracer = self.incoming.tracer = tracer
+        self.tracer = tracer
+        self.outgoing.make = OutgoingCall if tracer is None else partial(TracedCall, tracer)
+        self.incoming.kinds = KINDS if tracer is None else traced_kinds(tracer)
 
     def leave(self) -> None:
         """Stop serving and calling. Idempotent, bounded, never raises."""
@@ -122,7 +124,8 @@ class _Current:
         return ()
 
 
-_current = _Current()
+current = _Current()
+"""Its ``local`` is this process's membership, if any."""
 
 
 def process_member(timeout_s: float | None = None) -> LocalMember:
@@ -131,22 +134,22 @@ def process_member(timeout_s: float | None = None) -> LocalMember:
     In a restarted actor, blocks until it has rejoined its group, at most ``timeout_s`` (None: the default of a call);
     then raises RpcTimeout.
     """
-    local = _current.local
+    local = current.local
     if local is None:
-        local = rejoin.wait(timeout_s)[0]
+        local = rejoin.wait(timeout_s)
     return local
 
 
 def current_local() -> LocalMember | None:
     """This process's membership, or None."""
-    return _current.local
+    return current.local
 
 
 def set_local(local: LocalMember | None) -> None:
     """Enter or leave a group."""
-    _current.local = local
+    current.local = local
     if local is not None:
-        fork.register(_current)
+        fork.register(current)
     rejoin.joined(local)
 
 
@@ -173,7 +176,7 @@ async def await_membership(timeout: float | None = None) -> Member:
         'driver'
     """
     checked = None if timeout is None else checked_timeout(timeout)
-    local = _current.local
+    local = current.local
     if local is not None:
         return local.me
     member: Member = (await asyncio.wrap_future(rejoin.awaited(checked))).me

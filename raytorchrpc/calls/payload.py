@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -46,23 +47,24 @@ def tensor_lane(manifests: Sequence[TensorManifest]) -> str | None:
     return (manifests[0][0] or None) if manifests else None
 
 
-class Payload(NamedTuple):
-    """A body ready to be sent: the part in the message, and the out-of-band tensors."""
+class OutOfBand(NamedTuple):
+    """The tensors of a message that travel out of band."""
 
-    body: Encoded
     manifests: tuple[TensorManifest, ...] = ()
     exports: tuple[Export, ...] = ()
-
-    @property
-    def lane(self) -> str | None:
-        """The tensor lane of the out-of-band tensors, if there are any (of two lanes the first)."""
-        return tensor_lane(self.manifests)
+    began: float = 0.0
+    """When their export began (``time.monotonic``)."""
 
     def cancel(self) -> None:
         """Take the out-of-band tensors back: the message was not sent."""
         for export in self.exports:
             export.cancel()
 
+
+#: Of a message that has all its tensors.
+IN_BAND = OutOfBand()
+#: What is sent for a body: the body in the message, and the tensors beside it.
+Packed = tuple[Encoded, OutOfBand]
 
 #: In place of a pickle that travels as the message's only tensor. No encoding begins like this.
 _IS_TENSOR = b"\0"
@@ -87,40 +89,39 @@ class Payloads:
 
     def pack_request(
         self, route: PeerRoute, body: Encoded, share: bool, in_context: bool
-    ) -> tuple[MessageLane, Payload]:
-        """The lane for a request, and its payload. Raises LaneUnavailable. Blocks while tensors are copied.
+    ) -> tuple[MessageLane, Encoded, OutOfBand]:
+        """The lane for a request, and what to send. Raises LaneUnavailable. Blocks while tensors are copied.
 
         ``share``: CUDA tensors may be shared with a peer on the same GPU instead of copied. ``in_context``: this thread
         is in a distributed autograd context.
         """
         # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
         if body.rrefs or in_context:
-            return route.fabric, _in_message(body, route.devices)
+            return route.torchrpc, outbound(body, route.devices) if route.devices else body, IN_BAND
         lane = route.calls
         if not body.tensors:
             if (most := lane.capabilities.in_band_bytes) is None or len(body.payload) <= most:
-                return lane, Payload(body)
-            return lane, self._without_tensors(route, lane, body)
+                return lane, body, IN_BAND
+            return lane, *self._without_tensors(route, lane, body)
         if lane.capabilities.carries(body.tensors):
-            return lane, Payload(outbound(body, route.devices) if route.devices else body)
+            return lane, outbound(body, route.devices) if route.devices else body, IN_BAND
         self._check_mapped(route, body.tensors, route.devices)
-        return lane, self._beside(route, lane, body, route.devices, share)
+        return lane, *self._beside(route, lane, body, route.devices, share)
 
-    def pack_reply(self, route: PeerRoute, lane: MessageLane, body: Encoded, share: bool, frozen: bool) -> Payload:
-        """The payload of a result, for the lane that brought the request. Raises LaneUnavailable. Blocks while tensors
-        are copied.
+    def pack_reply(self, route: PeerRoute, lane: MessageLane, body: Encoded, share: bool, frozen: bool) -> Packed:
+        """What to send of a result, over the lane that brought the request. Raises LaneUnavailable. Blocks while
+        tensors are copied.
 
         ``share``: as for ``pack_request``. ``frozen``: this process does not change the tensors any more. All others
         are copied if a lane reads them later and the actor may still hold them.
         """
         if body.rrefs and not lane.capabilities.rrefs:
-            return self._with_rrefs(
-                route, body.rrefs, self.pack_reply(route, lane, body._replace(rrefs=()), share, frozen)
-            )
+            packed = self.pack_reply(route, lane, body._replace(rrefs=()), share, frozen)
+            return self._with_rrefs(route, body.rrefs, *packed)
         can, devices = lane.capabilities, route.devices_back
         if not body.tensors:
             if (most := can.in_band_bytes) is None or len(body.payload) <= most:
-                return Payload(body)
+                return body, IN_BAND
             return self._without_tensors(route, lane, body)
         if can.carries(body.tensors):
             if can.in_band_cuda:  # else there is no CUDA tensor
@@ -128,7 +129,7 @@ class Payloads:
             body = outbound(body, devices) if devices else body
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
             # A lane that reads CUDA tensors later cannot be told when they may change again.
-            return Payload(body if as_is or (frozen and not _has_cuda(body)) else snapshot(body))
+            return body if as_is or (frozen and not _has_cuda(body)) else snapshot(body), IN_BAND
         self._check_mapped(route, body.tensors, devices)
         share = share and _on_one_gpu(body, devices, route.same_gpus)
         if not frozen:
@@ -143,24 +144,24 @@ class Payloads:
                 body = snapshot(body)
         return self._beside(route, lane, body, devices, share)
 
-    def _with_rrefs(self, route: PeerRoute, rrefs: Sequence[Any], payload: Payload) -> Payload:
+    def _with_rrefs(self, route: PeerRoute, rrefs: Sequence[Any], body: Encoded, beside: OutOfBand) -> Packed:
         """A result whose RRefs the caller fetches over torchrpc."""
         try:
-            lane: Any = route.fabric.beside
+            lane: Any = route.torchrpc.beside
             export = lane.export_rrefs(rrefs, route.member.name)
         except BaseException:
-            payload.cancel()
+            beside.cancel()
             raise
         manifest = (lane.name, _RREFS, (), export.descriptor)
-        return payload._replace(manifests=(*payload.manifests, manifest), exports=(*payload.exports, export))
+        return body, OutOfBand((*beside.manifests, manifest), (*beside.exports, export), beside.began)
 
-    def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Payload:
+    def _without_tensors(self, route: PeerRoute, lane: MessageLane, body: Encoded) -> Packed:
         """A pickle that is large for a message travels like a tensor: a lane for those copies it once."""
         if body.rrefs or CPU not in route.beside:
-            return Payload(body)
+            return body, IN_BAND
         lifted = Encoded(_IS_TENSOR, [as_tensor(memoryview(body.payload))], (), 1)
-        payload = self._beside(route, lane, lifted, {}, False)
-        return payload if payload.manifests else Payload(body)
+        packed = self._beside(route, lane, lifted, {}, False)
+        return packed if packed[1].manifests else (body, IN_BAND)
 
     def check_reply(self, route: PeerRoute, tensors: Sequence[torch.Tensor]) -> None:
         """Raise LaneUnavailable for a result on a GPU that has no mapping to that caller."""
@@ -173,7 +174,7 @@ class Payloads:
 
     def _beside(
         self, route: PeerRoute, lane: MessageLane, body: Encoded, devices: Mapping[Device, Device], share: bool
-    ) -> Payload:
+    ) -> Packed:
         share = share and _on_one_gpu(body, devices, route.same_gpus)
         in_band, through_cpu = lane.capabilities.in_band_bytes, route.through_cpu
         return self.split(body, route.member.name, route.beside, devices, in_band, share, lane.name, through_cpu)
@@ -188,7 +189,7 @@ class Payloads:
         share: bool = False,
         lane: str = "",
         through_cpu: str | None = "",
-    ) -> Payload:
+    ) -> Packed:
         """Export the tensors that are too large for the message; see ``placement``. Those that no lane takes stay in
         it, CUDA tensors as copies on the CPU. Blocks while tensors are copied to the CPU.
 
@@ -200,6 +201,7 @@ class Payloads:
         """
         manifests: list[TensorManifest] = []
         exports: list[Export] = []
+        began = time.monotonic()
         stay = dict(enumerate(body.tensors))
         try:
             for kind, positions in placement(body.tensors, devices, in_band).items():
@@ -234,7 +236,7 @@ class Payloads:
             for export in exports:
                 export.cancel()
             raise
-        return Payload(body, tuple(manifests), tuple(exports))
+        return body, OutOfBand(tuple(manifests), tuple(exports), began) if manifests else IN_BAND
 
     def _lane(self, name: str) -> TensorLane:
         lane = self._lanes.get(name)
@@ -312,10 +314,6 @@ def placement(
     if in_band is None or sum(tensors[position].nbytes for position in positions_of.get("cpu", ())) <= in_band:
         positions_of.pop("cpu", None)
     return dict(positions_of)
-
-
-def _in_message(body: Encoded, devices: Mapping[Device, Device]) -> Payload:
-    return Payload(outbound(body, devices) if devices else body)
 
 
 def _has_cuda(body: Encoded) -> bool:

@@ -64,7 +64,7 @@ class PeerRoute:
     member: Member
     calls: MessageLane
     """Carries calls, with the tensors that no other lane takes."""
-    fabric: MessageLane
+    torchrpc: MessageLane
     """torchrpc: carries RRefs and what distributed autograd follows."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Lanes for tensors that travel beside a message of ``calls``, by device type."""
@@ -195,10 +195,12 @@ class PeerTable:
         """``services``: told of every peer that is lost or comes back."""
         self._group, self._services = group, services
         self._members: dict[int, Member] = {}
-        self._routes = _Routes(self._make)
+        self.by_rank = _Routes(self._make)
+        """The routes. Makes one when it is first used."""
         self._makers: dict[int, Callable[[Member], PeerRoute]] = {}
         self._ranks: dict[Any, int] = {}  # by rank, name and actor
-        self._away: dict[int, Absence] = {}
+        self.absences: dict[int, Absence] = {}
+        """Of the peers that are away, by rank."""
         self._clients: dict[int, PeerRoute] = {}
         self._connections_of = Counter[int]()
         """By client: how many of its connections are watched."""
@@ -220,7 +222,7 @@ class PeerTable:
         with self._changed:
             for peer in peers:
                 self._members[peer.rank], self._makers[peer.rank] = peer, make
-                self._routes.pop(peer.rank, None)
+                self.by_rank.pop(peer.rank, None)
                 self._ranks.update(dict.fromkeys(_keys_of(peer), peer.rank))
             if self.removed:  # an attempt to add one that failed removed its rank
                 self.removed = self.removed.difference(peer.rank for peer in peers)
@@ -228,8 +230,8 @@ class PeerTable:
 
     def _make(self, rank: int) -> PeerRoute:
         with self._changed:
-            if (route := self._routes.get(rank)) is None:
-                route = self._routes[rank] = self._makers[rank](self._members[rank])
+            if (route := self.by_rank.get(rank)) is None:
+                route = self.by_rank[rank] = self._makers[rank](self._members[rank])
             return route
 
     def wait_for_route(self, rank: int, seconds: float) -> None:
@@ -240,16 +242,16 @@ class PeerTable:
     def mark_away(self, rank: int, absence: Absence) -> None:
         """From now on calls to this peer fail at once; those that may be retried wait for its return."""
         with self._changed:
-            self._away[rank] = absence
+            self.absences[rank] = absence
             self._changed.notify_all()
         self._services.lose(rank, absence.for_good or absence.ended)
 
     def activate(self, rank: int) -> None:
         """Make a peer callable, for the first time or again."""
         with self._changed:
-            self._away.pop(rank, None)
+            self.absences.pop(rank, None)
             self._changed.notify_all()
-        self._services.activate(rank, self._routes[rank].token)
+        self._services.activate(rank, self.by_rank[rank].token)
 
     def remove_peer(self, rank: int) -> None:
         """Remove a peer that has left the group; its requests are refused from now on."""
@@ -257,7 +259,7 @@ class PeerTable:
             for key in _keys_of(self._members[rank]):
                 if self._ranks.get(key) == rank:  # a later member may have the name of one that is dead
                     del self._ranks[key]
-            for table in (self._members, self._makers, self._routes, self._away):
+            for table in (self._members, self._makers, self.by_rank, self.absences):
                 table.pop(rank, None)
             self.removed = self.removed | {rank}
             self._changed.notify_all()
@@ -280,7 +282,7 @@ class PeerTable:
     @property
     def routes(self) -> tuple[PeerRoute, ...]:
         """The routes to all members, by rank, this member included. Makes those that do not exist yet."""
-        return tuple(self._routes[member.rank] for member in self.members)
+        return tuple(self.by_rank[member.rank] for member in self.members)
 
     def member(self, target: Any) -> Member:
         """The member that a target stands for; see ``route``. Makes no route."""
@@ -291,7 +293,7 @@ class PeerTable:
 
         Raises NotAMember, with the names of the members.
         """
-        return self._routes[find(target, self._ranks, self._described)]
+        return self.by_rank[find(target, self._ranks, self._described)]
 
     def _described(self) -> str:
         return described(f"group {self._group!r}", ((member.rank, member.name) for member in self.members))
@@ -306,11 +308,11 @@ class PeerTable:
             self.check_open()
         try:
             rank = self._ranks.get(target) if type(target) is str else None
-            return self._routes[find(target, self._ranks, self._described) if rank is None else rank]
+            return self.by_rank[find(target, self._ranks, self._described) if rank is None else rank]
         except NotAMember:
             if not self._await_announcement(target, timeout_s):
                 raise
-        return self._routes[find(target, self._ranks, self._described)]
+        return self.by_rank[find(target, self._ranks, self._described)]
 
     def _await_announcement(self, target: Any, timeout_s: float | None) -> bool:
         """Block while messages are unread; whether the target has been announced."""
@@ -341,7 +343,7 @@ class PeerTable:
                 return self._clients.get(rank) or self._clients.setdefault(rank, _route_to_client(rank))
             state = "was removed from" if rank in self.removed else "is not in"
             raise NotAMember(f"the caller (rank {rank}) {state} group {self._group!r}")
-        return self._routes[rank]
+        return self.by_rank[rank]
 
     def add_connection(self, rank: int) -> None:
         """A client has opened a connection that is watched: it is there until the last of them ends."""
@@ -363,7 +365,7 @@ class PeerTable:
     def away(self) -> dict[str, Absence]:
         """The peers that are away, by name."""
         with self._changed:
-            return {self._members[rank].name: absence for rank, absence in self._away.items()}
+            return {self._members[rank].name: absence for rank, absence in self.absences.items()}
 
     def check_present(self, route: PeerRoute, timeout_s: float | None = 0.0) -> None:
         """Raise PeerLost if the peer is away.
@@ -371,7 +373,7 @@ class PeerTable:
         ``timeout_s``: of a call to it (None: none given), which waits if it joins for the first time, but not on an
         event loop.
         """
-        if self._away and (absence := self._away.get(route.member.rank)) is not None:
+        if (absence := self.absences.get(route.member.rank)) is not None:
             if absence.joins and not route.member.incarnation:
                 absence = self._await_arrival(route.member.rank, timeout_s)
             if absence is not None:
@@ -382,7 +384,7 @@ class PeerTable:
         removed = Absence("it was removed from the group", for_good=True)
 
         def absence() -> Absence | None:
-            return self._away.get(rank) if rank in self._members else removed
+            return self.absences.get(rank) if rank in self._members else removed
 
         with self._changed:
             until = _wait_until(timeout_s, _JOINING_S)
@@ -394,7 +396,7 @@ class PeerTable:
         """Why the process that a route leads to cannot be called any more; None if it can, as far as is known here."""
         if self._closed:
             return "this process has left the group"
-        absence, now = self._away.get(route.member.rank), self._members.get(route.member.rank)
+        absence, now = self.absences.get(route.member.rank), self._members.get(route.member.rank)
         if absence is not None:
             return absence.cause
         same = now is not None and now.incarnation == route.member.incarnation
@@ -406,7 +408,7 @@ class PeerTable:
         """
         with self._changed:
             return self._changed.wait_for(
-                lambda: all(absence.for_good for absence in self._away.values()), max(0.0, until - time.monotonic())
+                lambda: all(absence.for_good for absence in self.absences.values()), max(0.0, until - time.monotonic())
             )
 
     def incarnation(self, target: Any) -> int:
@@ -424,7 +426,7 @@ class PeerTable:
             while True:
                 if self._closed or rank not in self._members:
                     raise PeerLost(peer.name, "it was removed from the group", may_have_run=False)
-                absence, member = self._away.get(rank), self._members[rank]
+                absence, member = self.absences.get(rank), self._members[rank]
                 if absence is None and member.incarnation > after:
                     return True
                 if absence is not None and absence.for_good:

@@ -1,7 +1,7 @@
 """A member's side of a trace: spans of its calls, in a ring that drops the oldest.
 
-Outside ``Group.trace`` it costs a call a few tests of an attribute. All times are ``time.monotonic`` of this process,
-in seconds.
+Outside ``Group.trace`` calls are of classes that know nothing of it; see ``client.traced`` and ``server.traced``. All
+times are ``time.monotonic`` of this process, in seconds.
 """
 
 from __future__ import annotations
@@ -94,31 +94,26 @@ class Tracer:
 class Span:
     """One call, at its caller or at its callee."""
 
-    __slots__ = ("_began", "_ended", "_kind", "_lap", "_name", "_thread", "_tracer", "about", "mark")
+    __slots__ = ("_ended", "_kind", "_name", "_thread", "_tracer", "about", "began", "mark")
 
     def __init__(self, tracer: Tracer, kind: str, name: str, mark: int | None, thread: int) -> None:
         self._tracer, self._kind, self._name, self.mark, self._thread = tracer, kind, name, mark, thread
         self.about: dict[str, Any] = {}
         self._ended = False
-        self._began = self._lap = time.monotonic()
+        self.began = time.monotonic()
 
     def begin(self) -> None:
         """The method starts, on this thread."""
         self._thread = 0 if on_loop() else self._tracer.here()
         now = time.monotonic()
-        self.about["waited_us"] = round((now - self._began) * 1e6, 1)
-        self._began = self._lap = now
+        self.about["waited_us"] = round((now - self.began) * 1e6, 1)
+        self.began = now
 
-    def lap(self) -> None:
-        """Out-of-band tensors are about to be exported or fetched."""
-        self._lap = time.monotonic()
-
-    def beside(self, kind: str, lane: str, end: float | None = None) -> None:
-        """Out-of-band tensors were exported or fetched over ``lane`` since ``lap``."""
+    def beside(self, kind: str, lane: str, began: float, end: float | None = None) -> None:
+        """Out-of-band tensors were exported or fetched over ``lane``, from ``began`` to ``end`` (None: now)."""
         self.about[kind] = lane
         end = time.monotonic() if end is None else end
-        about = {"call": self._name}
-        self._tracer.add(Event(kind, f"{kind} by {lane}", self._lap, end, self._tracer.here(), None, about))
+        self._tracer.add(Event(kind, f"{kind} by {lane}", began, end, self._tracer.here(), None, {"call": self._name}))
 
     def end(self, **about: Any) -> None:
         """The outcome was taken, the call could not be sent, or the reply is about to be sent. Idempotent: a reply that
@@ -127,4 +122,4 @@ class Span:
         if not self._ended:
             self._ended = True
             now, about = time.monotonic(), {**self.about, **about}
-            self._tracer.add(Event(self._kind, self._name, self._began, now, self._thread, self.mark, about))
+            self._tracer.add(Event(self._kind, self._name, self.began, now, self._thread, self.mark, about))

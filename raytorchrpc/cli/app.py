@@ -127,7 +127,6 @@ def bench(
     ] = None,
     address: _AddressOrLocal = None,
     against: Annotated[str | None, _option("published", "Also show the field's published figures.")] = None,
-    csv: Annotated[Path | None, _option("FILE", "Write all figures, one per line.")] = None,
     json: Annotated[Path | None, _option("FILE", "Write the whole result, as input for --from.")] = None,
     plot: Annotated[Path | None, _option("FILE", "Draw every figure of every case (PNG).")] = None,
     markdown: Annotated[
@@ -274,14 +273,14 @@ def copy(
 
 
 def _write(kind: str, values: dict[str, Any]) -> None:
-    import ray
+    from importlib.metadata import version
 
     from raytorchrpc.errors import ConfigurationError
     from raytorchrpc.manifest import ClusterOptions, JobOptions, ray_cluster, ray_job, to_yaml
 
     output: Path | None = values.pop("output")
     values["root"] = not values.pop("non_root")
-    values["ray_version"] = values["ray_version"] or ray.__version__
+    values["ray_version"] = values["ray_version"] or version("ray")  # importing it takes longer than all else
     pairs = values.pop("env") or []
     with _reported(f"manifest {kind}"):
         if bad := [pair for pair in pairs if "=" not in pair]:

@@ -16,7 +16,7 @@ from typing import Any
 from raytorchrpc.bench.patterns import Options, make_options
 from raytorchrpc.bench.plots import check_plots, draw
 from raytorchrpc.bench.results import Result, published, read_result, write_file
-from raytorchrpc.bench.tables import LEGEND, conclusion, document, gaps, tables, to_csv
+from raytorchrpc.bench.tables import LEGEND, document, gaps, tables
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
 #: Least number of processes that Ray may start at once; the actors request no CPU.
@@ -31,7 +31,6 @@ def run(
     *,
     address: str | None = None,
     against: str | None = None,
-    csv: Path | None = None,
     json: Path | None = None,
     plot: Path | None = None,
     markdown: Path | None = None,
@@ -52,7 +51,7 @@ def run(
         for name, value in asked.items()
         if value not in (None, (), []) and value is not False and (name, value) != ("device", "all")
     }
-    _check_files([path for path in (csv, json, plot, markdown) if path is not None], plot)
+    _check_files([path for path in (json, plot, markdown) if path is not None], plot)
     if results and (json or address or asked):
         raise ConfigurationError("--from shows existing results and measures nothing; combine it only with outputs")
     if results:
@@ -66,8 +65,6 @@ def run(
         _show(result, against)
     if json:
         write_file(json, runs[0].to_json())
-    if csv:
-        write_file(csv, to_csv(shown))
     pictures = [plot.with_stem(f"{plot.stem}-{n + 1}") if n else plot for n in range(len(shown))] if plot else []
     for result, picture in zip(shown, pictures, strict=False):
         write_file(picture, draw(result))
@@ -170,6 +167,4 @@ def _show(result: Result, against: str | None) -> None:
         print("\n  ".join(("\nNot measured:", *missing)))
     if against and any(figure.contestant.endswith(", published") for figure in result.figures):
         print(f"\n{published()[0]}")
-    print(f"\n{result.seconds:.0f} s; repeat with `{result.command}`.")
-    if sentence := conclusion(result):
-        print(f"\n{sentence}", flush=True)
+    print(f"\n{result.seconds:.0f} s; repeat with `{result.command}`.", flush=True)

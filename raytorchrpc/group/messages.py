@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.routing.routes import RoutePlan
@@ -32,8 +32,6 @@ class Probe(NamedTuple):
     """The process that formed that group."""
     agent: AgentIdentity | None
     autograd_id: int | None
-    edition: str
-    """Another one whenever ``endpoint`` has changed."""
 
 
 class JoinSpec(NamedTuple):
@@ -50,8 +48,6 @@ class JoinSpec(NamedTuple):
     """Another member has the id of its running torchrpc agent: start a new agent."""
     supervised_by_tcp: bool
     """The supervisor cannot reach it by Unix socket."""
-    edition: str | None
-    """Of an earlier probe, which the process was not asked to repeat; None: it was."""
 
     @property
     def name(self) -> str:

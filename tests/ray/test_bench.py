@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import time
@@ -39,7 +38,7 @@ def measured(result: Result) -> set[str]:
 @pytest.mark.slow
 def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    outputs = ["--json", "r.json", "--csv", "r.csv", "--plot", "r.png", "--markdown", "r.md"]
+    outputs = ["--json", "r.json", "--plot", "r.png", "--markdown", "r.md"]
     chosen = ["--rows", "auto,memcpy", "--sizes", "20KB,1.25MB", "--device", "cpu", "--budget", "200"]
     code, out, err = bench.run(*chosen, *outputs, folder=tmp_path, timeout=200)
     assert code == 0, out + err
@@ -51,11 +50,10 @@ def test_two_contestants_two_sizes_and_every_output(bench: Command, tmp_path: Pa
     assert result.command == "raytorchrpc bench --rows auto,memcpy --sizes 20KB,1.25MB --device cpu --budget 200"
     assert re.search(r"^memcpy +[\d.]+~? x[\d.]+ +[\d.]+~? x[\d.]+$", out, re.MULTILINE), out
 
-    assert len(list(csv.DictReader((tmp_path / "r.csv").open()))) == 4
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "r.md").read_text()
     assert "(r.png)" in text and result.command in text
-    assert sorted(os.listdir(tmp_path)) == ["r.csv", "r.json", "r.md", "r.png"]
+    assert sorted(os.listdir(tmp_path)) == ["r.json", "r.md", "r.png"]
     assert bench.gone_within(40)
 
 
@@ -90,7 +88,6 @@ def test_quick_has_figures_of_ray_and_of_the_limits_beside_ours(bench: Command, 
     result = read_result(tmp_path / "quick.json")
     complete(result)
     assert measured(result) >= {"auto", "ray", "bare-socket", "memcpy"}
-    assert out.splitlines()[-1].startswith("Here a call with a tensor of 1.25 KB takes ")
     assert "waiting for" in err
     assert bench.gone_within(40)
 

@@ -34,13 +34,13 @@ Call = Any
 
 def result_of(call: Call) -> Any:
     """The result of a call that no ``Future`` stands for; raises the call's error. Blocks until its deadline."""
-    fork.check_process()
     outcome = None
     try:
         while outcome is None:  # once more if it was sent again
-            arrived = wait_serving(call, call.remaining())
-            if arrived or not call.remaining():
-                outcome = call.outcome() if arrived else call.expire()
+            if wait_serving(call if call.repeats is not None else call.pending, call.remaining()):
+                outcome = call.outcome()
+            elif not call.remaining():
+                outcome = call.expire()
         if outcome[1] is None:
             return outcome[0]
         raise outcome[1]

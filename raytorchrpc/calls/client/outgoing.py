@@ -16,15 +16,14 @@ from raytorchrpc._compat import torch_internals
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.client.future import call_back
 from raytorchrpc.calls.client.stream import NEXT, Stream
-from raytorchrpc.calls.counters import PACKAGES_OWN, CallCounters, counted_name
+from raytorchrpc.calls.counters import PACKAGES_OWN, CallCounters, PairStats, counted_name
 from raytorchrpc.calls.flow_control import CreditWindows
 from raytorchrpc.calls.options import DEFAULTS, MAX_TIMEOUT_S, CallOptions, checked_timeout
-from raytorchrpc.calls.payload import Payload, Payloads, is_out_of_band, tensor_lane, with_rrefs
+from raytorchrpc.calls.payload import IN_BAND, Payloads, is_out_of_band, tensor_lane, with_rrefs
 from raytorchrpc.calls.peers import PeerRoute, PeerTable
 from raytorchrpc.calls.protocol import ControlHeader, ReplyHeader, RequestHeader
 from raytorchrpc.calls.receive_into import receiver
-from raytorchrpc.calls.scope import current_scope, on_loop
-from raytorchrpc.calls.spans import Span, Tracer
+from raytorchrpc.calls.scope import Scope, current_scope, on_loop
 from raytorchrpc.errors import (
     CancelledError,
     ConfigurationError,
@@ -52,8 +51,7 @@ from raytorchrpc.tensors.kept_errors import untraced
 _NOTICE_S = 10.0
 #: Packing that takes no longer than this is not counted, since every call would pay for it (seconds).
 _SOON_S = 0.005
-_NO_PAYLOAD, _OK = Payload(NOTHING), ReplyHeader(protocol.OK)
-NO_REPLY = Message(tuple(_OK), NOTHING)
+NO_REPLY = Message((protocol.OK,), NOTHING)
 
 
 class Phase(Enum):
@@ -72,51 +70,57 @@ _UNDER_WAY = (SENT, ARRIVED)
 _DECIDED = (ARRIVED, FAILED, TAKEN)
 
 
-class OutgoingCall:
-    """One call, from its first request to its outcome: what a ``Future`` waits for. Thread-safe."""
+class Repeats:
+    """What it takes to send a call again from another thread: it stays in its chain of calls and keeps its deadline."""
 
-    _lane: MessageLane
-    """Of its request, once that is sent."""
-    _deadline: float
+    def __init__(self, args: tuple[Any, ...], kwargs: Any, target: Any, count: int) -> None:
+        """``count``: how often it may be sent again if ``target`` is lost; each time once that is back."""
+        self.arguments, self.target, self.count = (args, kwargs), target, count
+        self.scope, self.context = current_scope.get(), torch_internals.current_autograd_context()
+        self.follow = follow_thread()
+        self.is_cancelled = False
+
+
+class OutgoingCall:
+    """One call, from its first request to its outcome: what a ``Future`` waits for. Thread-safe.
+
+    Its phase changes under ``_lock``, or in one statement with what belongs to it: Python changes threads and runs
+    signal handlers only where a function is called.
+    """
+
+    mark: int | None = None
+    """Links it to its method in a trace; see ``traced``."""
 
     def __init__(self, calls: OutgoingCalls, route: PeerRoute, method: str, options: CallOptions) -> None:
         self._calls, self._route, self._method, self._options = calls, route, method, options
         self._lock = Lock()
-        self._phase, self._payload = UNSENT, _NO_PAYLOAD
-        self._message, self._header = NO_REPLY, _OK
-        self._pending: Any = None
-        """Complete when the call can move on."""
+        self._phase, self._message = UNSENT, NO_REPLY
+        self.pending: Any = None
+        """Complete when the call can move on: its request, or while it is lost, a completion."""
         self._error: BaseException | None = None
         """Why it was lost or has failed."""
-        self._span: Span | None = None
-        """If it is traced."""
-        self.cancellable = self._is_reported = False
-        """Whether ``cancel`` reaches the callee; whether a failure is logged if this is dropped."""
-        self._may_have_run = self._is_cancelled = False
-        self._counted = self._sent_by = ""
-        """The name under which it is counted; the lane of its payload."""
-        self._started, self._number, self._retries = 0.0, 0, 0
+        self._row: PairStats | None = None
+        """Its counters, from when it was sent until its outcome is counted."""
+        self.repeats: Repeats | None = None
+        """If it may be sent again."""
+        self.cancellable = self._is_reported = self._may_have_run = False
+        """Whether ``cancel`` reaches the callee; whether a failure is logged if this is dropped; whether the method may
+        have run before this request.
+        """
 
-    def send_often(self, args: tuple[Any, ...], kwargs: Any, retries: int, target: Any) -> None:
-        """As ``send``, and again up to ``retries`` times if ``target`` is lost; each time once that is back."""
+    def send_often(self, args: tuple[Any, ...], kwargs: Any, count: int, target: Any) -> None:
+        """As ``send``, and again up to ``count`` times if ``target`` is lost; each time once that is back."""
         peer, options = self._route.member.name, self._options
         self._deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
-        self._retries = retries
-        self._keep(args, kwargs, target)
+        self.repeats = Repeats(args, kwargs, target, count)
         self.cancellable = self._is_reported = options.cancellable
-        self._pending = Completion()
-        self._pending.complete()  # nothing to wait for, if it is not sent at all
-        self._attempt()
+        self.pending = Completion()
+        self.pending.complete()  # nothing to wait for, if it is not sent at all
+        self._attempt(self.repeats)
 
-    def _keep(self, args: tuple[Any, ...], kwargs: Any, target: Any) -> None:
-        """Keep what it takes to send it from another thread: it stays in its chain of calls and keeps its deadline."""
-        self._arguments, self._target = (args, kwargs), target
-        self._scope, self._context = current_scope.get(), torch_internals.current_autograd_context()
-        self._follow = follow_thread()
-
-    def _attempt(self) -> None:
+    def _attempt(self, repeats: Repeats) -> None:
         try:
-            self.send(*self._arguments, max(0.001, self.remaining()))
+            self.send(*repeats.arguments, max(0.001, self.remaining()))
         except PeerLost as lost:
             with self._lock:
                 self._lose(untraced(lost))
@@ -127,56 +131,47 @@ class OutgoingCall:
         calls, route, method, options = self._calls, self._route, self._method, self._options
         if calls.interval is not None and not calls.interval.used:
             calls.interval.shorten()
-        calls.peers.check_present(route, timeout)
-        peer, tracer = route.member.name, calls.tracer
-        span = None
-        if tracer is not None:
-            span = tracer.call(f"{peer}.{counted_name(method, args)}", options.caller_waits)
-        number = next(calls.numbers) if options.cancellable else 0
-        header, body, in_context = calls.request(protocol.CALL, route, method, args, kwargs, timeout, number)
-        size = body_bytes(body) if body.tensors else len(body.payload)
-        credit, has_waited = calls.credit.take(route.member, method, size, began + header.seconds)
-        payload: Payload | None = None
+        if calls.peers.absences:
+            calls.peers.check_present(route, timeout)
+        peer, scope = route.member, current_scope.get()
+        body, seconds, in_context = calls.encoded(route, method, args, kwargs, timeout, scope)
+        deadline, size = began + seconds, body_bytes(body) if body.tensors else len(body.payload)
+        limit, number = scope.limit, next(calls.numbers)
+        windows = calls.credit.by_rank if limit is None or limit.over else limit.windows
+        window = windows.get(peer.rank) or calls.credit.open(windows, peer.rank)
+        give_back, beside = partial(window.give_back, number), IN_BAND
         try:
-            if has_waited:
+            if not window.take(number, size):
+                calls.credit.wait(window, peer.name, method, number, size, deadline)
                 calls.peers.check_open()
                 calls.peers.check_present(route)
-            if span is not None:
-                header = header._replace(mark=span.mark)
-                span.lap()
-            lane, payload = calls.payloads.pack_request(route, body, options.share, in_context)
+            lane, body, beside = calls.payloads.pack_request(route, body, options.share, in_context)
             started = time.monotonic()
             if (took := started - began) > _SOON_S:
-                if took >= header.seconds:
+                if took >= seconds:
                     raise RpcTimeout(f"{self.label} was not sent: its deadline passed before its arguments were packed")
-                header = header._replace(seconds=header.seconds - took)
-            message = Message(tuple(header), payload.body, manifests=payload.manifests, take_back=payload.cancel)
-            pending = lane.call(
-                peer, message, header.seconds, caller_waits=options.caller_waits, on_released=credit.give_back
-            )
-        except BaseException as error:
-            credit.give_back()
-            if payload is not None:
-                payload.cancel()
-            if span is not None:
-                span.end(bytes_in=0, error=type(error).__name__)
+                seconds -= took
+            if not options.cancellable:
+                number = 0
+            until = deadline if route.same_clock else None
+            header = protocol.CALL, calls.rank, route.token, method, scope.path, seconds, until, self.mark, number
+            message = Message(header, body, nothing, beside.manifests, 0, beside.cancel)
+            pending = lane.call(peer.name, message, seconds, caller_waits=options.caller_waits, on_released=give_back)
+        except BaseException:
+            give_back()
+            beside.cancel()
             raise
-        self._lane, self._payload, self._number = lane, payload, number
-        self._started, self._deadline = started, started + header.seconds
-        self._counted = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
-        self._sent_by = tensor_lane(payload.manifests) or lane.name if payload.manifests else lane.name
+        self._lane, self._beside, self._number, self._size = lane, beside, number, size
+        self._started, self._deadline = started, started + seconds
+        name = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
+        sent_by = tensor_lane(beside.manifests) or lane.name if beside.manifests else lane.name
+        self._row = calls.counters.sent(peer.name, sent_by, name, size)
         self.cancellable = self._is_reported = options.cancellable
-        calls.counters.sent(peer, self._sent_by, self._counted, size)
-        if span is not None:
-            span.about.update(lane=lane.name, bytes_out=size)
-            if payload.manifests:
-                span.beside("ship", self._sent_by, started)
-            self._span = span
         if self._phase is UNSENT:
-            self._pending, self._phase = pending, SENT
+            self.pending, self._phase = pending, SENT
             return
         with self._lock:  # another thread may add a callback while the call is sent again
-            self._pending, self._phase = pending, SENT
+            self.pending, self._phase = pending, SENT
 
     @property
     def label(self) -> str:
@@ -190,22 +185,22 @@ class OutgoingCall:
     def wait(self, timeout_s: float) -> bool:
         """Block until the outcome can be taken, at most ``timeout_s``; whether it can."""
         until = time.monotonic() + timeout_s
-        pending = self._pending
+        pending = self.pending
         if not pending.wait(timeout_s):
             return False
         while not self._advance(pending):
-            pending = self._pending
+            pending = self.pending
             if not pending.wait(max(0.0, until - time.monotonic())):
                 return False
         return True
 
     def check_reader(self) -> None:
         """See Completion.check_reader."""
-        self._pending.check_reader()
+        self.pending.check_reader()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, which is short, when the outcome can be taken."""
-        pending = self._pending
+        pending = self.pending
 
         def arrived() -> None:
             if self._advance(pending):
@@ -217,23 +212,19 @@ class OutgoingCall:
 
     def _advance(self, pending: Any) -> bool:
         """Move on after ``pending``, which is complete; whether the outcome can be taken."""
-        if self._phase in _DECIDED:
-            return True
-        header: ReplyHeader | None = None
-        error: Exception | None = None
-        message = NO_REPLY
-        if pending is self._pending and self._phase is SENT:
-            try:
-                message = pending.take()
-                header = ReplyHeader(*message.header)
-            except Exception as failure:
-                error = untraced(failure)
+        if self._phase in _DECIDED or pending is not self.pending or self._phase is not SENT:
+            return self._phase in _DECIDED
+        try:
+            message = pending.take()
+        except Exception as failure:
+            error = untraced(failure)
+        else:
+            if pending is self.pending and self._phase is SENT:
+                self._message, self._phase = message, ARRIVED
+            return self._phase in _DECIDED
         with self._lock.once(self.label) if self._lock._is_owned() else self._lock:
-            if pending is self._pending and self._phase is SENT:
-                if error is not None:
-                    self._fail(error)
-                elif header is not None:
-                    self._message, self._header, self._phase = message, header, ARRIVED
+            if pending is self.pending and self._phase is SENT:
+                self._fail(error)
             return self._phase in _DECIDED
 
     def _fail(self, error: Exception) -> None:
@@ -248,44 +239,45 @@ class OutgoingCall:
     def _lose(self, lost: RayTorchRpcError) -> bool:
         """Under the lock: the peer was lost. Returns whether the call will be sent again."""
         self._error, self._phase = lost, FAILED
-        if self._retries <= 0 or not self.remaining():
+        repeats = self.repeats
+        if repeats is None or repeats.count <= 0 or not self.remaining():
             return False
-        self._retries -= 1
+        repeats.count -= 1
         self._may_have_run |= isinstance(lost, PeerLost) and lost.may_have_run
-        self._phase, self._pending = LOST, Completion()
-        self._calls.repeats.submit(self._send_again, self._pending)
+        self._phase, self.pending = LOST, Completion()
+        self._calls.repeats.submit(self._send_again, repeats, self.pending)
         return True
 
-    def _send_again(self, lost: Completion) -> None:
+    def _send_again(self, repeats: Repeats, lost: Completion) -> None:
         """On a worker: wait until the peer is back, and send the call once more."""
         error: BaseException = self._late()
-        before = current_scope.set(self._scope)
+        before = current_scope.set(repeats.scope)
         try:
-            if not self._is_cancelled and (route := self._next_route()) is not None:
+            if not repeats.is_cancelled and (route := self._next_route(repeats)) is not None:
                 self._route, self._options = route, self._options._replace(caller_waits=False)
-                self._follow()
-                with torch_internals.autograd_context(self._context):
-                    self._attempt()
+                repeats.follow()
+                with torch_internals.autograd_context(repeats.context):
+                    self._attempt(repeats)
         except Exception as failure:  # the peer is gone for good, or the call is not sent for another reason
             error = untraced(failure)
         finally:
             current_scope.reset(before)
-        self._end_sending(lost, error)
+        self._end_sending(repeats, lost, error)
 
-    def _next_route(self) -> PeerRoute | None:
+    def _next_route(self, repeats: Repeats) -> PeerRoute | None:
         """Wait until the peer is back: the route to it, or None if the deadline passes first."""
         peers = self._calls.peers
-        if peers.await_return(self._target, self._route.member.incarnation, self._deadline):
-            return peers.route_for_call(self._target)
+        if peers.await_return(repeats.target, self._route.member.incarnation, self._deadline):
+            return peers.route_for_call(repeats.target)
         return None
 
-    def _end_sending(self, lost: Completion, error: BaseException) -> None:
+    def _end_sending(self, repeats: Repeats, lost: Completion, error: BaseException) -> None:
         """``error``: why it was not sent again, if it was not."""
         with self._lock:
-            if self._phase is LOST and self._pending is lost:
+            if self._phase is LOST and self.pending is lost:
                 self._error, self._phase = untraced(error), FAILED
         lost.complete()
-        if self._is_cancelled:  # meanwhile
+        if repeats.is_cancelled:  # meanwhile
             self._abandon()
 
     def _after_reply(self, error: RayTorchRpcError) -> RayTorchRpcError:
@@ -299,9 +291,10 @@ class OutgoingCall:
         None if the result was lost on its way and the call is sent again: ``wait`` once more.
         """
         self._is_reported = False
-        if self._phase not in _DECIDED:
-            return None  # another thread has waited too, and found that it is sent again
-        size, came_by, value = 0, self._sent_by, None
+        pending = self.pending
+        if self._phase not in _DECIDED and not (pending.done and self._advance(pending)):
+            return None  # it is sent again
+        size, came_by, value = 0, "", None
         error: BaseException | None = self._error
         lost = self._phase is FAILED and isinstance(error, PeerLost)
         if self._phase is not FAILED:
@@ -333,47 +326,49 @@ class OutgoingCall:
                 if self._lose(untraced(error)):
                     return None
             if isinstance(error, PeerLost) and self._may_have_run and not error.may_have_run:
-                error = PeerLost(error.peer, error.cause)  # in an earlier attempt
+                error = PeerLost(error.peer, error.cause)
         return value, error
 
     def _take(self) -> tuple[Any, BaseException | None, int, str]:
-        """The value or the exception in the reply, its bytes, and the lane that brought them."""
-        message, header, calls, route = self._message, self._header, self._calls, self._route
+        """The value or the exception in the reply, its bytes, and the lane that brought them ("": the request's)."""
+        message, options = self._message, self._options
         self._phase, self._message = TAKEN, NO_REPLY
         if message.make_current is not nothing:
             message.make_current()
-        for export in self._payload.exports:
+        for export in self._beside.exports:
             export.finished()
-        came_by = self._lane.name if message.body.tensors else self._sent_by
-        span = None
-        if message.manifests:
-            came_by, span = tensor_lane(message.manifests) or came_by, self._span
-        if span is not None:
-            span.lap()
+        kind, body, value = message.header[0], message.body, None
+        came_by = self._lane.name if body.tensors else ""
+        into = options.into if kind == protocol.OK else None
+        if message.manifests or options.keep or into is not None:
+            body, value, size, came_by = self._receive(message, into, came_by)
+        else:
+            size = body_bytes(body) if body.tensors else len(body.payload)
+        if kind == protocol.RAISED:
+            return None, decode_exception(self._calls.codec, body, self.label), size, came_by
+        if kind == protocol.STREAM:
+            value = self._stream(ReplyHeader(*message.header))
+        elif into is None:
+            value = self._calls.codec.decode(*body)
+        return value, None, size, came_by
+
+    def _receive(self, message: Message, into: Any, came_by: str) -> tuple[Encoded, Any, int, str]:
+        """As ``_take``, of a reply that is more than its message: its body, or the value received ``into``."""
+        calls, route, body, keep = self._calls, self._route, message.body, self._options.keep
+        came_by = tensor_lane(message.manifests) or came_by
         pending = calls.payloads.receive(route.member.name, message.manifests) if message.manifests else []
-        value: Any = None
-        body = message.body
         if pending and is_out_of_band(body):
             body, pending = calls.payloads.unpack(body, pending, keep=False), []  # with RRefs
-        if header.kind == protocol.OK and self._options.into is not None:
-            body, pending = with_rrefs(body, pending)
-            into = receiver(self._options.into)
-            into.count = partial(calls.counters.came, route.member.name, came_by, self._counted)
-            into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
-            size, value = into.receive(calls.codec, body, pending, self.label, self._options.keep)
-        else:
-            if message.manifests or self._options.keep:
-                body = calls.payloads.unpack(body, pending, message.manifests, keep=self._options.keep)
-            size = body_bytes(body) if body.tensors else len(body.payload)
-        if span is not None:
-            span.beside("fetch", came_by)
-        if header.kind == protocol.RAISED:
-            return None, decode_exception(calls.codec, body, self.label), size, came_by
-        if header.kind == protocol.STREAM:
-            value = self._stream(header)
-        elif self._options.into is None:
-            value = calls.codec.decode(*body)
-        return value, None, size, came_by
+        if into is None:
+            body = calls.payloads.unpack(body, pending, message.manifests, keep=keep)
+            return body, None, body_bytes(body), came_by
+        body, pending = with_rrefs(body, pending)
+        row: Any = self._row
+        into = receiver(into)
+        into.count = partial(calls.counters.came, row.peer, came_by or row.lane, row.method)
+        into.error_of = partial(_after_reply, calls.peers, route)  # leads to no call, which leads to it
+        size, value = into.receive(calls.codec, body, pending, self.label, keep)
+        return body, value, size, came_by
 
     def _stream(self, header: ReplyHeader) -> Stream[Any]:
         """The stream that the call has opened."""
@@ -381,7 +376,7 @@ class OutgoingCall:
         unlimited = CallOptions(MAX_TIMEOUT_S, keep=options.keep, method=self._method)
 
         def request(item: int) -> OutgoingCall:
-            call = OutgoingCall(calls, route, NEXT, unlimited)
+            call = calls.make(calls, route, NEXT, unlimited)
             call._may_have_run = item > 0  # the generator, whatever became of this request
             try:
                 call.send((number, item), {}, unlimited.timeout)
@@ -407,11 +402,11 @@ class OutgoingCall:
         with self._lock:
             decided = self._error if self._phase is FAILED else None  # at this very deadline, by a worker
         late = decided if isinstance(decided, RpcTimeout) else self._late()
-        self._count(0, self._sent_by, late)
+        self._count(0, "", late)
         return None, late
 
     def _late(self) -> RpcTimeout:
-        if self._phase is SENT and self._pending.unsent:
+        if self._phase is SENT and self.pending.unsent:
             return RpcTimeout(f"no connection to {self._route.member.name!r} by the deadline of {self.label}")
         why = f"at the last attempt: {self._error}" if self._phase is LOST else "it may still run there"
         return RpcTimeout(f"{self.label} did not answer by its deadline; {why}")
@@ -422,8 +417,10 @@ class OutgoingCall:
         """Have the callee drop or stop the call, as far as it can; nobody takes the outcome any more. Waits end when
         the callee has answered.
         """
-        self._count(0, self._sent_by, CancelledError())
-        self._is_reported, self._is_cancelled, self._retries = False, True, 0
+        self._count(0, "", CancelledError())
+        self._is_reported = False
+        if self.repeats is not None:
+            self.repeats.is_cancelled, self.repeats.count = True, 0
         self._abandon()
 
     def _abandon(self) -> None:
@@ -431,7 +428,7 @@ class OutgoingCall:
             under_way, self._phase = self._phase in _UNDER_WAY, TAKEN
         if under_way:
             self._is_reported = False
-            self._payload = _NO_PAYLOAD
+            self._beside = IN_BAND
             self._discard()
             if self._number:
                 self._calls.notify(self._route, self._lane, protocol.CANCEL, self._number)
@@ -454,7 +451,7 @@ class OutgoingCall:
     def _discard(self) -> None:
         """Have the reply discarded; for finalizers: takes no lock."""
         calls, label = self._calls, self.label if self._is_reported else ""
-        calls.payloads.leave(calls.discard_reply, self._route, self._pending, label, self._deadline)
+        calls.payloads.leave(calls.discard_reply, self._route, self.pending, label, self._deadline)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
         return self._calls.deadlines.at(self._deadline, callback)
@@ -463,27 +460,23 @@ class OutgoingCall:
         self._calls.workers.submit(call_back, callback, argument)
 
     def _count(self, size: int, came_by: str, error: BaseException | None) -> None:
-        if not self._started:  # no attempt was sent, or the last one has been counted
-            return
-        elapsed, self._started = time.monotonic() - self._started, 0.0
-        peer = self._route.member.name
-        self._calls.counters.finished(peer, self._sent_by, self._counted, came_by, size, elapsed, error)
-        if self._span is not None:
-            failed = {} if error is None else {"error": type(error).__name__}
-            self._span.end(bytes_in=size, **failed)
+        row, self._row = self._row, None
+        if row is not None:  # else no attempt was sent, or the last one has been counted
+            elapsed = time.monotonic() - self._started
+            self._calls.counters.finished(row, came_by or row.lane, size, elapsed, error)
 
 
 class OutgoingCalls:
     """Sends the calls of one member. Thread-safe."""
 
-    tracer: Tracer | None = None
-    """While the group is traced."""
+    make: Callable[..., OutgoingCall] = OutgoingCall
+    """Makes a call; while the group is traced, a traced one."""
     interval: SwitchInterval | None = None
     """To be short while calls are made."""
 
     def __init__(self, local: Any) -> None:
         """``local``: the LocalMember with the parts that the calls use."""
-        self._rank: int = local.me.rank
+        self.rank: int = local.me.rank
         self._timeout_s: float = local.config.rpc_timeout_s
         self.peers: PeerTable = local.peers
         self.payloads: Payloads = local.payloads
@@ -510,7 +503,7 @@ class OutgoingCalls:
         if options.into is not None:
             options = options._replace(into=receiver(options.into))
         route = self.peers.route_for_call(target, options.timeout)
-        call = OutgoingCall(self, route, method, options)
+        call = self.make(self, route, method, options)
         if retries := route.retries.get(method, 0) if options.retry is None else options.retry:
             call.send_often(args, kwargs, retries, target)
         else:
@@ -527,16 +520,19 @@ class OutgoingCalls:
         """Send a call whose result stays in the target; returns torch's RRef to it."""
         route = self.peers.route_for_call(target, timeout)
         self.peers.check_present(route, timeout)
-        header, body, _ = self.request(protocol.REMOTE, route, method, args, kwargs, timeout)
-        lane: Any = route.fabric
+        began, scope = time.monotonic(), current_scope.get()
+        body, seconds, _ = self.encoded(route, method, args, kwargs, timeout, scope)
+        until = began + seconds if route.same_clock else None
+        header = RequestHeader(protocol.REMOTE, self.rank, route.token, method, scope.path, seconds, until)
+        lane: Any = route.torchrpc
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
-        rref = lane.remote(route.member.name, message, header.seconds)
+        rref = lane.remote(route.member.name, message, seconds)
         self.counters.sent(route.member.name, lane.name, method, body_bytes(body))
         return rref
 
     def control(self, route: PeerRoute, lane: MessageLane, kind: int, timeout_s: float, number: int = 0) -> Pending:
         """Send a request without a body to the peer's process itself: PING or WATCH."""
-        header = ControlHeader(kind, self._rank, route.token, number)
+        header = ControlHeader(kind, self.rank, route.token, number)
         return lane.call(route.member.name, Message(tuple(header), NOTHING), timeout_s)
 
     def notify(self, route: PeerRoute, lane: MessageLane, kind: int, number: int, *, later: bool = False) -> None:
@@ -560,31 +556,25 @@ class OutgoingCalls:
         """By peer: calls that have no reply yet, and bytes of their arguments; see CreditWindows.in_flight."""
         return {member.name: self.credit.in_flight(member.rank) for member in self.peers.members}
 
-    def request(
-        self,
-        kind: int,
-        route: PeerRoute,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: Any,
-        timeout: float | None,
-        number: int = 0,
-    ) -> tuple[RequestHeader, Encoded, bool]:
-        """The header and the body of a request, and whether it belongs to a distributed autograd context."""
-        scope, budget = current_scope.get(), self._timeout_s
+    def encoded(
+        self, route: PeerRoute, method: str, args: tuple[Any, ...], kwargs: Any, timeout: float | None, scope: Scope
+    ) -> tuple[Encoded, float, bool]:
+        """The body of a request, the seconds until its deadline, and whether it belongs to a distributed autograd
+        context.
+        """
+        seconds = self._timeout_s
         if timeout is not None or scope.limit is not None:
-            budget = self.budget(route.member.name, method, timeout)
-        until = time.monotonic() + budget if route.same_clock else None
+            seconds = self.budget(route.member.name, method, timeout)
         keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
+        if not args and not kwargs:
+            return NOTHING, seconds, keep_graph
         try:
-            body = self.codec.encode((args, kwargs or {}) if args or kwargs else None, keep_graph=keep_graph, own=True)
+            return self.codec.encode((args, kwargs or {}), keep_graph=keep_graph, own=True), seconds, keep_graph
         except SerializationError as error:
             why = self.codec.explain_argument(f"{route.member.name}.{method}", args, kwargs or {}, error)
             raise SerializationError(why) from error
         except MemoryError as error:
             raise no_memory("this process", f"the arguments of {route.member.name}.{method}", error) from error
-        header = RequestHeader(kind, self._rank, route.token, method, scope.path, budget, until, None, number)
-        return header, body, keep_graph
 
     def budget(self, peer: str, method: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""

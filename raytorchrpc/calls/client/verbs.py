@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
+from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 from raytorchrpc.calls import rejoin
 from raytorchrpc.calls.client.future import Future, call_back, result_of
-from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall
+from raytorchrpc.calls.client.outgoing import LOST, OutgoingCall, Repeats
 from raytorchrpc.calls.clients import own_groups
-from raytorchrpc.calls.member import current_local
+from raytorchrpc.calls.member import current
 from raytorchrpc.calls.options import CallOptions, checked_retry, takes_timeout
 from raytorchrpc.calls.peers import PeerRoute
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop
@@ -64,9 +65,9 @@ class _Proxy:
 
 
 def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if on_loop():
+    if _get_running_loop() is not None:
         refuse_on_loop("rpc_sync", f"`await raytorchrpc.rpc_async(target).{_name}(...)`")
-    local, options = current_local(), _options
+    local, options = current.local, _options
     if local is None:
         local, options = _member(_target, options)
     # No variable for the call: it may hold the error, whose traceback holds this frame.
@@ -74,7 +75,7 @@ def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **k
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if current_local() is None and on_loop() and own_groups.find(_target, _options.timeout) is None:
+    if current.local is None and on_loop() and own_groups.joined(_target, _options.timeout) is None:
         return Future(_DeferredCall(_target, _name, args, kwargs, _options))
     local, options = _member(_target, _options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
@@ -87,47 +88,58 @@ def _remote(_target: Target, _options: CallOptions, _name: str, /, *args: Any, *
 
 def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
     """The LocalMember that sends the call, and its options. Blocks until this process is a member, or a client of the
-    group that it formed or fetched and that has the target.
+    group that it formed or fetched and that has the target; the rest of the call's time is for the call.
     """
-    local: Any = current_local()
-    if local is None and (client := own_groups.find(target, options.timeout)) is not None:
-        return client[0], options
+    local: Any = current.local or own_groups.joined(target, options.timeout)
     if local is None:
-        local, timeout = rejoin.wait(options.timeout)
-        options = options._replace(timeout=timeout)
+        joining = _joining(target, options)
+        if not joining.done():
+            refuse_on_loop("joining a group", "`await raytorchrpc.rpc_async(target)...`, which joins it on a thread")
+        local, remaining_s = rejoin.outcome_of(joining)
+        options = options._replace(timeout=remaining_s)
     return local, options
 
 
+def _joining(target: Target, options: CallOptions) -> Any:
+    """What is settled with the LocalMember that sends the call: see ``rejoin.outcome_of``."""
+    return own_groups.join(target, options.timeout) or rejoin.awaited(options.timeout)
+
+
 class _DeferredCall(OutgoingCall):
-    """A call that waits for this process to become a member. A worker sends it then, as one whose peer was lost."""
+    """A call that waits for this process to become a member or a client. A worker sends it then, as one whose peer was
+    lost.
+    """
 
     _route: Any
     """None until it is being sent."""
-    _awaited: rejoin.Awaited | None
-    """This process as the member that it becomes, until it is one."""
+    _awaited: Any
+    """What is settled with the LocalMember that this process becomes, until it is; see ``rejoin.outcome_of``."""
 
     def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
         unknown: Any = None
         super().__init__(unknown, unknown, method, options)
-        self.cancellable, self._phase, self._pending = True, LOST, Completion()
-        self._keep(args, kwargs, target)
-        self._awaited = awaited = rejoin.awaited(options.timeout)
+        self._target = target
+        self.cancellable, self._phase, self.pending = True, LOST, Completion()
+        self.repeats = Repeats(args, kwargs, target, 0)
+        self._awaited = awaited = _joining(target, options)
         awaited.add_done_callback(self._joined)
 
     def _joined(self, awaited: Any) -> None:
+        repeats = self.repeats
+        assert repeats is not None
         if (error := awaited.exception()) is not None:
-            self._end_sending(self._pending, error)
+            self._end_sending(repeats, self.pending, error)
             return
         self._calls, self._deadline = awaited.result().outgoing, awaited.until
         self._awaited = None
-        self._calls.repeats.submit(self._send_again, self._pending)
+        self._calls.repeats.submit(self._send_again, repeats, self.pending)
 
-    def _next_route(self) -> PeerRoute | None:
+    def _next_route(self, repeats: Repeats) -> PeerRoute | None:
         if self._route is not None:
-            return super()._next_route()
+            return super()._next_route(repeats)
         route = self._calls.peers.route_for_call(self._target)
         usual = route.retries.get(self._method, 0)
-        self._retries = usual if self._options.retry is None else self._options.retry
+        repeats.count = usual if self._options.retry is None else self._options.retry
         return route
 
     @property

@@ -11,17 +11,24 @@ from typing import Any
 from raytorchrpc.calls import protocol
 from raytorchrpc.calls.payload import PendingTensors
 from raytorchrpc.calls.peers import PeerTable, is_client
-from raytorchrpc.calls.protocol import ControlHeader, RequestHeader
+from raytorchrpc.calls.protocol import ControlHeader
 from raytorchrpc.calls.server.exposed import Exposed, gate_of, is_hidden
 from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
-from raytorchrpc.calls.spans import Tracer
+from raytorchrpc.calls.server.streams import ItemRequest, ServedStream
 from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost, no_memory
-from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.lanes.base import Message, MessageLane, Pending, Reply
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import AtOnce
 from raytorchrpc.tensors.codec import NOTHING
 
 Work = Callable[[], None]
+
+#: What serves a call, by ``Exposed.call``.
+KINDS: Mapping[Any, Callable[..., ServedCall]] = {
+    None: ServedCall,
+    ServedStream: ServedStream,
+    ItemRequest: ItemRequest,
+}
 
 _ALIVE = Message((protocol.OK,), NOTHING)
 
@@ -29,10 +36,10 @@ _ALIVE = Message((protocol.OK,), NOTHING)
 class IncomingCalls:
     """Serves one member's requests. Thread-safe; never blocks a lane's thread."""
 
-    tracer: Tracer | None = None
-    """While the group is traced."""
     interval: SwitchInterval | None = None
     """To be short while calls come."""
+    on_watch: Callable[[Pending], object] | None = None
+    """Of a client: takes what fails when the connection ends by which the supervisor watches it."""
 
     def __init__(
         self,
@@ -46,6 +53,8 @@ class IncomingCalls:
         those of the package's own.
         """
         self.token, self.methods, self.services, self.callee, self._peers = token, methods, services, callee, peers
+        self.kinds = KINDS
+        """While the group is traced, those of ``traced``."""
 
     def serve(self, lane: MessageLane, message: Message, reply: Reply) -> Work | None:
         """Take a request; returns the work that it needs a thread for, if any.
@@ -67,14 +76,13 @@ class IncomingCalls:
             if kind in (protocol.CALL, protocol.REMOTE):
                 if self.interval is not None and not self.interval.used:
                     self.interval.shorten()
-                header = RequestHeader._make(message.header)
-                exposed = self.methods.get(header.method) or self.services.get(header.method)
+                method = message.header[3]
+                exposed = self.methods.get(method) or self.services.get(method)
                 if exposed is None:
-                    raise NoSuchMethod(self._why_not(header.method))
-                route = self._peers.route_back(caller)
-                made: type[ServedCall] = exposed.call or ServedCall
-                call = made(self.callee, lane, route, exposed, header, message, pending, reply, self.tracer)
-                if header.number and not self.callee.cancellable.add(call):
+                    raise NoSuchMethod(self._why_not(method))
+                route = self._peers.by_rank.get(caller) or self._peers.route_back(caller)
+                call = self.kinds[exposed.call](self.callee, lane, route, exposed, message, pending, reply)
+                if call.number and not self.callee.cancellable.add(call):
                     return call.answer_cancelled
                 if exposed.concurrent:
                     return call.run if call.admit(None) else None
@@ -104,7 +112,9 @@ class IncomingCalls:
             return partial(replies.send, reply, partial(replies.run, self._run, message))
         if header.kind != protocol.WATCH:
             return self._answer(reply, _ALIVE)
-        if is_client(header.caller):
+        if self.on_watch is not None:
+            self.on_watch(lane.watch(reply))
+        elif is_client(header.caller):
             connection = lane.watch(reply)  # raises for one that has ended
             self._peers.add_connection(header.caller)
             ended = partial(self._peers.end_connection, header.caller)

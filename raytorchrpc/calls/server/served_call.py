@@ -17,14 +17,13 @@ from typing import Any
 
 from raytorchrpc import errors
 from raytorchrpc._compat import ray_internals, torch_internals
-from raytorchrpc.calls.payload import Payloads, PendingTensors, tensor_lane
+from raytorchrpc.calls.payload import Payloads, PendingTensors
 from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import ASK, CALL, OK, RAISED, REMOTE, RequestHeader
+from raytorchrpc.calls.protocol import ASK, CALL, OK, RAISED, REMOTE
 from raytorchrpc.calls.scope import Limit, Scope, current_scope
 from raytorchrpc.calls.server.exposed import Exposed, gate_of
 from raytorchrpc.calls.server.gates import Admission
 from raytorchrpc.calls.server.services import DeferredReply
-from raytorchrpc.calls.spans import Span, Tracer
 from raytorchrpc.errors import (
     CancelledError,
     PeerLost,
@@ -206,8 +205,6 @@ class ServedCall:
     The gate admits it; ``run``, or a task on an event loop, runs ``_call``, and that replies.
     """
 
-    span: Span | None = None
-    """If it is traced."""
     admission: Admission | None = None
     phase: Phase = QUEUED
     _leaves = True
@@ -221,32 +218,23 @@ class ServedCall:
         lane: MessageLane,
         route: PeerRoute,
         exposed: Exposed,
-        header: RequestHeader,
         message: Message,
         pending: Sequence[PendingTensors],
         send: Reply,
-        tracer: Tracer | None = None,
     ) -> None:
-        """``lane``: that brought the request. ``route``: back to the caller. ``pending``: the out-of-band arguments.
-        ``send``: sends a reply.
+        """``lane``: that brought the request, ``message``. ``route``: back to the caller. ``pending``: the out-of-band
+        arguments. ``send``: sends a reply.
         """
         self.callee, self.lane, self.route, self.exposed = callee, lane, route, exposed
-        self.kind, self.number = header.kind, header.number
         self.message, self.pending, self.send = message, pending, send
-        until = header.deadline
-        self.limit = Limit(time.monotonic() + header.seconds if until is None else until)
-        self.path = header.path
-        self.scope = Scope(header.path, self.limit)
+        # A protocol.RequestHeader; to make one takes longer.
+        self.kind, _, _, self.method, self.path, self.seconds, until, self.mark, self.number = message.header
+        self.label = f"{callee.name}.{self.method}"
+        self.limit = Limit(time.monotonic() + self.seconds if until is None else until)
+        self.scope = Scope(self.path, self.limit)
         self.context = torch_internals.NO_CONTEXT
         if lane.capabilities.rrefs:  # else the lane records no hop
             self.context = torch_internals.current_autograd_context()
-        self.method = header.method
-        if tracer is not None:
-            self.span = tracer.served(self.label, header.mark)
-
-    @property
-    def label(self) -> str:
-        return f"{self.callee.name}.{self.method}"
 
     @property
     def deadline(self) -> float | None:
@@ -313,8 +301,6 @@ class ServedCall:
 
     def answer_cancelled(self) -> None:
         """Reply, which frees what the caller keeps for the call. Blocks while it is sent; does not raise."""
-        if self.span is not None:
-            self.span.end()
         self.callee.replies.refuse(CALL, CancelledError("the call was cancelled"), self.send)
 
     def _why(self) -> str:
@@ -329,35 +315,30 @@ class ServedCall:
         """Run this call, then all that inherit the admission, on this thread. The queue may be of any length."""
         call: Any = self
         while call is not None:
-            call = call._run()
-
-    def _run(self) -> Any:
-        """Returns the next call, if this thread is to run it."""
-        admission = self.admission
-        if admission is not None:
-            admission.owner = threading.get_ident()
-        try:
-            before = current_scope.set(self.scope.on_a_thread(admission))
+            admission = call.admission
+            if admission is not None:
+                admission.owner = threading.get_ident()
             try:
-                if self.context == torch_internals.NO_CONTEXT:
-                    if (coroutine := self._call()) is not None:
-                        complete(coroutine)
-                else:
-                    with torch_internals.autograd_context(self.context):
-                        if (coroutine := self._call()) is not None:
+                before = current_scope.set(call.scope.on_a_thread(admission))
+                try:
+                    if call.context == torch_internals.NO_CONTEXT:
+                        if (coroutine := call._call()) is not None:
                             complete(coroutine)
+                    else:
+                        with torch_internals.autograd_context(call.context):
+                            if (coroutine := call._call()) is not None:
+                                complete(coroutine)
+                except BaseException as error:
+                    call._refuse(error)
+                finally:
+                    call._end()
+                    current_scope.reset(before)
             except BaseException as error:
-                self._refuse(error)
+                if threads.is_shortage(error):
+                    raise
+                threads.report(error, f"{call.label} was not served to its end")
             finally:
-                self._end()
-                current_scope.reset(before)
-        except BaseException as error:
-            if threads.is_shortage(error):
-                raise
-            threads.report(error, f"{self.label} was not served to its end")
-        finally:
-            following = None if admission is None else admission.gate.pass_on(admission)
-        return following
+                call = None if admission is None else admission.gate.pass_on(admission)
 
     def _start_on_loop(self) -> None:
         loop = ray_internals.actor_event_loop(self.exposed.concurrency_group)
@@ -442,8 +423,6 @@ class ServedCall:
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.phase is CANCELLED:  # asked after the task is known: one of the two threads sees the other's
             raise CancelledError(self._why())
-        if self.span is not None:
-            self.span.begin()
         if time.monotonic() > self.limit.at:
             raise RpcTimeout(f"{self.label} waited for its turn until its deadline, and did not run")
         callee, message = self.callee, self.message
@@ -451,11 +430,8 @@ class ServedCall:
             message.make_current()
         try:
             body, arrives_on = message.body, self.route.cpu_arrives_on
-            manifests, keep = message.manifests, self.exposed.keep
-            if manifests or keep or (arrives_on is not None and body.tensors):
-                body = callee.payloads.unpack(body, self.pending, manifests, arrives_on=arrives_on, keep=keep)
-            if self.span is not None and (came_by := tensor_lane(manifests)) is not None:
-                self.span.beside("fetch", came_by)
+            if message.manifests or self.exposed.keep or (arrives_on is not None and body.tensors):
+                body = self._unpacked(message)
             decoded = callee.codec.decode(*body)
             del body  # only the method is to hold its arguments
             args, kwargs = decoded or ((), {})  # a call without arguments has no payload
@@ -472,6 +448,11 @@ class ServedCall:
             raise SerializationError(f"an argument of {self.label} cannot be unpickled there: {why}") from error
         self.message = NO_MESSAGE  # only the method holds its arguments now
         return args, kwargs
+
+    def _unpacked(self, message: Message) -> Encoded:
+        arrives_on, keep = self.route.cpu_arrives_on, self.exposed.keep
+        unpack = self.callee.payloads.unpack
+        return unpack(message.body, self.pending, message.manifests, arrives_on=arrives_on, keep=keep)
 
     def _encoded(self, result: Any) -> Encoded:
         if self.kind == REMOTE:
@@ -500,15 +481,12 @@ class ServedCall:
         if self.kind == REMOTE:
             self.reply(Message((False, result), NOTHING))
             return
-        if self.span is not None:
-            self.span.lap()
-        payload = self.callee.payloads.pack_reply(self.route, self.lane, body, self.exposed.share, self.exposed.frozen)
-        if self.span is not None and payload.lane is not None:
-            self.span.beside("ship", payload.lane)
+        share, frozen = self.exposed.share, self.exposed.frozen
+        body, beside = self.callee.payloads.pack_reply(self.route, self.lane, body, share, frozen)
         try:
-            self.reply(Message((OK,), payload.body, manifests=payload.manifests, take_back=payload.cancel))
+            self.reply(Message((OK,), body, nothing, beside.manifests, 0, beside.cancel))
         except BaseException as error:
-            payload.cancel()
+            beside.cancel()
             if not isinstance(error, PeerLost):
                 raise
 
@@ -518,8 +496,6 @@ class ServedCall:
             self.phase = REPLIED
         elif not self._advance(REPLIED):  # again, if an earlier reply could not be sent
             raise PeerLost("the caller", "it cancelled the call")
-        if self.span is not None:
-            self.span.end()
         self.send(message)
 
     def _refuse(self, error: BaseException) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 from raytorchrpc.calls.client.stream import NEXT
 from raytorchrpc.calls.options import MAX_TIMEOUT_S
-from raytorchrpc.calls.peers import PeerRoute
-from raytorchrpc.calls.protocol import OK, REMOTE, STREAM, RequestHeader
+from raytorchrpc.calls.protocol import OK, REMOTE, STREAM
 from raytorchrpc.calls.scope import allow_calls, wait_serving
 from raytorchrpc.calls.server.exposed import Exposed
-from raytorchrpc.calls.server.served_call import Callee, ServedCall, complete
+from raytorchrpc.calls.server.served_call import ServedCall, complete
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
-from raytorchrpc.lanes.base import Message, MessageLane
+from raytorchrpc.lanes.base import Message
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors import host_device_copy, thread_modes
 from raytorchrpc.tensors.codec import NOTHING
@@ -41,11 +40,8 @@ class ServedStream(ServedCall):
     _awaited: DeferredReply | None = None
     """Settled when there is a request for the next item, or when the stream is closed."""
 
-    def __init__(
-        self, callee: Callee, lane: MessageLane, route: PeerRoute, exposed: Exposed, header: RequestHeader, *rest: Any
-    ) -> None:
-        super().__init__(callee, lane, route, exposed, header, *rest)
-        self._seconds = header.seconds
+    def __init__(self, *call: Any) -> None:
+        super().__init__(*call)
         self._lock = Lock()
         self._requests: dict[int, ItemRequest] = {}
         """By the positions of the items."""
@@ -128,7 +124,7 @@ class ServedStream(ServedCall):
             if request is None:
                 self._awaited = DeferredReply()
                 return self._awaited
-        self.limit.at = time.monotonic() + self._seconds  # each item has the call's whole time
+        self.limit.at = time.monotonic() + self.seconds  # each item has the call's whole time
         return request
 
     def _patience(self) -> float:
@@ -152,7 +148,7 @@ class ServedStream(ServedCall):
     def _send_item(self, request: ItemRequest, item: Any) -> bool:
         """Answer a request with an item; False if that failed."""
         # The reply as for this method, and with its name in errors.
-        request.exposed, request.method, request.scope = self.exposed, self.method, self.scope
+        request.exposed, request.label, request.scope = self.exposed, self.label, self.scope
         try:
             request._answer(request._encoded(item), None)
         except BaseException as error:

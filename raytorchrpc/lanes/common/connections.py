@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import logging
-import os
-import select
 import socket
 import struct
 import threading
@@ -15,13 +11,23 @@ import time
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, no_memory
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout, no_memory
 from raytorchrpc.lanes.base import GONE, Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished, run
+from raytorchrpc.lanes.common.acceptor import (
+    CONNECT_TIMEOUT_S,
+    NO_ROOM,
+    Acceptor,
+    SocketAddress,
+    family_of,
+    listener_identity,
+)
+from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Refused, Unfinished, run
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
@@ -31,11 +37,6 @@ from raytorchrpc.tensors.dtypes import copied
 
 logger = logging.getLogger(__name__)
 
-#: Longest time of one attempt to connect and authenticate (seconds); the deadline of a call may shorten it.
-CONNECT_TIMEOUT_S = 10.0
-#: Handshakes that may be pending, beyond one for each peer: all peers may connect at once, for instance to a member
-#: that has restarted.
-_HANDSHAKES = 16
 #: How long a caller's own thread waits for a connection (seconds). A peer that is busy answers sooner.
 PATIENCE_S = 0.02
 #: Pause before the second attempt to connect, and the longest one (seconds): each is twice as long as the last.
@@ -47,213 +48,60 @@ SWEEP_S, IDLE_S = 10.0, 60.0
 MOST_IDLE = 256
 _IDLE = "it was idle"
 _TIMEVAL = struct.Struct("@ll")
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
-class SocketAddress(NamedTuple):
-    """Where a process listens."""
+class Phase(Enum):
+    """Of a request that needs a connection first."""
 
-    unix: str
-    """Name in Linux's abstract socket namespace, which leaves no file behind."""
-    tcp: tuple[str, int] | None
-    instance: Instance
-    """The process that listens there."""
-
-
-def listener_identity(service: str, credentials: Credentials, address: SocketAddress, family: int) -> Identity:
-    """Return the identity of a listener as seen by a process that connects over this socket family."""
-    where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
-    return credentials.peer(address.instance, f"{service} {where}")
-
-
-class _Arrival:
-    """An accepted connection whose other end has not authenticated itself yet."""
-
-    def __init__(self, sock: socket.socket, steps: Steps[Protection | None]) -> None:
-        self.sock, self._steps, self.since = sock, steps, time.monotonic()
-        _, self._size = next(steps)  # the accepting end listens first
-        self.protection: Protection | None = None
-
-    def proceed(self) -> bool:
-        """Run the handshake as far as its data has arrived; returns whether to its end. Never blocks.
-
-        Raises Refused or OSError.
-        """
-        while True:
-            received = b""
-            if self._size:
-                try:
-                    received = self.sock.recv(self._size, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    return False
-                if not received:
-                    raise HungUp("it hung up")
-            try:
-                sending, self._size = self._steps.send(received)
-            except StopIteration as done:
-                self.protection = done.value
-                return True
-            if (data := b"".join(sending)) and self.sock.send(data, _AT_ONCE) < len(data):
-                raise Refused("it does not read")
-
-
-class Acceptor:
-    """The listening sockets of one lane, and accepted connections whose other end has not authenticated itself yet.
-
-    One thread runs all their handshakes, each as far as its data has arrived. Beyond a limit the oldest is dropped, so
-    that strangers which send nothing cannot keep members out. Thread-safe.
-    """
-
-    def __init__(
-        self,
-        service: str,
-        me: str,
-        credentials: Credentials,
-        peers: Callable[[], int],
-        admit: Callable[[socket.socket, Protection | None], object],
-    ) -> None:
-        """``service``: names the lane in handshakes. ``me``: this member, for logs. ``peers``: returns how many members
-        may connect at once. ``admit``: takes over an authenticated connection without blocking; may raise to refuse it.
-        """
-        self._service, self._me, self._credentials = service, me, credentials
-        self._peers, self._admit = peers, admit
-        self._lock = Lock()
-        self._arrivals: dict[int, _Arrival] = {}  # by descriptor, oldest first
-        self._listeners: dict[int, socket.socket] = {}  # by descriptor
-        self._epoll = select.epoll()
-        self.fd = self._epoll.fileno()
-        """Call ``handle`` when it is readable."""
-        self.closed = False
-        self.address = SocketAddress("", None, credentials.instance)
-
-    def open(self, tcp_host: str | None) -> SocketAddress:
-        """Listen on a Unix socket and, if ``tcp_host`` is given, on that address for other hosts. Raises OSError."""
-        unix = fork.ABSTRACT + os.urandom(12).hex()
-        self._listen(socket.AF_UNIX, "\0" + unix)
-        self.address = self.address._replace(unix=unix)
-        return self.address if tcp_host is None else self.open_tcp(tcp_host)
-
-    def open_tcp(self, host: str) -> SocketAddress:
-        """Also listen on that address of this host, on a port that the kernel chooses. Raises OSError."""
-        bound = self._listen(_family(host), (host, 0)).getsockname()[:2]
-        self.address = self.address._replace(tcp=bound)
-        return self.address
-
-    def _listen(self, family: int, address: Any) -> socket.socket:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind(address)
-            listener.listen(socket.SOMAXCONN)
-            listener.setblocking(False)
-            self._listeners[listener.fileno()] = listener
-            self._epoll.register(listener, select.EPOLLIN)
-        except OSError as error:
-            self._listeners.pop(listener.fileno(), None)
-            listener.close()
-            raise OSError(error.errno, f"cannot listen on {address!r}: {error.strerror or error}") from error
-        return listener
-
-    def handle(self) -> bool:
-        """Accept connections, and run handshakes. Never blocks.
-
-        Returns False if the process has no descriptor for a connection, which then stays in the backlog.
-        """
-        has_room = True
-        with self._lock:
-            for fd, _ in () if self.closed else self._epoll.poll(0):
-                if fd in self._listeners:
-                    has_room = self._accept(self._listeners[fd]) and has_room
-                elif (arrival := self._arrivals.get(fd)) is not None:
-                    self._proceed(arrival)
-        return has_room
-
-    def _accept(self, listener: socket.socket) -> bool:
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:  # also if the other end has closed it already
-            return error.errno not in _NO_ROOM
-        while len(self._arrivals) >= _HANDSHAKES + self._peers():
-            oldest = next(iter(self._arrivals.values()))
-            if not self._proceed(oldest):
-                self.refuse(oldest.sock, HungUp("others are waiting"))
-        try:
-            me = listener_identity(self._service, self._credentials, self.address, sock.family)
-            arrival = _Arrival(sock, secure(sock, self._credentials, me))
-            self._epoll.register(sock, select.EPOLLIN)
-            self._arrivals[sock.fileno()] = arrival
-        except Exception as error:
-            self.refuse(sock, error)
-        else:
-            self._proceed(arrival)
-        return True
-
-    def _proceed(self, arrival: _Arrival) -> bool:
-        """Returns whether it is no longer pending."""
-        try:
-            if not arrival.proceed():
-                return False
-            self._remove(arrival.sock)
-            self._admit(arrival.sock, arrival.protection)
-        except Exception as error:
-            self.refuse(arrival.sock, error)
-        return True
-
-    def _remove(self, sock: socket.socket) -> None:
-        if self._arrivals.pop(sock.fileno(), None) is not None:
-            self._epoll.unregister(sock)
-
-    def refuse(self, sock: socket.socket, error: Exception) -> None:
-        """Close an accepted connection."""
-        self._remove(sock)
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # else TCP reports a reset if it has sent more, and not that no reply came
-        sock.close()
-        if isinstance(error, (OSError, RayTorchRpcError)):
-            logger.debug("%s refused a connection: %s", self._me, error)
-        else:
-            threads.report(error, f"{self._me} refused a connection")
-
-    def drop_late(self) -> bool:
-        """Drop connections whose handshake takes too long. Returns whether others are pending."""
-        with self._lock:
-            for arrival in list(self._arrivals.values()):
-                if time.monotonic() - arrival.since < CONNECT_TIMEOUT_S:
-                    return True
-                self.refuse(arrival.sock, Refused("it did not complete the handshake in time"))
-        return False
-
-    def close(self) -> None:
-        """Stop listening, and drop pending handshakes. Idempotent."""
-        with self._lock:
-            self.closed = True
-            for arrival in list(self._arrivals.values()):
-                self.refuse(arrival.sock, HungUp("this member left the group"))
-            for listener in self._listeners.values():
-                listener.close()
-            self._epoll.close()
+    WAITS = "for the connection, and its caller with it"
+    LEFT = "its caller has gone on, and left copies of the tensors"
+    SENDING = "its caller waits until all is sent, as in any call"
+    OVER = "sent, or failed"
 
 
 class Request(Pending):
-    """A request that needs a connection first. It ends as its call on that connection does."""
+    """A request that needs a connection first. It ends as its call on that connection does.
 
-    __slots__ = ("apart", "caller_waits", "deadline", "message", "on_released", "sent", "unsent")
+    Two threads have it: its caller's, and the one that connects and sends it. ``_lock`` guards ``phase``, which orders
+    them: the caller leaves before sending begins, or once it is over.
+    """
+
+    __slots__ = ("_over", "apart", "caller_waits", "deadline", "message", "on_released", "phase", "sent", "unsent")
 
     def __init__(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> None:
         super().__init__(on_released)
         self.message, self.deadline, self.caller_waits, self.on_released = message, deadline, caller_waits, on_released
-        self.apart = False
-        """Another thread than the caller's sends it."""
+        self.phase, self.apart = Phase.WAITS, False
+        """``apart``: its caller has left."""
+        self._over = threading.Lock()  # not an Event: a signal handler that interrupts its wait would stop its set
+        self._over.acquire()
         self.sent: Pending | None = None
         """Its call on the connection."""
         self.unsent = True
 
-    def leave(self) -> None:
-        """Have another thread send it. The caller may change its tensors from now on."""
-        if self.sent is None and not self.done:
-            tensors = [copied(tensor) for tensor in self.message.body.tensors]
-            self.message = self.message._replace(body=self.message.body._replace(tensors=tensors))
-            self.apart, self.caller_waits = True, False
+    def leave(self) -> bool:
+        """Called by its caller, which may change its tensors from now on. Returns False while it is sent, or later."""
+        with self._lock:
+            if self.phase is Phase.WAITS:
+                tensors = [copied(tensor) for tensor in self.message.body.tensors]
+                self.message = self.message._replace(body=self.message.body._replace(tensors=tensors))
+                self.phase, self.apart, self.caller_waits = Phase.LEFT, True, False
+            return self.apart
+
+    def sent_in(self, patience_s: float) -> Pending:
+        """Called by its caller: waits until it is sent, or leaves it. Returns what completes with the reply.
+
+        Raises why it was not sent, if that is known.
+        """
+        try:
+            if not self.apart and not self._over.acquire(timeout=patience_s) and not self.leave():
+                self._over.acquire()
+        except BaseException:  # an interrupt: the caller takes back what the message tells of
+            self.deadline = 0.0
+            raise
+        if self.done and not self.apart:
+            self.take()
+        return self.sent or self
 
     def is_due(self) -> bool:
         """Whether to send it now. One that is ``unsent`` at its deadline remains so."""
@@ -261,36 +109,44 @@ class Request(Pending):
         self.unsent = time.monotonic() >= self.deadline
         return not self.unsent
 
+    def send(self, connection: Connection) -> Pending:
+        """Send it, unless its deadline has passed."""
+        with self._lock:
+            self.phase = Phase.LEFT if self.apart else Phase.SENDING
+        if not self.is_due():
+            raise RpcTimeout(f"no connection to {connection.peer!r} by the deadline: others waited for it too")
+        return connection.call(self.message, self.deadline, self.caller_waits, self.on_released)
+
     def follow(self, sent: Pending) -> None:
-        self.sent, self._on_released = sent, None
-        del self.message
+        """It was sent, as this call."""
+        with self._lock:
+            self.phase, self.sent, self._on_released = Phase.OVER, sent, None
+            del self.message
+        self._over.release()
         if self.apart:
             sent.add_done_callback(lambda: self.settle(sent._message, sent._error))
 
     def fail(self, error: Exception) -> None:
+        with self._lock:
+            self.phase = Phase.OVER
         if self.apart:
             run_reported(self.message.take_back)
         self.settle(None, error)
-
-    def taken(self) -> Pending:
-        """What the caller waits for. Raises why it was not sent, if that is known."""
-        if self.done and not self.apart:
-            self.take()
-        return self.sent or self
+        self._over.release()
 
 
-class _Waiting(deque[Request]):
-    """Requests that wait for a connection."""
+class _Queue(deque[Request]):
+    """Requests that wait for a connection to one peer, in order. As long as there is one, all calls join it."""
 
-    def __init__(self, first: Iterable[Request]) -> None:
-        super().__init__(first)
+    def __init__(self, first: Request) -> None:
+        super().__init__((first,))
         self.connects = threading.get_ident()
-        """The caller's thread that makes it, if that is not one of the lane's."""
+        """The caller's thread that makes it, or is about to start the one that does; else 0."""
 
 
-def fail_all(waiting: deque[Request], error: PeerLost) -> None:
-    while waiting:
-        waiting.popleft().fail(error)
+def fail_all(queue: deque[Request], error: PeerLost) -> None:
+    while queue:
+        queue.popleft().fail(error)
 
 
 class ClosedWhileIdle(Exception):
@@ -482,9 +338,9 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._addresses: dict[str, SocketAddress] = {}
         self._made: dict[str, C] = {}  # by peer; some may have ended
         self._aside: dict[str, list[C]] = {}  # by peer: those that were in use when a signal handler made a call
-        self._waiting: dict[str, _Waiting] = {}  # by peer: while a connection to it is made, what waits, in order
+        self._waiting: dict[str, _Queue] = {}  # by peer: while a connection to it is made, what waits, in order
         self._made_lock = Lock()
-        self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
+        self._sweeps = Timer(SWEEP_S)
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
     def _readable(self, fd: int) -> bool:
@@ -540,11 +396,11 @@ class ConnectedLane(MessageLane, Generic[C]):
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
         with self._made_lock:
-            waiting = self._waiting.pop(peer, None) or _Waiting(())
+            queue = self._waiting.pop(peer, None)
             ended = self._aside.pop(peer, [])
             if (connection := self._made.pop(peer, None)) is not None:
                 ended.append(connection)
-        fail_all(waiting, self._unknown(peer))
+        fail_all(queue or deque(), self._unknown(peer))
         for connection in ended:
             connection.end(GONE)
 
@@ -575,8 +431,7 @@ class ConnectedLane(MessageLane, Generic[C]):
 
     def _sweep_later(self) -> None:
         with self._made_lock:
-            if not self._is_sweep_due and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
-                self._is_sweep_due = True
+            if not self._sweeps.is_set and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
                 self._sweeps.set()
 
     def _sweep(self) -> None:
@@ -585,7 +440,6 @@ class ConnectedLane(MessageLane, Generic[C]):
             if self._sweeps.fd < 0:
                 return
             self._sweeps.clear()
-            self._is_sweep_due = False
             made = self._own()
         if self._acceptor.drop_late() or made:
             self._sweep_later()
@@ -609,112 +463,109 @@ class ConnectedLane(MessageLane, Generic[C]):
         with self._made_lock:
             self._sweeps.close()
             abandoned, self._waiting = self._waiting, {}
-        for peer, waiting in abandoned.items():
-            fail_all(waiting, self._left(peer))
+        for peer, queue in abandoned.items():
+            fail_all(queue, self._left(peer))
+
+    # --- connecting ------------------------------------------------------------------------------------------
 
     def _connect_first(self, peer: str, request: Request) -> Pending:
-        """Connect if there is no connection, and send it, after those that wait already.
+        """Have a thread connect, unless one does already, and send it after the requests that wait.
 
-        Blocks for ``PATIENCE_S``, or a little longer; then another thread goes on. Raises PeerLost and RpcTimeout.
+        Connecting takes a millisecond, or until the deadline, and a caller may have no time for that. So it never does
+        it itself: it waits for ``PATIENCE_S``, then leaves the request to that thread. Raises PeerLost and RpcTimeout.
         """
         with self._made_lock:
             if peer not in self._addresses:
                 raise self._unknown(peer)
-            if (waiting := self._waiting.get(peer)) is not None:
-                if waiting.connects == threading.get_ident():
+            if (queue := self._waiting.get(peer)) is not None:
+                if queue.connects == threading.get_ident():
                     raise interrupted(f"a call to {peer!r}, to which this thread connects,")
                 request.leave()
-                waiting.append(request)
+                queue.append(request)
                 return request
-            waiting = self._waiting[peer] = _Waiting([request])
-        steps = self._open(peer, waiting)
+            queue = self._waiting[peer] = _Queue(request)
+        if on_loop := _get_running_loop() is not None:
+            request.leave()
         try:
-            for _ in steps:
-                request.leave()
-                threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
-                waiting.connects = 0
-                break
+            threads.start(self._open, peer, queue, name=f"raytorchrpc-{self._me}-connect")
+            queue.connects = 0
+        except BaseException as error:
+            if on_loop or not isinstance(error, threads.ThreadShortage):
+                self._abandon(peer, queue)
+                raise
+            self._open(peer, queue)  # Python starts no thread while it ends, when goodbyes are said
+        return request.sent_in(PATIENCE_S)
+
+    def _open(self, peer: str, queue: _Queue) -> None:
+        """Connect, and send the requests that wait; until none does, others join them. Then calls go directly."""
+        try:
+            self._send_all(peer, queue)
         except BaseException:
-            steps.close()
+            self._abandon(peer, queue)
             raise
-        return request.taken()
 
-    def _open(self, peer: str, waiting: _Waiting) -> Generator[None, None, None]:
-        """Connect, and send the requests that wait. Once none is left, others go directly.
+    def _abandon(self, peer: str, queue: _Queue) -> None:
+        """Nothing may wait for ever for a thread that was interrupted."""
+        with self._made_lock:
+            if self._waiting.get(peer) is queue:
+                del self._waiting[peer]
+        fail_all(queue, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
 
-        Yields where it may take long from now on.
-        """
-        connection = self._made.get(peer)  # another thread may just have made it
-        try:
-            if connection is not None and not connection.ended and _get_running_loop() is not None:
-                yield  # its peer does not read
-            while True:
-                with self._made_lock:
-                    if not waiting:
-                        if is_current := self._waiting.get(peer) is waiting:
-                            del self._waiting[peer]
-                            if connection is not None:
-                                self._made[peer] = connection
-                        break
-                    request = waiting.popleft()
-                try:
-                    call = None
-                    if connection is None or connection.ended:
-                        connection = yield from self._connect_in_time(peer, waiting, request)
-                        call, connection.first = connection.first, None
-                    while call is None:
-                        if not request.is_due():
-                            raise RpcTimeout(f"no connection to {peer!r} by the deadline: others waited for it too")
-                        try:
-                            call = connection.call(
-                                request.message, request.deadline, request.caller_waits, request.on_released
-                            )
-                        except WouldBlock:
-                            yield
-                    request.follow(call)
-                except ClosedWhileIdle:
-                    waiting.appendleft(request)
-                except Exception as error:
-                    request.fail(error)
-                if waiting:
-                    yield
-        except BaseException:  # an interrupt, perhaps: nothing may wait behind it for ever
-            with self._made_lock:
-                if self._waiting.get(peer) is waiting:
-                    del self._waiting[peer]
-            fail_all(waiting, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
-            raise
+    def _send_all(self, peer: str, queue: _Queue) -> None:
+        connection = self._made.get(peer)  # another thread may just have made it, or its peer does not read
+        request = self._next(peer, queue, connection)
+        while request is not None:
+            try:
+                first = None
+                if connection is None or connection.ended:
+                    connection = self._connect_in_time(peer, queue, request)
+                    first, connection.first = connection.first, None
+                end = partial(request.follow, first or request.send(connection))
+            except ClosedWhileIdle:
+                continue
+            except Exception as error:
+                end = partial(request.fail, error)
+            request = self._next(peer, queue, connection)
+            end()  # only now: the next request of its caller need not wait here
+
+    def _next(self, peer: str, queue: _Queue, connection: C | None) -> Request | None:
+        """Return the next request that waits. If none does, let calls go directly by the connection."""
+        with self._made_lock:  # under which callers join the queue
+            if queue:
+                return queue.popleft()
+            if is_current := self._waiting.get(peer) is queue:
+                del self._waiting[peer]
+                if connection is not None:
+                    self._made[peer] = connection
         if is_current:
             self._sweep_later()
         elif connection is not None:
             connection.end(GONE)
+        return None
 
-    def _connect_in_time(self, peer: str, waiting: _Waiting, request: Request) -> Generator[None, None, C]:
+    def _connect_in_time(self, peer: str, queue: _Queue, request: Request) -> C:
         """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
-        pause_s, patience_s = _PAUSE_S, PATIENCE_S
+        pause_s = _PAUSE_S
         while True:
-            if (address := self._addresses.get(peer)) is None or self._waiting.get(peer) is not waiting:
+            if (address := self._addresses.get(peer)) is None or self._waiting.get(peer) is not queue:
                 raise self._unknown(peer)
             if self._acceptor.closed:
                 raise self._left(peer)
             try:
-                return (yield from self._connect(peer, address, request, patience_s))
+                return self._connect(peer, address, request)
             except (PeerLost, RpcTimeout):  # they are OSErrors too
                 raise
             except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError) as error:
                 if time.monotonic() + pause_s >= request.deadline:
                     raise RpcTimeout(f"no connection to {peer!r} by the deadline: {error}") from error
             except (OSError, Refused) as error:
-                if getattr(error, "errno", None) not in _NO_ROOM or not self._close_idle():
+                if getattr(error, "errno", None) not in NO_ROOM or not self._close_idle():
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-            yield
             threads.pause(pause_s)
-            pause_s, patience_s = min(2 * pause_s, _LONGEST_PAUSE_S), CONNECT_TIMEOUT_S
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _connect(
-        self, peer: str, address: SocketAddress, request: Request, patience_s: float
-    ) -> Generator[None, None, C]:
-        """Connect within ``patience_s``, and authenticate both ends. A small request goes with the handshake.
+    def _connect(self, peer: str, address: SocketAddress, request: Request) -> C:
+        """Connect and authenticate both ends, within ``CONNECT_TIMEOUT_S``. A small request goes with the handshake.
 
         Raises Refused or OSError if the request has not run, else PeerLost or RpcTimeout.
         """
@@ -722,11 +573,15 @@ class ConnectedLane(MessageLane, Generic[C]):
         if by_tcp and address.tcp is None:
             raise Refused("it does not listen for other hosts")
         where: Any = address.tcp if by_tcp else "\0" + address.unix
-        family = _family(where[0]) if by_tcp else socket.AF_UNIX
+        family = family_of(where[0]) if by_tcp else socket.AF_UNIX
         own = self._acceptor.address
         me, listener = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
         deadline = min(request.deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-        frame, sent = self._pack_first(request.message), False
+        with request._lock:  # its caller cannot leave, and change its tensors
+            frame, sent = self._pack_first(request.message), False
+
+        def remaining_s() -> float:
+            return max(0.001, deadline - time.monotonic())
 
         def first() -> bytes:
             nonlocal sent
@@ -735,16 +590,14 @@ class ConnectedLane(MessageLane, Generic[C]):
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            allowed_s = max(0.001, min(patience_s, deadline - time.monotonic()))
             # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(allowed_s))
-            sock.settimeout(allowed_s if by_tcp else None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(remaining_s()))
+            sock.settimeout(remaining_s() if by_tcp else None)
             sock.connect(where)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(0))
             if by_tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            steps = secure(sock, self._credentials, me, listener, first)
-            protection = yield from run(sock, steps, max(0.001, deadline - time.monotonic()), PATIENCE_S)
+            protection = run(sock, secure(sock, self._credentials, me, listener, first), remaining_s())
             return self._register(sock, protection, peer, request if sent else None, deadline)
         except BaseException as error:
             sock.close()
@@ -778,9 +631,6 @@ class ConnectedLane(MessageLane, Generic[C]):
         return [address.tcp for address in known if address.tcp is not None]
 
 
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _timeval(seconds: float) -> bytes:
+def timeval(seconds: float) -> bytes:
+    """Encode a time for SO_SNDTIMEO and SO_RCVTIMEO."""
     return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-import threading
+import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from raytorchrpc import Member
-from raytorchrpc.calls.flow_control import Credit, CreditWindow, CreditWindows
+from raytorchrpc.calls.flow_control import CreditWindow, CreditWindows
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import PeerBusy, RpcTimeout
+from tests.unit.switching import switching_often
 
-B = Member(1, "b", None, "node", 1, "rtr-b", 1)
 
-
-def taken(window: CreditWindow, size: int) -> Credit:
-    credit = window.take(size)
-    assert credit is not None
-    return credit
+def take(windows: CreditWindows, call: int, size: int, deadline: float) -> None:
+    """As a call does."""
+    window = windows.by_rank.get(1) or windows.open(windows.by_rank, 1)
+    if not window.take(call, size):
+        windows.wait(window, "b", "f", call, size, deadline)
 
 
 @pytest.mark.parametrize(
@@ -34,64 +35,91 @@ def test_calls_and_bytes_are_counted(
     max_calls: int, max_bytes: int, inside: list[int], refused: int, fits: int | None
 ) -> None:
     window = CreditWindow(max_calls, max_bytes)
-    credits = [taken(window, size) for size in inside]
-    assert window.take(refused) is None
+    calls = list(range(len(inside)))
+    assert all(window.take(call, size) for call, size in zip(calls, inside, strict=True))
+    assert not window.take(10, refused)
     if fits is not None:
-        credits.append(taken(window, fits))
-    credits.pop().give_back()
-    credits.append(taken(window, 0))
-    for credit in (*credits, *credits):  # given back twice, it counts once
-        credit.give_back()
-    assert (window.calls, window.bytes) == (0, 0)
+        calls.append(11)
+        assert window.take(11, fits)
+    window.give_back(calls.pop())
+    calls.append(12)
+    assert window.take(12, 0)
+    for call in (10, *calls, *calls):  # given back twice, it counts once; what was refused has nothing
+        window.give_back(call)
+    assert (window.calls, window.bytes, window.sizes) == (0, 0, {})
 
 
 def test_who_waits_is_served_in_order_and_before_later_ones() -> None:
     window = CreditWindow(10, 10)
-    first = taken(window, 10)
-    large, small = window.enqueue(8), window.enqueue(1)
-    assert not large[1].wait(0)
-    assert window.take(0) is None, "nobody passes those who wait"
-    first.give_back()
-    for queued in (large, small):
-        assert queued[1].wait(5)
+    assert window.take(1, 10)
+    large, small, last = window.enqueue(2, 8), window.enqueue(3, 1), window.enqueue(4, 10)
+    assert not large[2].wait(0)
+    assert not window.take(5, 0), "nobody passes those who wait"
+    window.give_back(1)
+    for queued in (large, small, last):
+        assert queued is last or queued[2].wait(5)
         window.cancel(queued)
     assert (window.calls, window.bytes) == (0, 0)
 
 
 def test_many_threads_never_exceed_it_and_leave_nothing() -> None:
     windows = CreditWindows(GroupConfig(max_calls_in_flight=3), 100)
-    inside, most = 0, 0
-    lock = threading.Lock()
+    numbers, inside, most = itertools.count(), list[int](), 0
 
     def work(seed: int) -> None:
-        nonlocal inside, most
-        numbers = random.Random(seed)
-        for _ in range(200):
+        nonlocal most
+        choices = random.Random(seed)
+        for _ in range(300):
+            call = next(numbers)
             try:
-                credit, _ = windows.take(B, "f", numbers.randrange(60), numbers.choice([0.0, 0.001, 10]))
+                take(windows, call, choices.randrange(60), time.monotonic() + choices.choice([0.0, 0.001, 10]))
             except RpcTimeout:
                 continue
-            with lock:
-                inside += 1
-                most = max(most, inside)
-            with lock:
-                inside -= 1
-            credit.give_back()
+            inside.append(call)
+            most = max(most, len(inside))
+            inside.remove(call)
+            windows.by_rank[1].give_back(call)
 
-    with ThreadPoolExecutor(8) as pool:
+    with switching_often(), ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, seed) for seed in range(8)]:
             done.result(60)
     assert 1 <= most <= 3
     assert windows.in_flight(1) == (0, 0)
 
 
+def test_an_interrupt_finds_credit_taken_or_not_taken() -> None:
+    window, rounds = CreditWindow(10, 10), 0
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-4)
+                try:
+                    while True:
+                        window.take(rounds, 1)
+                        window.give_back(rounds)
+                        rounds += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                window.give_back(rounds)
+            assert (window.calls, window.bytes, window.sizes) == (0, 0, {})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert rounds > 0
+
+
 def test_when_full_it_waits_until_the_deadline_or_rejects_at_once() -> None:
     blocking = CreditWindows(GroupConfig(max_calls_in_flight=1), 100)
-    blocking.take(B, "f", 1, 1)
-    with pytest.raises(RpcTimeout, match=r"b\.g was not sent by its deadline: 1 calls"):
-        blocking.take(B, "g", 1, 0.01)
+    take(blocking, 1, 1, 0.0)
+    with pytest.raises(RpcTimeout, match=r"b\.f was not sent by its deadline: 1 calls"):
+        take(blocking, 2, 1, time.monotonic() + 0.01)
     rejecting = CreditWindows(GroupConfig(max_calls_in_flight=1, when_full="reject"), 100)
-    rejecting.take(B, "f", 1, 1)
-    with pytest.raises(PeerBusy, match=r"b\.g was not sent.*max_calls_in_flight \(1\)") as busy:
-        rejecting.take(B, "g", 1, 60)
+    take(rejecting, 1, 1, 0.0)
+    with pytest.raises(PeerBusy, match=r"b\.f was not sent.*max_calls_in_flight \(1\)") as busy:
+        take(rejecting, 2, 1, time.monotonic() + 60)
     assert (busy.value.peer, busy.value.calls, busy.value.bytes) == ("b", 1, 1)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from raytorchrpc.calls.counters import BUCKETS, CallCounters, PairStats, counted_name
 from raytorchrpc.calls.metrics import GroupStats, Reading
+from tests.unit.switching import switching_often
 
 LONG = "a-member-with-a-name-of-40-characters---"
 
@@ -49,10 +51,19 @@ def test_a_service_is_counted_under_the_name_of_its_object() -> None:
     assert counted_name("raytorchrpc.next", (3, 1)) == counted_name("raytorchrpc.next", ()) == "(next)"
 
 
-def test_calls_whose_outcome_nobody_takes_are_counted_and_not_kept() -> None:
-    counters = CallCounters()
-    for _ in range(10_000):
-        counters.sent("b", "socket", "step", 3)
-    assert len(counters._sent) < 1000
-    (row,) = counters.rows("a")
-    assert (row.calls, row.bytes_out, row.finished) == (10_000, 30_000, 0)
+def test_calls_of_many_threads_are_all_counted_by_the_first_lane_and_what_came_by_the_other() -> None:
+    counters, count = CallCounters(), 20_000
+
+    def work(number: int) -> None:
+        for _ in range(count):
+            sent = counters.sent("b", "socket", "step", 3)
+            if number % 2:  # the outcome of the others is not taken
+                counters.finished(sent, "shm", 2, 1.0, KeyError())
+
+    with switching_often(), ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, number) for number in range(4)]:
+            done.result(60)
+    row, other = counters.rows("a")
+    assert (row.lane, row.calls, row.bytes_out, row.finished) == ("socket", 4 * count, 12 * count, 2 * count)
+    assert (row.errors, row.bytes_in, row.seconds) == ({"KeyError": 2 * count}, 0, 2 * count)
+    assert (other.lane, other.calls, other.bytes_in) == ("shm", 0, 4 * count)

@@ -6,14 +6,14 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raytorchrpc.calls.payload import Payloads, joined, owned, read_into
+from raytorchrpc.calls.payload import IN_BAND, OutOfBand, Payloads, joined, owned, read_into, tensor_lane
 from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import (
     Arrived,
@@ -93,15 +93,28 @@ CPU = {"cpu": "depot"}
 GPU = {"cpu": "depot", "meta": "gpu depot"}  # a device that every machine has stands for the GPU
 
 
+class Shipped(NamedTuple):
+    body: Encoded
+    beside: OutOfBand
+
+    @property
+    def manifests(self) -> tuple[Any, ...]:
+        return self.beside.manifests
+
+    @property
+    def lane(self) -> str | None:
+        return tensor_lane(self.manifests)
+
+
 def ship(splitter: Payloads, body: Encoded, routes: Mapping[str, str] = CPU, in_band: int | None = 0) -> Any:
-    return splitter.split(body, "b", routes, {}, in_band, lane="socket")
+    return Shipped(*splitter.split(body, "b", routes, {}, in_band, lane="socket"))
 
 
 def test_small_tensors_stay_in_the_message() -> None:
     depot = Depot()
     body = body_of(torch.ones(4), torch.ones(12))
     shipped = ship(Payloads(0, {"depot": depot}), body, in_band=64)  # just so
-    assert shipped == (body, (), ())
+    assert shipped.body == body and not shipped.beside.exports
     assert shipped.lane is None
     assert depot.exported == 0
     assert ship(Payloads(0, {"depot": depot}), body_of(), in_band=0).manifests == ()
@@ -174,8 +187,8 @@ def test_the_order_of_tensors_is_restored(kinds: str, in_band: int) -> None:
 def test_what_no_lane_takes_stays_in_the_message() -> None:
     depot = Depot()
     body = body_of(torch.ones(4), torch.ones(5))
-    assert ship(Payloads(0, {"depot": depot}), body, {}) == (body, (), ())
-    assert ship(Payloads(0, {"depot": depot}), body, in_band=None) == (body, (), ()), "its messages carry all as well"
+    assert ship(Payloads(0, {"depot": depot}), body, {}) == (body, IN_BAND)
+    assert ship(Payloads(0, {"depot": depot}), body, in_band=None) == (body, IN_BAND), "its messages carry all as well"
     assert not depot.exported
 
 
@@ -184,7 +197,7 @@ def test_a_lane_that_cannot_is_told_of_once(caplog: pytest.LogCaptureFixture) ->
     body = body_of(torch.ones(4))
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for _ in range(3):
-            assert ship(splitter, body) == (body, (), ())
+            assert ship(splitter, body) == (body, IN_BAND)
         assert ship(splitter, body, {}).body is body  # no lane by the plan: nothing to tell
     (record,) = caplog.records
     assert record.getMessage() == "tensors to b go by socket instead of depot: no room: 7 MiB are out"
@@ -221,7 +234,7 @@ def test_what_is_kept_gets_memory_of_its_own_and_is_copied_only_for_that() -> No
 def test_cancelling_takes_back_every_export() -> None:
     lanes = {"depot": Depot(), "gpu depot": Depot()}
     shipped = ship(Payloads(0, lanes), body_of(torch.ones(4), torch.empty(2, device="meta")), GPU)
-    shipped.cancel()
+    shipped.beside.cancel()
     assert lanes["depot"].cancelled == lanes["gpu depot"].cancelled == [(1, "box")]
 
 
@@ -278,7 +291,7 @@ def test_cuda_tensors_are_shared_where_that_is_asked_for(cuda: Callable[[int, in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 0))
     routes = {"cpu": "depot", "cuda": "gpu depot"}
-    shipped = Payloads(0, lanes).split(body, "b", routes, {0: 0}, 0, share)
+    shipped = Shipped(*Payloads(0, lanes).split(body, "b", routes, {0: 0}, 0, share))
     assert [manifest[:2] for manifest in shipped.manifests] == [
         ("gpu depot", (0, 2)), ("depot", (1,)),
     ]  # fmt: skip
@@ -290,7 +303,7 @@ def test_cuda_tensors_for_the_cpu_travel_with_the_cpu_tensors(cuda: Callable[[in
     lanes = {"depot": GpuDepot(), "gpu depot": GpuDepot()}
     routes = {"cpu": "depot", "cuda": "gpu depot"}
     body = body_of(cuda(5, 0), torch.empty(50), cuda(6, 1), cuda(7, 0))
-    shipped = Payloads(0, lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True)
+    shipped = Shipped(*Payloads(0, lanes).split(body, "b", routes, {0: "cpu", 1: 0}, 5 * 4, True))
     assert [manifest[:2] for manifest in shipped.manifests] == [
         ("depot", (0, 1, 3)), ("gpu depot", (2,)),
     ]  # fmt: skip
@@ -313,7 +326,8 @@ def test_cuda_tensors_that_no_lane_takes_cross_on_the_cpu(
     maps = {0: 1, 1: 0, 2: "cpu"}
     with caplog.at_level(logging.WARNING, "raytorchrpc"):
         for _ in range(2):
-            shipped = splitter.split(body, "b", routes, maps, None, lane="socket", through_cpu="no CUDA IPC")
+            packed = splitter.split(body, "b", routes, maps, None, lane="socket", through_cpu="no CUDA IPC")
+            shipped = Shipped(*packed)
     assert [len(tensor) for tensor in shipped.body.tensors] == [5, 50, 6, 7]
     assert all(tensor.is_cpu for tensor in shipped.body.tensors) and shipped.lane is None
     (record,) = caplog.records

@@ -22,8 +22,8 @@ def look(at: float, *calls: PairStats, **more: object) -> GroupStatus:
 def counted(count: int, seconds: float = 0.002, errors: int = 0) -> PairStats:
     counters = CallCounters()
     for number in range(count):
-        counters.sent("b", "shm", "step", 600_000)
-        counters.finished("b", "shm", "step", "shm", 400_000, seconds, ValueError() if number < errors else None)
+        sent = counters.sent("b", "shm", "step", 600_000)
+        counters.finished(sent, "shm", 400_000, seconds, ValueError() if number < errors else None)
     (row,) = counters.rows("a")
     return row
 

@@ -67,8 +67,8 @@ class Source:
         return Exporter("g", "a", self.read, fine, lambda: self.meters)
 
     def call(self, seconds: float, error: BaseException | None = None, lane: str = "socket", peer: str = "b") -> None:
-        self.counters.sent(peer, lane, "step", 100)
-        self.counters.finished(peer, lane, "step", lane, 10, seconds, error)
+        sent = self.counters.sent(peer, lane, "step", 100)
+        self.counters.finished(sent, lane, 10, seconds, error)
 
 
 @pytest.fixture
