@@ -57,7 +57,9 @@ def get(ref: Any) -> Any:
 
 
 def actor(cls: Any, *args: Any, **options: Any) -> Any:
-    return ray.remote(cls).options(num_cpus=0, max_restarts=-1, max_concurrency=8).remote(*args, **options)
+    """An engine answers while it is busy; a trainer trains once at a time."""
+    threads = {} if issubclass(cls, (fakes.Trainer, fakes.VerlWorker)) else {"max_concurrency": 8}
+    return ray.remote(cls).options(num_cpus=0, max_restarts=-1, **threads).remote(*args, **options)
 
 
 @contextmanager

@@ -13,7 +13,11 @@ def check(form: str, count: int, seed: int) -> None:
     assert sum(report.kills.values()) == count and report.generated >= count
 
 
-@pytest.mark.parametrize(("form", "count"), [(form, 6 if form == "vllm in its actor" else 3) for form in FORMS])
+#: Fewer kills where an engine starts processes.
+COUNTS = {"vllm in its actor": 6, "verl": 6, "sglang": 2}
+
+
+@pytest.mark.parametrize(("form", "count"), [(form, COUNTS.get(form, 3)) for form in FORMS])
 def test_weights_go_on_after_kills(cluster: None, form: str, count: int) -> None:
     check(form, count, 3)
 
