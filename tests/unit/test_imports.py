@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
     },
     "__init__": {
-        *("_loading", "calls", "config", "decorator", "group", "patterns", "rdt", "runtime_env"),
+        *("_loading", "calls", "config", "decorator", "group", "patterns", "rdt", "runtime_env", "text"),
         *("tensors.distributed_tensors", "topology"),
     },
 }
