@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ray.actor import ActorHandle
 
@@ -47,6 +47,18 @@ STATS_TIMEOUT_S = 5.0
 
 
 Host = Supervisor | DetachedHost
+
+
+class _Members(tuple[Member, ...]):
+    """``Group.members``."""
+
+    __slots__ = ()
+
+    def __call__(self) -> NoReturn:
+        raise TypeError("Group.members is no method: write group.members")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
 
 
 class Group:
@@ -98,7 +110,7 @@ class Group:
     @property
     def members(self) -> tuple[Member, ...]:
         """All members, in rank order."""
-        return self._info.members
+        return _Members(self._info.members)
 
     def routes(self) -> _routes.RoutePlan:
         """The lanes between each pair of members, and why they were chosen. ``print`` shows a table."""
@@ -477,7 +489,8 @@ def _reserved(name: Any) -> Iterator[None]:
         if _forming.setdefault(name, token) is not token:
             raise BootstrapError(f"group {name!r} is being formed by another thread; choose another name=")
         if name in _groups:
-            raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
+            ended_by = f"raytorchrpc.get_group({name!r}).shutdown()"
+            raise BootstrapError(f"group {name!r} exists; end it with {ended_by}, or choose another name=")
         yield
     finally:
         if _forming.get(name) is token:

@@ -321,8 +321,10 @@ def test_an_actor_that_is_in_a_group_is_refused_until_that_one_ends(peers: list[
         with pytest.raises(rtr.BootstrapError, match="'b' is already in group 'first'; end that one") as raised:
             rtr.init_group({"c": c, "b": b}, name="second")
         assert raised.value.members == ("b",)
-        with pytest.raises(rtr.BootstrapError, match="group 'first' exists"):
+        with pytest.raises(rtr.BootstrapError, match=r"'first' exists; .* raytorchrpc\.get_group\('first'\)\.shutdown"):
             rtr.init_group({"c": c}, name="first")
+        with pytest.raises(TypeError, match=r"write group\.members"):
+            rtr.get_group("first").members()  # type: ignore[operator]
         assert ray.get(a.call.remote(b, "double", 1)) == 2, "the refused attempt broke the group"
     assert_work([c, b])
 

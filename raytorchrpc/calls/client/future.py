@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from raytorchrpc.calls.options import checked_timeout, takes_timeout
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
@@ -259,6 +259,12 @@ class Future(Generic[T]):
     def _unwatch(self, watcher: Callable[[], None]) -> None:
         if self._arrival is not None:
             self._arrival.discard_callback(watcher)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            remedy = ": use result(), wait() or await" if name == "get" else ""
+            raise AttributeError(f"a Future has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __repr__(self) -> str:
         state = "cancelled" if self._cancelled else "done" if self.done() else "pending"

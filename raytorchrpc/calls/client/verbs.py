@@ -265,4 +265,9 @@ def remote(target: Target, *, timeout: float | None = None) -> Any:
         >>> rref.to_here()
         42
     """
+    if callable(target):
+        raise TypeError(
+            "raytorchrpc.remote decorates neither classes nor functions: decorate the class with @ray.remote, and its "
+            "methods with @raytorchrpc.method"
+        )
     return _Proxy("remote", _remote, target, CallOptions(timeout))
