@@ -25,13 +25,16 @@ _BOUNDS = (*(f"{2**place / 1e6:g}" for place in range(_LAST)), "+Inf")
 class PairStats:
     """Calls from one member to another over one lane since the group was formed.
 
-    ``method`` is a method of the peer, or an operation of one of its queues, topics or stores: ``queue batches.put``.
     Fields that a row adds up over, such as ``method`` in the rows of ``GroupStats`` itself, are empty.
 
-    ``bytes_out`` and ``bytes_in`` count pickles and tensors. ``seconds`` is the total time from sending a call to
-    taking its result, of the calls whose result was taken. ``latency[n]`` counts those that took at least 2 ** (n - 1)
-    and less than 2 ** n microseconds; the last entry counts all longer ones. ``errors`` counts failed calls by the name
-    of the exception's type. ``in_flight``: calls by all lanes without an answer, in rows of ``GroupStats``.
+    Attributes:
+        method: a method of the peer, or an operation of one of its queues, topics or stores: ``queue batches.put``.
+        bytes_out, bytes_in: bytes of pickles and tensors.
+        seconds: total time from sending a call to taking its result, of the calls whose result was taken.
+        latency: ``latency[n]`` counts calls that took at least 2 ** (n - 1) and less than 2 ** n microseconds, the last
+            entry all longer ones.
+        errors: failed calls, by the name of the exception's type.
+        in_flight: calls by all lanes without an answer, in rows of ``GroupStats``.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("caller", "peer", "lane", "method")
@@ -157,18 +160,23 @@ _VERSIONS = 4
 class WeightStats:
     """The weights of one store in one member, which pulls, publishes or relays them. All sizes are bytes.
 
-    ``pulled`` is the version pulled last, ``arriving`` that of a pull under way (0: none). ``brought`` and ``missing``
-    are the bytes that this member has of the one that arrives, else of the one pulled last, and those that are still to
-    come. ``bytes_in`` and ``bytes_out`` are totals of what it has brought, and of what others have brought from it;
-    ``served`` has the same by version, of the newest ones. ``published`` is the version published last, and
-    ``published_bytes`` the size of what this member has of it. ``lag`` is by how many versions ``pulled`` is behind the
-    one published last; only ``Group.stats`` and ``raytorchrpc top`` know it.
-
-    ``versions`` are those whose tensors this member has for others. ``held`` is the memory that it has for them,
-    converted copies and room for the next version included, and ``held_on`` the same by device. ``mapped`` is memory of
-    other members on this host that it has mapped to read weights, of all their stores; it counts in their ``held``,
-    too. ``readers`` has ``bytes_out`` by the member that has brought them. ``sources`` has what pulls that have ended
-    brought from other members, by member. Both count every lane.
+    Attributes:
+        pulled: the version pulled last.
+        arriving: that of a pull under way; 0: none.
+        brought, missing: bytes of the version that arrives, else of the one pulled last: here, and still to come.
+        bytes_in, bytes_out: totals of what this member has brought, and of what others have brought from it.
+        served: ``bytes_out`` by version, of the newest ones.
+        published: the version published last.
+        published_bytes: the size of what this member has of it.
+        lag: by how many versions ``pulled`` is behind the one published last; only ``Group.stats`` and
+            ``raytorchrpc top`` know it.
+        versions: those whose tensors this member has for others.
+        held: memory for them, converted copies and room for the next version included.
+        held_on: the same by device.
+        mapped: memory of other members on this host that is mapped to read weights of any store; it counts in their
+            ``held``, too.
+        readers: ``bytes_out`` by the member that has brought them, over every lane.
+        sources: what pulls that have ended brought from other members, by member, over every lane.
     """
 
     member: str

@@ -21,10 +21,12 @@ from raytorchrpc.text import Shown, table, terminal_columns
 class QueueStats:
     """A queue, or the subscriptions of one member to a topic, at its home.
 
-    ``items`` and ``bytes`` wait there; ``oldest_s`` is how long the oldest item has waited, in seconds. ``put``,
-    ``taken`` and ``dropped`` count items since it was made. ``putting`` and ``getting`` name the members whose
-    operations wait for room or for items, once for each operation. ``subscriber`` is empty for a queue, and in the row
-    of a topic as a whole, which counts what was put.
+    Attributes:
+        items: items that wait, of ``bytes`` bytes.
+        oldest_s: seconds that the oldest item has waited.
+        put, taken, dropped: items since it was made.
+        putting, getting: members whose operations wait for room or for items, once for each operation.
+        subscriber: empty for a queue, and in the row of a topic as a whole, which counts what was put.
     """
 
     KEY: ClassVar[tuple[str, ...]] = ("home", "kind", "name", "subscriber")
