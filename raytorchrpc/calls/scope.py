@@ -124,10 +124,9 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
 
     False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """
-    if current_scope.get().admission is None:
-        return pending.wait(timeout_s)
-    admission = _own_admission()
-    if admission is None or not admission.held or timeout_s <= 0:  # lent already, by what a handler has interrupted
+    admission = current_scope.get().admission
+    # A thread that the method started may have its context. It is lent already by what a handler has interrupted.
+    if admission is None or admission.owner != threading.get_ident() or not admission.held or timeout_s <= 0:
         return pending.wait(timeout_s)
     admission.lend()
     try:
@@ -152,8 +151,8 @@ def allow_calls() -> Iterator[None]:
         ...     with rtr.allow_calls():  # others may call it meanwhile
         ...         return ray.get(self.environment.step.remote())
     """
-    admission = _own_admission()
-    if admission is None or not admission.held:
+    admission = current_scope.get().admission
+    if admission is None or admission.owner != threading.get_ident() or not admission.held:
         yield
         return
     admission.lend()
@@ -186,9 +185,3 @@ def keep_admission() -> Iterator[Callable[[F], F]]:
         yield lending
     finally:
         current_scope.reset(before)
-
-
-def _own_admission() -> Any:
-    """The admission of the method that runs on this thread; a thread that it started may have copied its context."""
-    admission = current_scope.get().admission
-    return None if admission is None or admission.owner != threading.get_ident() else admission
