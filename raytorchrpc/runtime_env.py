@@ -6,8 +6,6 @@ import os
 from types import ModuleType
 from typing import Any
 
-from ray.runtime_env import RuntimeEnv
-
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.errors import ConfigurationError
 
@@ -19,9 +17,6 @@ DEFAULTS = {
     "IBV_FORK_SAFE": "1",
     "RDMAV_FORK_SAFE": "1",
 }
-
-# Ray lists these two under other names.
-_FIELDS = (RuntimeEnv.known_fields | {"nsight", "rocprof_sys"}) - {"_nsight", "_rocprof_sys"}
 
 
 def runtime_env(**extra: Any) -> dict[str, Any]:
@@ -76,10 +71,14 @@ def runtime_env(**extra: Any) -> dict[str, Any]:
         >>> sorted(rtr.runtime_env()["env_vars"])[:2]
         ['IBV_FORK_SAFE', 'MALLOC_MMAP_THRESHOLD_']
     """
-    unknown = sorted(extra.keys() - _FIELDS)
+    from ray.runtime_env import RuntimeEnv
+
+    # Ray lists these two under other names.
+    fields = (RuntimeEnv.known_fields | {"nsight", "rocprof_sys"}) - {"_nsight", "_rocprof_sys"}
+    unknown = sorted(extra.keys() - fields)
     if unknown:
         raise ConfigurationError(
-            f"runtime_env has no field {unknown[0]!r}; known: {', '.join(sorted(f for f in _FIELDS if f[0] != '_'))}. "
+            f"runtime_env has no field {unknown[0]!r}; known: {', '.join(sorted(f for f in fields if f[0] != '_'))}. "
             f"Add the field of a plug-in to the result"
         )
     if isinstance(modules := extra.get("py_modules"), list):

@@ -6,16 +6,18 @@ function here breaks, and its test in ``tests/ray/test_compat.py`` says what it 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from raytorchrpc.errors import SerializationError
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def _worker() -> Any:
@@ -307,10 +309,12 @@ def register_transport(name: str, devices: Sequence[str], manager: type[Any], da
 
 
 def name_remedy(transport: str, remedy: str) -> None:
-    """Have Ray's error for naming this transport where it is not registered say what to do."""
+    """Have Ray's error for naming this transport where it is not registered say what to do. Idempotent."""
     from ray.experimental.rdt import util
 
     check = util.normalize_and_validate_tensor_transport
+    if hasattr(check, "__wrapped__"):
+        return
 
     @functools.wraps(check)
     def checked(name: str) -> str:

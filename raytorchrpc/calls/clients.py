@@ -1,19 +1,30 @@
 """Groups that this process uses without being a member: it joins each as a client when it first uses it.
 
 A client is a process that calls members and is known to those alone. It is a driver, or an actor, that formed the group
-or fetched it.
+or fetched it. It joins on a thread, so that neither an event loop nor the deadline of a call waits for the supervisor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
+from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.peers import Member
-from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError
+from raytorchrpc.calls.server.services import DeferredReply
+from raytorchrpc.errors import ConfigurationError, NotAMember, RayTorchRpcError, RpcTimeout
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock
+from raytorchrpc.process.workers import Workers, process_deadlines
 from raytorchrpc.tensors.kept_errors import again, untraced
+
+#: Groups are joined on at most so many threads, which end when they have been idle for so long (seconds).
+_THREADS, _IDLE_S = 16, 1.0
+#: A client to which the supervisor has had no connection for this time joins again when it is used (seconds). The
+#: supervisor connects again at once if it can, so it has dropped the client, or will.
+_UNSUPERVISED_S = 10.0
 
 
 class Client(Protocol):
@@ -23,18 +34,78 @@ class Client(Protocol):
     def lasts(self) -> bool:
         """Whether this process is connected to the same cluster as when it fetched the group."""
 
-    def knows(self, home: Any) -> bool:
-        """Whether ``home`` is a member, as far as this process has heard. Does not block."""
+    @property
+    def timeout_s(self) -> float:
+        """The time of an operation without ``timeout=``."""
 
-    def local(self, home: Any, timeout_s: float | None) -> Any:
-        """What carries out the operations, a LocalMember, with a connection to ``home`` if that is a member. Blocks.
+    def member(self, target: Any) -> Member | None:
+        """The member that ``target`` stands for, as far as this process has heard. Does not block."""
 
-        ``timeout_s``: of the operation that follows; None: the default. Raises NotAMember if the group has ended, and
-        another RayTorchRpcError if this process cannot join it now.
+    def current(self) -> Any:
+        """What carries out the operations, a LocalMember; None before this process has joined. Does not block."""
+
+    def join(self, until: float) -> Any:
+        """Join unless it has; returns ``current``. Blocks, about until then (``time.monotonic``).
+
+        Raises NotAMember if the group has ended, and another RayTorchRpcError if this process cannot join it now.
         """
+
+    def watch(self, local: Any, member: Member, until: float) -> None:
+        """Have the member notice the end of this process, if it would not yet. ``until``: of the operation there."""
+
+    def check_wait(self) -> None:
+        """Raise RayTorchRpcError if this thread is joining the group."""
 
     def close(self) -> None:
         """Leave the group. Idempotent, never raises."""
+
+
+class Supervision:
+    """Whether a group's supervisor has a connection to this client, over which the client hears of changes."""
+
+    def __init__(self) -> None:
+        self._latest: Any = None
+        self._lost_at: float | None = time.monotonic()  # it connects once this process has joined
+
+    def begin(self, connection: Any) -> None:
+        """The supervisor has connected. ``connection``: fails when the connection ends."""
+        self._latest, self._lost_at = connection, None
+        connection.add_done_callback(partial(self._end, connection))
+
+    def _end(self, connection: Any) -> None:
+        if self._latest is connection:
+            self._lost_at = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        lost_at = self._lost_at
+        return lost_at is not None and time.monotonic() - lost_at > _UNSUPERVISED_S
+
+
+class Joining(DeferredReply):
+    """Settled with what ``OwnGroups`` does on a thread for one operation, or with RpcTimeout at its deadline."""
+
+    def __init__(self, home: Any, timeout_s: float) -> None:
+        super().__init__()
+        self._home, self._timeout_s, self.until = home, timeout_s, time.monotonic() + timeout_s
+        cancel = process_deadlines().at(self.until, self._expire)
+        self.add_done_callback(lambda _: cancel())
+
+    def _expire(self) -> None:
+        self.settle(None, RpcTimeout(self.why_late()))
+
+    def why_late(self) -> str:
+        """For the error of a call that waits for this."""
+        group = "each of its groups" if self._home is None else f"a group with {self._home!r}"
+        return f"this process has not become a client of {group} within {self._timeout_s:.3g} s"
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Settle it with the outcome of ``work``."""
+        if not self.done():  # else its deadline has passed while others had the threads
+            try:
+                self.settle(work())
+            except BaseException as error:
+                self.settle(None, error)
 
 
 class OwnGroups:
@@ -44,6 +115,7 @@ class OwnGroups:
         self._lock = Lock()
         self._clients: dict[str, Client] = {}
         """By the generation of the group."""
+        self._workers = Workers("raytorchrpc-joining", limit=_THREADS, idle_s=_IDLE_S)
 
     def add(self, generation: str, client: Client) -> None:
         """This process formed or fetched this group. Idempotent."""
@@ -57,88 +129,145 @@ class OwnGroups:
         if client is not None:
             client.close()
 
-    def find(self, home: Any, timeout_s: float | None = None) -> tuple[Any, Member] | None:
-        """The client of the group with the member ``home``, as a LocalMember, and that member. Blocks.
+    def joined(self, home: Any, timeout_s: float | None = None, group: str | None = None) -> Any:
+        """This process as a client of the group with the member ``home``, a LocalMember; None if it has not joined a
+        group that may have it. Does not block.
 
-        ``timeout_s``: of the operation that follows; None: the default. None if there is no such group. Raises
-        NotAMember, ConfigurationError if several groups have that member, and what keeps this process from joining.
+        ``timeout_s``: of the operation that follows; None: the default. ``group``: see ``join``. Raises
+        ConfigurationError if several groups have that member.
         """
-        fork.check_process()
-        left, joining = self._lasting(), _Joining(self, home, timeout_s)
-        knowing = {generation: client for generation, client in left.items() if client.knows(home)}
-        joining.join(knowing)
-        if joining.failed:
-            raise again(joining.failed[0])
-        if not (having := joining.having()):  # what this process knows of the others may be old
-            joining.join({generation: client for generation, client in left.items() if generation not in knowing})
-            having = joining.having()
-        if len(having) > 1:
-            groups = " and ".join(repr(local.group) for local, _ in having)
-            raise ConfigurationError(
-                f"groups {groups} have a member {home!r}, and this process is in none of them: give the members "
-                f"different names, or join one group with init_group(..., include_driver=True)"
-            )
-        if having:
-            return having[0]
-        joining.raise_failures()
-        if joining.locals:
-            members = "; ".join(
-                f"group {local.group!r} has {', '.join(member.name for member in local.peers.members)}"
-                for local in joining.locals
-            )
-            raise NotAMember(f"no group that this process formed or fetched has a member {home!r}: {members}")
-        return None
+        check_longest_wait(timeout_s)
+        operation = _Operation(self, home, self._candidates(group), timeout_s)
+        return operation.match() if operation.has_joined() else None
 
-    def everywhere(self) -> tuple[list[Any], list[Exception]]:
+    def join(self, home: Any, timeout_s: float | None = None, group: str | None = None) -> Joining | None:
+        """Begin to become a client of the group with the member ``home``, on a thread; settled with the LocalMember.
+        Does not block. None if this process has formed and fetched no group that lasts.
+
+        ``group``: the generation of the group that has the member, if it is known and this process uses it. Settled
+        with NotAMember, ConfigurationError if several groups have that member, and what keeps this process from
+        joining.
+        """
+        if not (clients := self._candidates(group)):
+            return None
+        operation = _Operation(self, home, clients, timeout_s)
+        return self._begin(operation, operation.local)
+
+    def everywhere(self, timeout_s: float | None = None) -> tuple[list[Any], list[Exception]]:
         """The clients of all these groups, as LocalMembers, and why this process cannot join others now. Blocks.
 
         Raises NotAMember if there were groups and all have ended, and what failed if it can join none.
         """
-        fork.check_process()
-        joining = _Joining(self, None, None)
-        joining.join(self._lasting())
-        if not joining.locals:
-            joining.raise_failures()
-        return joining.locals, joining.failed
+        if not (clients := self._candidates(None)):
+            return [], []
+        operation = _Operation(self, None, clients, timeout_s)
+        outcome: tuple[list[Any], list[Exception]] = self._begin(operation, operation.everywhere).result()
+        return outcome
 
-    def _lasting(self) -> dict[str, Client]:
-        """All but those of a Ray session that is over, which end here."""
+    def name_of(self, target: Any) -> str | None:
+        """The name of the member that ``target`` stands for in these groups, as far as this process has heard; None if
+        that is not clear. Does not block.
+        """
+        members = [client.member(target) for client in self._candidates(None).values()]
+        names = {member.name for member in members if member is not None}
+        return names.pop() if len(names) == 1 else None
+
+    def _begin(self, operation: _Operation, work: Callable[[], Any]) -> Joining:
+        for client in operation.clients.values():
+            client.check_wait()
+        joining = Joining(operation.home, operation.timeout_s)
+        self._workers.submit(joining.run, work)
+        return joining
+
+    def _candidates(self, group: str | None) -> dict[str, Client]:
+        """That group, or all; without those of a Ray session that is over, which end here."""
+        fork.check_process()
         clients = self._clients.copy()
         for generation, client in list(clients.items()):
             if not client.lasts:
                 self.remove(generation)
                 del clients[generation]
-        return clients
+        return clients if group is None or group not in clients else {group: clients[group]}
 
 
-class _Joining:
-    """For one operation, this process joins groups that it has not joined yet."""
+class _Operation:
+    """One operation at the member ``home``, for which this process joins groups that it has not joined yet."""
 
-    def __init__(self, own: OwnGroups, home: Any, timeout_s: float | None) -> None:
-        self._own, self._home, self._timeout_s = own, home, timeout_s
-        self.locals: list[Any] = []
-        self.failed: list[Exception] = []
+    def __init__(self, own: OwnGroups, home: Any, clients: Mapping[str, Client], timeout_s: float | None) -> None:
+        self._own, self.home, self.clients = own, home, clients
+        if timeout_s is None:
+            timeout_s = max([client.timeout_s for client in clients.values()], default=0.0)
+        self.timeout_s, self._until = timeout_s, time.monotonic() + timeout_s
+        self._joined: list[tuple[Client, Any, Member | None]] = []
+        self._failed: list[Exception] = []
         self._ended: NotAMember | None = None
 
-    def join(self, clients: Mapping[str, Client]) -> None:
+    def has_joined(self) -> bool:
+        """Whether this process has joined all groups that are known to have the member, and there are some."""
+        for client in self.clients.values():
+            local = client.current()
+            member = client.member(self.home) if local is None else member_of(local, self.home)
+            if member is not None:
+                if local is None:
+                    return False
+                self._joined.append((client, local, member))
+        return bool(self._joined)
+
+    def match(self) -> Any:
+        """The LocalMember of the group with the member, if it is among those that this process has joined."""
+        having = [(client, local, member) for client, local, member in self._joined if member is not None]
+        if len(having) > 1:
+            groups = " and ".join(repr(local.group) for _, local, _ in having)
+            raise ConfigurationError(
+                f"groups {groups} have a member {self.home!r}, and this process is in none of them: give the members "
+                f"different names, or join one group with init_group(..., include_driver=True)"
+            )
+        for client, local, member in having:
+            client.watch(local, member, self._until)
+            return local
+        return None
+
+    def local(self) -> Any:
+        """Join what may have the member; see ``OwnGroups.join``."""
+        known = {name: client for name, client in self.clients.items() if client.member(self.home) is not None}
+        self._join(known)
+        if self._failed:
+            raise again(self._failed[0])
+        if (local := self.match()) is None:  # what this process knows of the others may be old
+            self._join({name: client for name, client in self.clients.items() if name not in known})
+            local = self.match()
+        if local is not None:
+            return local
+        self._raise_failures()
+        members = "; ".join(
+            f"group {local.group!r} has {', '.join(member.name for member in local.peers.members)}"
+            for _, local, _ in self._joined
+        )
+        raise NotAMember(f"no group that this process formed or fetched has a member {self.home!r}: {members}")
+
+    def everywhere(self) -> tuple[list[Any], list[Exception]]:
+        """See ``OwnGroups.everywhere``."""
+        self._join(self.clients)
+        if not self._joined:
+            self._raise_failures()
+        return [local for _, local, _ in self._joined], self._failed
+
+    def _join(self, clients: Mapping[str, Client]) -> None:
         for generation, client in clients.items():
             try:
-                self.locals.append(client.local(self._home, self._timeout_s))
+                local = client.join(self._until)
+                self._joined.append((client, local, member_of(local, self.home)))
             except NotAMember as error:
                 self._own.remove(generation)
                 self._ended = untraced(error)
             except RayTorchRpcError as error:  # the next operation tries again
-                self.failed.append(untraced(error))
+                self._failed.append(untraced(error))
 
-    def having(self) -> list[tuple[Any, Member]]:
-        """Those that have the member, with it."""
-        return [(local, member) for local in self.locals if (member := member_of(local, self._home)) is not None]
-
-    def raise_failures(self) -> None:
+    def _raise_failures(self) -> None:
         """Raise why this process has not joined a group; that one has ended only if there is no other."""
-        if self.failed:
-            raise again(self.failed[0])
-        if self._ended is not None and not self.locals:
+        if self._failed:
+            raise again(self._failed[0])
+        if self._ended is not None and not self._joined:
             raise again(self._ended)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol
@@ -165,10 +165,10 @@ class WeightStats:
     one published last; only ``Group.stats`` and ``raytorchrpc top`` know it.
 
     ``versions`` are those whose tensors this member has for others. ``held`` is the memory that it has for them,
-    converted copies and room for the next version included. ``mapped`` is memory of other members on this host that it
-    has mapped to read weights, of all their stores; it counts in their ``held``, too. ``readers`` has ``bytes_out`` by
-    the member that has brought them. ``sources`` has what pulls that have ended brought from other members, by member.
-    Both count every lane.
+    converted copies and room for the next version included, and ``held_on`` the same by device. ``mapped`` is memory of
+    other members on this host that it has mapped to read weights, of all their stores; it counts in their ``held``,
+    too. ``readers`` has ``bytes_out`` by the member that has brought them. ``sources`` has what pulls that have ended
+    brought from other members, by member. Both count every lane.
     """
 
     member: str
@@ -187,6 +187,7 @@ class WeightStats:
     served: tuple[tuple[int, int], ...] = ()
     versions: tuple[int, ...] = ()
     held: int = 0
+    held_on: tuple[tuple[str, int], ...] = ()
     mapped: int = 0
     readers: tuple[tuple[str, int], ...] = ()
     sources: tuple[tuple[str, int], ...] = ()
@@ -244,8 +245,8 @@ class Holder(Protocol):
         """The versions whose tensors are here."""
 
     @property
-    def held(self) -> int:
-        """Bytes of the memory for them, and of what is ready for the next."""
+    def held(self) -> Mapping[str, int]:
+        """Bytes of the memory for them, and of what is ready for the next, by device."""
 
 
 class WeightCounters:
@@ -345,7 +346,8 @@ class WeightCounters:
             )
             holders = list(self._holders.get(store, ()))
         stats.versions = tuple(sorted({version for holder in holders for version in holder.kept}))
-        stats.held = sum(holder.held for holder in holders)
+        held = sum((Counter(holder.held) for holder in holders), Counter[str]())
+        stats.held, stats.held_on = sum(held.values()), tuple(sorted(held.items()))
         sources = {source for source, _ in stats.sources} | ({store[1]} if store in self._viewed else set())
         stats.mapped = sum(map(self._mapped, sources))
         return stats

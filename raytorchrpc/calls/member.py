@@ -136,7 +136,7 @@ def process_member(timeout_s: float | None = None) -> LocalMember:
     """
     local = current.local
     if local is None:
-        local = rejoin.wait(timeout_s)[0]
+        local = rejoin.wait(timeout_s)
     return local
 
 

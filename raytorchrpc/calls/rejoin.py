@@ -249,16 +249,24 @@ def awaited(timeout_s: float | None) -> Awaited:
     return _begin(actor_id).member(timeout_s)
 
 
-def wait(timeout_s: float | None) -> tuple[Any, float]:
-    """The LocalMember that this process becomes, and what is left of ``timeout_s``. Blocks; raises as ``awaited``."""
+def wait(timeout_s: float | None) -> Any:
+    """The LocalMember that this process becomes. Blocks; raises as ``awaited``."""
     member = awaited(timeout_s)
     if not member.done():
         refuse_on_loop("waiting until this restarted actor is a member again", "`await raytorchrpc.await_membership()`")
+    return outcome_of(member)[0]
+
+
+def outcome_of(joining: Any) -> tuple[Any, float]:
+    """The LocalMember that this process becomes, and what is left of the time of the operation that needs it (seconds).
+
+    ``joining``: an ``Awaited``, or a ``clients.Joining``. Blocks for it; raises its error, and RpcTimeout.
+    """
     try:
-        local = member.result(max(0.0, member.until - time.monotonic()) + _GRACE_S)
+        local = joining.result(max(0.0, joining.until - time.monotonic()) + _GRACE_S)
     except FutureTimeoutError:
-        raise RpcTimeout(member.why_late()) from None
-    return local, max(_SHORTEST_S, member.until - time.monotonic())
+        raise RpcTimeout(joining.why_late()) from None
+    return local, max(_SHORTEST_S, joining.until - time.monotonic())
 
 
 def _actor_here() -> str | None:

@@ -273,14 +273,14 @@ def copy(
 
 
 def _write(kind: str, values: dict[str, Any]) -> None:
-    import ray
+    from importlib.metadata import version
 
     from raytorchrpc.errors import ConfigurationError
     from raytorchrpc.manifest import ClusterOptions, JobOptions, ray_cluster, ray_job, to_yaml
 
     output: Path | None = values.pop("output")
     values["root"] = not values.pop("non_root")
-    values["ray_version"] = values["ray_version"] or ray.__version__
+    values["ray_version"] = values["ray_version"] or version("ray")  # importing it takes longer than all else
     pairs = values.pop("env") or []
     with _reported(f"manifest {kind}"):
         if bad := [pair for pair in pairs if "=" not in pair]:

@@ -109,10 +109,10 @@ class ControlConnections:
                     return True
         return False
 
-    def send(self, name: str, function: Callable[..., Any]) -> None:
+    def send(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         """Have a process run a function, as ``call_all`` does. Waits for no answer, and does not raise."""
         with suppress(RayTorchRpcError):
-            self._send(protocol.ASK, name, _CONNECT_S, self._codec.encode((function, ()), own=True))
+            self._send(protocol.ASK, name, _CONNECT_S, self._codec.encode((function, arguments), own=True))
 
     def watch(self, name: str, patience_s: float) -> Callable[[Callable[[str], None]], None]:
         """Connect to the member's process; returns what is called with ``ended``, which is then called with a cause, on

@@ -19,7 +19,7 @@ from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.group import ray_calls
 from raytorchrpc.group.changes import Change, ChangeLog, Listeners
-from raytorchrpc.group.messages import GroupInfo
+from raytorchrpc.group.messages import GroupInfo, JoinRequest
 from raytorchrpc.group.restarted import post_record
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
@@ -32,13 +32,15 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "raytorchrpc"
 #: For the host actor to answer beyond the time a request takes, its start included (seconds).
 _GRACE_S = 30.0
+#: The same where a client waits, whose operation ends in its own time (seconds).
+_CLIENT_GRACE_S = 0.5
 #: For members to leave a group whose forming was interrupted, and for Ray to end a host that is killed (seconds).
 _GIVE_UP_S = 5.0
 #: How often the end of a host is looked for (seconds).
 _NAME_S = 0.01
 #: The supervisor's methods that ``Group`` calls, and how long one without ``timeout_s`` may take (seconds).
 _FORWARDED = {
-    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats", "admit_client"), 0.0),
+    **dict.fromkeys(("add", "remove", "wait_ready", "process_group", "stats"), 0.0),
     "begin_trace": BEGIN_S,
     "end_trace": COLLECT_S,
 }
@@ -207,6 +209,11 @@ class DetachedHost:
         patience_s = kwargs.get("timeout_s", _FORWARDED[method])
         return _answer(self._name, self._actor.do.remote(method, *args, **kwargs), patience_s)
 
+    def admit_client(self, request: JoinRequest) -> None:
+        """See Supervisor.admit_client."""
+        self._check_running()
+        _answer(self._name, self._actor.do.remote("admit_client", request), request.timeout_s, _CLIENT_GRACE_S)
+
     def _check_running(self) -> None:
         if self._actor is None:
             raise BootstrapError(f"group {self._name!r} was shut down")
@@ -319,9 +326,9 @@ def detached_names() -> list[str]:
     return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
 
 
-def _answer(name: str, reference: Any, patience_s: float) -> Any:
+def _answer(name: str, reference: Any, patience_s: float, grace_s: float = _GRACE_S) -> Any:
     try:
-        return ray.get(reference, timeout=patience_s + _GRACE_S)
+        return ray.get(reference, timeout=patience_s + grace_s)
     except RayTaskError as error:
         raise error.cause if isinstance(error.cause, Exception) else error from None
     except (RayActorError, GetTimeoutError) as error:

@@ -34,16 +34,13 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: How long a rollback waits for the participants, and how long beyond the deadline of the attempt (seconds).
-_UNDO_S, _LATE_S = 5.0, 1.0
+#: How long a rollback waits for the participants, usually and where they return; and how long beyond the deadline of
+#: the attempt (seconds).
+_UNDO_S, _LATE_S = (5.0, 0.5), 1.0
 #: Longer messages go through Ray's object store; shorter ones within the call (bytes).
 _LONG = 16 << 10
 #: The name of a driver that is a member.
 DRIVER = "driver"
-
-#: The probes of actors that this process has put into groups, by their ids: they are not probed for the next one.
-_known: dict[str, Probe] = {}
-_MOST_KNOWN = 4096
 
 
 def current_owner() -> Owner:
@@ -144,32 +141,28 @@ class Formation:
         participants: dict[str, Any],
         timeout_s: float,
         call_all: Callable[..., Answers] | None = None,
-        undo_s: float = _UNDO_S,
         *,
         deadline: float | None = None,
         patience: ray_calls.Patience | None = None,
         attempt: str | None = None,
-        leaves_out_failures: bool = False,
-        uses_known: bool = False,
+        returns: bool = False,
     ) -> None:
         """``participants``: the handles of those that join, by name. ``roster``: of the members so far.
 
         ``call_all``: calls the participants, as ``ray_calls.call_all`` does, but without Ray's references to objects;
-        None: that. ``undo_s``: how long a rollback waits for them. ``deadline``: None: ``timeout_s`` from now on, or
-        that of ``patience``, which ``call_all`` then takes. ``attempt``: see JoinSpec; None: a new one.
-        ``leaves_out_failures``: the others join without members that cannot be probed or prepared, unless that is all
-        of them. ``uses_known``: probe no actors that all were probed for an earlier group; if they have changed, this
-        attempt fails.
+        None: that. ``deadline``: None: ``timeout_s`` from now on, or that of ``patience``, which ``call_all`` then
+        takes. ``attempt``: see JoinSpec; None: a new one. ``returns``: they are back after a restart. Then the others
+        join without those that cannot be probed or prepared, unless that is all of them.
         """
         self.participants = participants
         self.left_out: list[str] = []
         """Former participants that have failed."""
-        self._leaves_out_failures, self._uses_known = leaves_out_failures, uses_known
+        self._returns = returns
         self.roster = self._before = roster
-        self.timeout_s = timeout_s
+        self.timeout_s, self._undo_s = timeout_s, _UNDO_S[returns]
         self._began, self._patience = time.monotonic(), patience
         self._deadline = self._began + timeout_s if deadline is None else deadline
-        self._call_all, self._undo_s, self._by_reference = call_all or ray_calls.call_all, undo_s, call_all is None
+        self._call_all, self._by_reference = call_all or ray_calls.call_all, call_all is None
         self._attempt = attempt or uuid.uuid4().hex[:12]
         self._restarting = False
         """Ray reported that a participant restarts when the attempt was rolled back."""
@@ -187,20 +180,11 @@ class Formation:
     def probe(self) -> None:
         """Have every process describe itself. Changes nothing there."""
         lanes = registry.foreign(self.roster.config.lanes)
-        handles = self.participants.values()
-        self._uses_known = (
-            self._uses_known
-            and not lanes
-            and all(is_actor(handle) and ray_internals.actor_id_of(handle) in _known for handle in handles)
-        )
-        if self._uses_known:
-            probes = {name: _known[ray_internals.actor_id_of(handle)] for name, handle in self.participants.items()}
-        else:
-            arguments = {member: (member, lanes) for member in self.participants}
-            probes = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
+        arguments = {member: (member, lanes) for member in self.participants}
+        probes = self._ask("could not be probed", join.probe, arguments, retry_restarting=True)
         self._probes: dict[str, Probe] = {member: probes[member] for member in self.participants}
         self._refuse_taken(self._probes)
-        self._elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *handles])
+        self._elsewhere = worker_ids.highest_elsewhere([*self.roster.handles.values(), *self.participants.values()])
 
     def assign(self, roster: Roster, beside: Roster | None = None) -> None:
         """Give the participants ranks and ids, beside the members of ``roster``, and decide routes and device maps.
@@ -249,10 +233,7 @@ class Formation:
             # the group is not formed in the end.
             worker_ids.record(each.member for each in records.values())
         group = self._shared(self.roster.description)
-        specs = {
-            name: (self.roster.spec(name, self._attempt, is_known=self._uses_known), group(name))
-            for name in self.participants
-        }
+        specs = {name: (self.roster.spec(name, self._attempt), group(name)) for name in self.participants}
         prepared: dict[str, Prepared] = self._ask("could not start", join.prepare, specs)
         if others := tuple(name for name, answer in prepared.items() if answer.pid != records[name].probe.pid):
             raise BootstrapError(
@@ -263,27 +244,11 @@ class Formation:
         self.roster = replace(self.roster, highest_id=max(self.roster.highest_id, highest))
         return prepared
 
-    def remember(self, prepared: Mapping[str, Prepared]) -> None:
-        """Have a later attempt use what the participants have published now."""
-        if len(_known) > _MOST_KNOWN:
-            _known.clear()
-        for name, handle in self.participants.items():
-            if is_actor(handle):
-                probe, agent = self.roster.records[name].probe, prepared[name].agent
-                _known[ray_internals.actor_id_of(handle)] = probe._replace(
-                    group=None, generation=None, owner=None, agent=agent
-                )
-
     def raise_unless_restarted(self, error: RayTorchRpcError) -> None:
         """Raise the error of this attempt, unless another one may succeed.
 
         An actor that went away for a restart after it was probed returns as another process.
         """
-        if self._uses_known:
-            for handle in self.participants.values():
-                _known.pop(ray_internals.actor_id_of(handle), None)
-            if time.monotonic() < self.deadline:
-                return
         if isinstance(error, ConfigurationError) or time.monotonic() >= self.deadline:
             raise error
         if not isinstance(error.__cause__, ActorUnavailableError) and not self.has_restarted():
@@ -338,12 +303,12 @@ class Formation:
     def _ask(
         self, failure: str, function: Callable[..., Any], arguments: Arguments, retry_restarting: bool = False
     ) -> dict[str, Any]:
-        """Results by member. Raises ConfigurationError or BootstrapError; ``what``: what members failed to do."""
+        """Results by member. Raises ConfigurationError or BootstrapError; ``failure``: what they failed to do."""
         options: dict[str, Any] = {"fail_fast": True, "retry_restarting": retry_restarting, "patience": self._patience}
         answers, failures = self._call_all(self.participants, function, arguments, self.deadline, **options)
         if not failures:
             return answers
-        if answers and self._leaves_out_failures:
+        if answers and self._returns:
             self._leave_out(failures)
             return answers
         silent = [member for member, error in failures.items() if isinstance(error, TimeoutError)][: ray_calls.NAMED]
@@ -410,14 +375,13 @@ def form_group(
     try:
         with ray_calls.Patience(roster.name, timeout_s) as patience:
             while True:
-                formation = Formation(roster, participants, timeout_s, patience=patience, uses_known=True)
+                formation = Formation(roster, participants, timeout_s, patience=patience)
                 try:
                     formation.probe()
                     formation.assign(roster)
                     try:
                         prepared = formation.prepare()
                         formation.commit(prepared)
-                        formation.remember(prepared)
                         return finish(formation.roster, prepared)
                     except BaseException:
                         formation.roll_back()

@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import ray
 
 from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls import protocol
+from raytorchrpc.calls.clients import Supervision
 from raytorchrpc.calls.member import LocalMember, current_local, set_local
 from raytorchrpc.calls.peers import Absence, Member, PeerRoute, is_client, process_token
 from raytorchrpc.calls.scope import allow_calls
@@ -47,7 +47,6 @@ from raytorchrpc.rdt import enable_where_possible, load_where_possible, transfer
 from raytorchrpc.routing.pairs import forbidden
 from raytorchrpc.tensors.devices import CPU
 from raytorchrpc.topology.device_map import inverse, way_back
-from raytorchrpc.topology.endpoint import OWN, Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +59,8 @@ class Membership:
     local: LocalMember
     table: Table
     """Until ``commit`` without addresses."""
+    supervision: Supervision | None = None
+    """Of a client."""
     changed: int = 0
     """The version of the group's view at which this member's own addresses changed last."""
 
@@ -115,19 +116,11 @@ _clients: dict[str, Membership] = {}
 _given_up: deque[str] = deque(maxlen=64)
 
 
-_published: tuple[str, Endpoint | None] = "", None
-"""The edition of the latest probe, and what was in it."""
-
-
 def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
     """Describe this process. Changes nothing. ``lanes``: those of other distributions that the group asks for."""
-    global _published
     local, info = current_local(), group_info()
-    evidence = endpoint(name, asked_for_gpu(instance), lanes)
-    if (alike := evidence.changed(OWN)) != _published[1]:
-        _published = uuid.uuid4().hex, alike
     return Probe(
-        endpoint=evidence,
+        endpoint=endpoint(name, asked_for_gpu(instance), lanes),
         node_id=place().node_id,
         pid=os.getpid(),
         group=local.group if local else None,
@@ -135,7 +128,6 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
         owner=info.owner if info else None,
         agent=process_fabric().identity,
         autograd_id=torch_internals.autograd_id(),
-        edition=_published[0],
     )
 
 
@@ -147,11 +139,6 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
     info: GroupInfo = unpacked(group)
     settings = settings_of(spec, info)
     with _changing:
-        if spec.edition is not None:
-            now, me = probe(instance, spec.name), spec.member
-            known = now.agent and (now.agent.name, now.agent.worker_id)
-            if now.edition != spec.edition or known != (me.rpc_name, me.worker_id):
-                raise BootstrapError(f"{spec.name!r} has changed since its last group")
         addresses: dict[str, Any] = {}
         if is_client(spec.member.rank):
             local = _start_client(spec, info)
@@ -193,9 +180,12 @@ def _refuse_given_up(spec: JoinSpec) -> None:
 def _start_client(spec: JoinSpec, info: GroupInfo) -> LocalMember:
     """The client, without lanes. It serves no methods, and changes nothing else in this process."""
     _refuse_given_up(spec)
+    leave_client(spec.generation)  # as one that the supervisor has dropped
     max_bytes = info.config.max_bytes_in_flight or default_capacity()
     local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
-    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0))
+    supervision = Supervision()
+    local.incoming.on_watch = supervision.begin
+    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0), supervision)
     return local
 
 
@@ -311,8 +301,7 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
     asked: list[tuple[str, str, Pending]] = []
     silent: dict[str, str] = {}
     neighbours, far = whom_to_ping(local.me, membership.table.info, {*listening.away, *listening.silent})
-    # A ping over torchrpc would start the agents of both ends.
-    agents = local.config.torchrpc == "at once"
+    agents = local.config.torchrpc == "at once"  # else a ping over torchrpc would start the agents of both ends
     if not agents:
         urls = {
             name: membership.table.peers[name].addresses[registry.FABRIC].url
@@ -322,9 +311,9 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
         silent.update(unreachable(urls, deadline))
     for name in (*neighbours, *far):
         route = local.peers.route(name)
-        routes = {route.calls, route.fabric} if name in far else {route.calls}
-        routes -= set() if agents else {route.fabric}
-        for lane in (lane for lane in routes if not isinstance(lane, AbsentLane)):
+        lanes = {route.calls, route.fabric} if name in far else {route.calls}
+        lanes -= set() if agents else {route.fabric}
+        for lane in (lane for lane in lanes if not isinstance(lane, AbsentLane)):
             try:
                 pending = local.outgoing.control(route, lane, protocol.PING, listening.timeout_s)
                 asked.append((name, lane.name, pending))
@@ -396,9 +385,11 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
 
 
 def client(generation: str) -> LocalMember | None:
-    """This process as a client of that group."""
+    """This process as a client of that group; None if it is none, or the supervisor has dropped it."""
     membership = _clients.get(generation)
-    return None if membership is None else membership.local
+    if membership is None or membership.supervision is None or membership.supervision.is_over:
+        return None
+    return membership.local
 
 
 def forget_client(generation: str) -> LocalMember | None:

@@ -42,9 +42,8 @@ logger = logging.getLogger(__name__)
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
-#: For a process to become a client, and for a client to connect to a member beyond the time of what it does there first
-#: (seconds).
-_CLIENT_S, _CONNECT_S = 10.0, 2.0
+#: For a client to connect to a member beyond the time of what it does there first (seconds).
+_CONNECT_S = 2.0
 
 
 _entering = Turn()
@@ -105,15 +104,18 @@ def _enter(group: str | None, name: str | None, instance: Any, deadline: float) 
         raise
 
 
-def become_client(admit: Callable[[JoinRequest], object], generation: str) -> None:
-    """Make this process a client of that group. ``admit``: the supervisor's. Blocks; raises BootstrapError."""
+def become_client(admit: Callable[[JoinRequest], object], generation: str, until: float) -> None:
+    """Make this process a client of that group. ``admit``: the supervisor's. Blocks, about until then
+    (``time.monotonic``); raises BootstrapError.
+    """
     if (record := record_of(generation)) is None:
         raise BootstrapError("it has ended, or Ray's control store has lost its record")
     attempt, here = uuid.uuid4().hex[:12], place()
     process = JoinedProcess(f"{os.getpid()}@{here.node_id}/{attempt}", ray.get_runtime_context().get_actor_id())
     with contextlib.closing(connections_for(record, "a process that becomes a client", lambda: None)) as connections:
         try:
-            admit(JoinRequest(f"client-{attempt}", connections.address, process, b"", attempt, _CLIENT_S))
+            remaining_s = max(0.001, until - time.monotonic())
+            admit(JoinRequest(f"client-{attempt}", connections.address, process, b"", attempt, remaining_s))
         except BaseException:
             join.give_up(None, attempt)  # the supervisor's next step, if it comes, is refused
             raise
@@ -180,11 +182,11 @@ class Client:
         self._host, self._generation = host, generation
         self._session_lasts = ray_internals.session_check()
         self._turn = Turn()
-        """Held while it joins the group, or connects to a member."""
+        """Held while it joins the group."""
         self._joined: Callable[[], LocalMember | None] = lambda: None
         """Returns what it is since it has joined, if that is still in use."""
         self._known: tuple[GroupInfo, dict[Any, Member]] | None = None
-        """The group that ``knows`` has last looked at, and its members by key."""
+        """The group that ``member`` has last looked at, and its members by key."""
         self._watches: dict[str, Pending] = {}
         """By member: a request that keeps a connection open. By its end the member notices that of this process."""
         fork.register(self)
@@ -200,38 +202,42 @@ class Client:
         """See ``calls.clients.Client``, also for the other methods."""
         return self._session_lasts()
 
-    def knows(self, home: Any) -> bool:
-        if (local := self._current()) is not None:
-            return member_of(local, home) is not None
+    @property
+    def timeout_s(self) -> float:
+        return self._host.last_info.config.rpc_timeout_s
+
+    def member(self, target: Any) -> Member | None:
+        if (local := self.current()) is not None:
+            return member_of(local, target)
         info, known = self._host.last_info, self._known
         if known is None or known[0] is not info:
             known = self._known = info, by_key(info.members)
         with contextlib.suppress(NotAMember):
-            find(home, known[1], str)
-            return True
-        return False
+            return find(target, known[1], str)
+        return None
 
-    def local(self, home: Any = None, timeout_s: float | None = None) -> LocalMember:
-        if (local := self._current()) is not None and self._unwatched(local, home) is None:
-            return local
-        with self._turn.once("a call that joins a group"):
-            if (local := self._current()) is None:
-                local = self._join()
-            if (member := self._unwatched(local, home)) is not None:
-                self._watch(local, member, timeout_s)
-        return local
-
-    def _current(self) -> LocalMember | None:
-        """This process as a client, if it has joined and not left since."""
+    def current(self) -> LocalMember | None:
         local = self._joined()
         return local if local is not None and join.client(self._generation) is local else None
 
-    def _join(self) -> LocalMember:
+    def check_wait(self) -> None:
+        self._turn.once("a call that joins a group")
+
+    def join(self, until: float) -> LocalMember:
+        turn = self._turn.once("a call that joins a group")
+        if not turn.acquire(timeout=max(0.0, until - time.monotonic())):
+            raise RpcTimeout(f"another operation has been joining group {self._host.last_info.name!r} all the time")
+        try:
+            return self.current() or self._join(until)
+        finally:
+            turn.release()
+
+    def _join(self, until: float) -> LocalMember:
         """Raises NotAMember only if the group has ended."""
         self._watches.clear()
         group = f"group {self._host.last_info.name!r}"
         try:
-            become_client(self._host.admit_client, self._generation)
+            become_client(self._host.admit_client, self._generation, until)
             if (local := join.client(self._generation)) is None:
                 raise BootstrapError(f"{group} has sent this process off just now")
         except (BootstrapError, NotAMember) as error:
@@ -249,15 +255,12 @@ class Client:
             logger.debug("it is not known whether group %s has ended: %s", self._generation, error)
             return False
 
-    def _unwatched(self, local: LocalMember, home: Any) -> Member | None:
-        """The member ``home``, if it would not notice that this process ends."""
-        member = None if home is None else member_of(local, home)
-        return None if member is None or member.name in self._watches else member
-
-    def _watch(self, local: LocalMember, member: Member, timeout_s: float | None) -> None:
+    def watch(self, local: LocalMember, member: Member, until: float) -> None:
         """Open a connection to a member. If that fails, so does the operation that follows, which has no more time."""
+        if member.name in self._watches:
+            return
         route = local.peers.route(member.name)
-        patience_s = max(local.config.rpc_timeout_s, timeout_s or 0.0) + _CONNECT_S
+        patience_s = max(local.config.rpc_timeout_s, until - time.monotonic()) + _CONNECT_S
         try:
             pending = local.outgoing.control(route, route.calls, protocol.WATCH, patience_s)
         except RayTorchRpcError:

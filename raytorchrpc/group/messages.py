@@ -32,8 +32,6 @@ class Probe(NamedTuple):
     """The process that formed that group."""
     agent: AgentIdentity | None
     autograd_id: int | None
-    edition: str
-    """Another one whenever ``endpoint`` has changed."""
 
 
 class JoinSpec(NamedTuple):
@@ -50,8 +48,6 @@ class JoinSpec(NamedTuple):
     """Another member has the id of its running torchrpc agent: start a new agent."""
     supervised_by_tcp: bool
     """The supervisor cannot reach it by Unix socket."""
-    edition: str | None
-    """Of an earlier probe, which the process was not asked to repeat; None: it was."""
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import shutil
 import sys
@@ -10,16 +11,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
+import ray
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from raytorchrpc import _loading
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.group import join
 from raytorchrpc.group.control_connections import Arguments
-from raytorchrpc.process import threads
+from raytorchrpc.process import this_process, threads
 from raytorchrpc.process.fan_out import Answers, Outcome, ask_all
 
 logger = logging.getLogger(__name__)
@@ -28,7 +32,11 @@ logger = logging.getLogger(__name__)
 _FIRST_NOTICE_S, _NOTICE_S, NAMED = 3.0, 10.0, 8
 #: A group that forms waits so many times its timeout at most for processes that load modules all the time.
 LONGEST = 5
-_LOADING = "loading raytorchrpc and torch"
+_LOADING, _STARTING = "loading raytorchrpc and torch", "loading its class, or in its __init__"
+#: A process that starts makes progress if it uses this share of a processor. One that only waits uses 1 %.
+_BUSY = 0.05
+#: At most so many members are examined for it each time: Ray takes a millisecond for each.
+_EXAMINED = 64
 #: What Ray adds to the name of a resource.
 _IN_PLACEMENT_GROUP = re.compile(r"_group_(\d+_)?[0-9a-f]{36}$")
 #: Erases the line of a terminal.
@@ -87,8 +95,9 @@ def _result(answer: Any, error: BaseException | None) -> Any:
 class Patience:
     """How long a group that forms waits for its members. Says whom it waits for, and why: after 3 s, then every 10 s.
 
-    The time runs anew while a process loads modules, until ``LONGEST`` times as much has passed. On a terminal it
-    rewrites one line, which it erases in the end; elsewhere it logs. A context manager.
+    The time runs anew while a process loads modules, or works in its ``__init__`` on this node, until ``LONGEST`` times
+    as much has passed. On a terminal it rewrites one line, which it erases in the end; elsewhere it logs. A context
+    manager.
     """
 
     def __init__(self, group: str, timeout_s: float) -> None:
@@ -97,6 +106,7 @@ class Patience:
         self.due = self._since + _FIRST_NOTICE_S
         """When the next notice is to be given (``time.monotonic``)."""
         self._loaded: dict[str, int] = {}
+        self._progress: dict[str, float] = {}
         self._has_line = False
 
     @property
@@ -106,10 +116,11 @@ class Patience:
 
     def extend(self, handles: Mapping[str, Any], count: int) -> float:
         """Until when to wait on for these of ``count`` members, by name. Says so if a notice is due."""
-        now, loaded = time.monotonic(), _loaded_modules(handles)
-        if any(self._loaded.get(name) != modules for name, modules in loaded.items()):
+        now, self._loaded = time.monotonic(), _loaded_modules(handles)
+        progress = {name: spent_s - _BUSY * now for name, spent_s in _starting(handles).items()} | self._loaded
+        if any(self._progress.get(name, -math.inf) < reached for name, reached in progress.items()):
             self.deadline = min(max(self.deadline, now + self._timeout_s), self._since + LONGEST * self._timeout_s)
-        self._loaded = loaded
+        self._progress = progress
         if now >= self.due and now < self.deadline:
             self._give(handles, count)
         return self.until
@@ -146,6 +157,20 @@ def _loaded_modules(handles: Mapping[str, Any]) -> dict[str, int]:
     return {names[actor_id]: modules for actor_id, modules in loaded.items()}
 
 
+def _starting(handles: Mapping[str, Any]) -> dict[str, float]:
+    """The processor time of those of these actors that start in a process of this node, by name (seconds).
+
+    A class that uses torch has it loaded before this package, which therefore counts no modules.
+    """
+    spent, here = {}, ray.get_runtime_context().get_node_id()
+    for name, handle in islice(handles.items(), _EXAMINED):
+        with suppress(Exception):  # Ray's control store may be busy; the process may have ended
+            state = None if handle is None else ray_internals.actor_state(ray_internals.actor_id_of(handle))
+            if state is not None and state.state == "PENDING_CREATION" and state.pid and state.node_id == here:
+                spent[name] = this_process.processor_s(state.pid)
+    return spent
+
+
 def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = None) -> dict[str, str]:
     """Why these members do not answer, by name; this process has the handle None.
 
@@ -171,12 +196,14 @@ def why_silent(handles: Mapping[str, Any], loading: Collection[str] | None = Non
 
 def _why_silent(actor_id: str, method: str | None) -> str:
     """``method``: what the actor runs, as far as Ray has said."""
-    state = ray_internals.actor_state(actor_id).state
+    state, pid, *_ = ray_internals.actor_state(actor_id)
     if method is not None:  # __ray_call__ may be ours, for which its process imports this package first
-        said = {"__ray_call__": "loading raytorchrpc, or busy in __ray_call__", "__init__": "still in its __init__"}
+        said = {"__ray_call__": "loading raytorchrpc, or busy in __ray_call__", "__init__": _STARTING}
         return said.get(method, f"busy in {method}")
     if state == "ALIVE":
         return "starting or busy"
+    if state == "PENDING_CREATION" and pid:
+        return _STARTING
     if state == "RESTARTING":
         return "restarting"
     if state == "DEPENDENCIES_UNREADY":

@@ -211,10 +211,8 @@ class Roster:
         """Whether the supervisor needs TCP to reach this member or client."""
         return self.config.always_tcp or not self.record(name).probe.endpoint.same_network(self.watcher)
 
-    def spec(self, member: str, attempt: str = "", *, is_known: bool = False) -> JoinSpec:
-        """What only this member needs in order to prepare. ``attempt``: see JoinSpec. ``is_known``: its probe is an
-        earlier one.
-        """
+    def spec(self, member: str, attempt: str = "") -> JoinSpec:
+        """What only this member needs in order to prepare. ``attempt``: see JoinSpec."""
         record = self.records[member]
         me = record.member
         return JoinSpec(
@@ -224,7 +222,6 @@ class Roster:
             replaces=record.probe.generation,
             renew_agent=record.renew_agent,
             supervised_by_tcp=self.reached_by_tcp(member),
-            edition=record.probe.edition if is_known else None,
         )
 
     @property

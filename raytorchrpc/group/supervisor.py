@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.metrics import GroupStats, Reading
@@ -42,13 +42,11 @@ from raytorchrpc.group.roster import Roster
 from raytorchrpc.group.status import MOST_WITH_PEERS, STATUS_S, GroupStatus, post_status, reading
 from raytorchrpc.group.tickets import consent
 from raytorchrpc.group.tracing import GroupTrace, Tracing
-from raytorchrpc.group.view import Answer
+from raytorchrpc.group.view import Answer, Delta
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.process import fork, threads
 from raytorchrpc.process.locks import Turn
 from raytorchrpc.process.this_process import reserve_descriptors
-
-P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +57,8 @@ _CONNECT_S = 2.0
 #: How long a change waits for a member to follow, and where a restarted member returns for each after the first one
 #: (seconds). They may be slow, on a busy machine; the change goes on without one that is suspended.
 _FIRST_S, GAP_S = 2.0, 0.3
-#: How much longer an attempt to readmit members may take for each member of the group, and how long it waits to undo
-#: one that failed (seconds).
-_ADMIT_EACH_S, _UNDO_S = 0.01, 0.5
+#: How much longer an attempt to readmit members may take for each member of the group (seconds).
+_ADMIT_EACH_S = 0.01
 #: For a process that joined by itself to show that it runs, when another one wants its name (seconds).
 _PING_S = 0.5
 #: How long the end of a group waits for its threads (seconds); they end by themselves.
@@ -107,8 +104,6 @@ class Supervisor:
         """Notified when members may be ready, and at the end."""
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reported: deque[core.Event] = deque()
-        self._todo: deque[core.Instruction] = deque()
-        """Instructions to carry out. One that fails for lack of memory or threads stays."""
         self._events = EventBus(roster.name)
         self._making, self._process_groups = Turn(), 0
         """Held while a process group is created; how many were."""
@@ -121,7 +116,7 @@ class Supervisor:
         try:
             self._reserve(roster.records)
             self._restarts.post(roster)
-            self._dial(core.Dial(list(roster.records), _CONNECT_S))  # a loss by then is found when it has connected
+            self._dial(roster.records, _CONNECT_S)  # a loss by then is found when it has connected
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
             self._threads.append(self._events.start())
@@ -199,29 +194,30 @@ class Supervisor:
 
     def _part_with(self, names: Sequence[str]) -> Roster:
         """Remove these members; returns the roster that still had them."""
+        ranks: dict[str, int] = {}
+        before = self.roster
 
-        def part() -> dict[str, int]:
+        def part() -> None:
             self.roster.check_leavers(names)
-            self._handle(self._core.parting, names)
-            return {name: self.roster.records[name].member.rank for name in names}
+            ranks.update({name: self.roster.records[name].member.rank for name in names})
+            self._core.parting(names)
 
-        def remove() -> Roster:
-            roster = self.roster
+        def remove() -> None:
+            nonlocal before
+            before = self.roster
             # One that has died meanwhile is out of the group already.
-            now = {name: record.member.rank for name, record in roster.records.items()}
-            leaving = [name for name in names if now.get(name) == ranks[name]]
-            if leaving:
-                self._handle(self._core.removed, leaving)
-            return roster
+            now = {name: record.member.rank for name, record in before.records.items()}
+            if leaving := [name for name in names if now.get(name) == ranks[name]]:
+                self._core.removed(leaving)
 
-        ranks = self._request(part)
+        self._request(part)
         try:
             self._send_off(names)
-            before: Roster = self._request(remove)
-            return before
+            self._request(remove)
         except BaseException:  # what they were asked cannot be taken back
-            self._submit(remove)
+            self._report(remove)
             raise
+        return before
 
     def take_in(self, request: JoinRequest | LeaveRequest) -> None:
         """Carry out the request of a process that joins or leaves by itself. Blocks."""
@@ -274,7 +270,7 @@ class Supervisor:
         """Take a process off the roster that joined by itself and has ended: another one wants its name."""
         record = self.roster.records.get(name)
         if record is not None and isinstance(record.handle, JoinedProcess) and self._connections.is_over(name, _PING_S):
-            self._report(self._core.dialled, name, record.process, "its process ended", ended=True)
+            self._report(partial(self._core.dialled, name, record.process, "its process ended", ended=True))
 
     def wait_ready(self, timeout_s: float, names: Sequence[str] | None = None) -> dict[str, str]:
         """Block until these members, or all, can be called; returns those that cannot, and why.
@@ -370,8 +366,12 @@ class Supervisor:
     def _send_off(self, names: Iterable[str], for_good: bool = False) -> None:
         """Have those of these members leave that joined by themselves, without Ray, which may not reach them."""
         by_themselves = self.roster.by_themselves | self.roster.clients.keys()
-        sent = by_themselves.intersection(names) - self._core.away().keys()
-        asked = dict.fromkeys(sent, (self.roster.generation, for_good))
+        # One that is lost is told if its connection is there again within the time that the others take.
+        lost = self._core.lost.copy().keys()
+        sent = by_themselves.intersection(names)
+        for name in sent & lost:
+            self._connections.send(name, join.leave, self.roster.generation, for_good)
+        asked = dict.fromkeys(sent - lost, (self.roster.generation, for_good))
         # One that leaves closes the connection instead of an answer.
         self._connections.call_all(join.leave, asked, time.monotonic() + _STOP_S)
 
@@ -395,18 +395,18 @@ class Supervisor:
             fork.forked_from(f"the process that formed group {self.roster.name!r}")
         return ()
 
-    def _request(self, work: Callable[[], Any]) -> Any:
-        """Have the thread make a change, which waits for nobody; returns or raises what came of it."""
+    def _request(self, event: core.Event) -> None:
+        """Have the thread handle an event, which waits for nobody. Blocks until it has; raises what that raises."""
 
-        def checked() -> Any:
+        def handle() -> None:
             self._check_running()
-            return work()
+            self._handle(event)
 
-        change = RequestedChange(self.roster.name, checked)
+        change = RequestedChange(self.roster.name, handle)
         self._tasks.put(change.run)
         if self._stopped:  # the thread may have ended already
             self._drain()
-        return change.result(_CHANGE_S)
+        change.result(_CHANGE_S)
 
     def _check_running(self) -> None:
         if self.has_ended():
@@ -434,13 +434,11 @@ class Supervisor:
         """Run the next task; False once the group has ended."""
         if self._stopped:
             return False
-        task: Callable[[], object] | None = self._carry_out
-        if not self._todo:
-            due = self._core.due()
-            try:
-                task = self._tasks.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                task = self._tick
+        due = self._core.due()
+        try:
+            task = self._tasks.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            task = self._tick
         if task is None:
             return False
         try:
@@ -468,48 +466,50 @@ class Supervisor:
 
     # --- events and instructions --------------------------------------------------------------------------------------
 
-    def _report(self, event: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Have the thread handle an event: that call of a method of the core."""
-        self._reported.append(partial(event, *args, **kwargs))
+    def _report(self, event: core.Event) -> None:
+        """Have the thread handle an event."""
+        self._reported.append(event)
         self._submit(self._note_reports)
 
     def _note_reports(self) -> None:
         """Handle what was reported by now together: each change goes to all members."""
-        if events := list(self._reported):
-            self._handle_together(events)
-            for _ in events:
-                self._reported.popleft()
+        if events := [self._reported.popleft() for _ in range(len(self._reported))]:
+            self._handle(*events)
 
-    def _handle(self, event: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        self._handle_together([partial(event, *args, **kwargs)])
-
-    def _handle_together(self, events: Iterable[core.Event]) -> None:
-        self._todo.extend(self._core.handle(events, time.monotonic()))
-        self._carry_out()
-        with self._changed:
-            self._changed.notify_all()
-
-    def _carry_out(self) -> None:
-        """Carry out all instructions, and those that follow from them."""
-        steps: dict[type, Callable[[Any], object]] = {
-            core.Announce: self._announce,
-            core.AskRay: self._ask_ray,
-            core.Dial: self._dial,
-            core.Forget: lambda instruction: self._connections.forget(instruction.names),
-            core.Post: self._post,
-            core.Admit: self._begin_to_readmit,
-            core.Report: self._tell,
-        }
-        while self._todo:
-            instruction = self._todo.popleft()
+    def _handle(self, *events: core.Event) -> None:
+        """Carry out what the core decides. What comes of that is reported, so nothing here handles events in turn."""
+        for instruction in self._core.handle(events, time.monotonic()):
             try:
-                steps[type(instruction)](instruction)
+                self._carry_out(instruction)
             except Exception as error:
                 if threads.is_shortage(error):
                     raise
                 logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
+        with self._changed:
+            self._changed.notify_all()
 
-    def _announce(self, instruction: core.Announce) -> None:
+    def _carry_out(self, instruction: core.Instruction) -> None:
+        match instruction:
+            case core.Announce(delta, members):
+                self._announce(delta, members)
+            case core.AskRay(names, ended):
+                self._ask_ray(names, ended)
+            case core.Dial(names, patience_s):
+                self._dial(names, patience_s)
+            case core.Forget(names):
+                self._connections.forget(names)
+            case core.Post(arrived):
+                self._post(arrived)
+            case core.Admit(ranks, patience_s):
+                name = f"raytorchrpc-admit-{self.roster.name}"
+                thread = threads.start(self._readmit, ranks, patience_s, name=name)
+                self._readmissions = [*(each for each in self._readmissions if each.is_alive()), thread]
+            case core.Report(change):
+                if change.kind in ("lost", "dead"):
+                    logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
+                self._events.put(change)
+
+    def _announce(self, delta: Delta, members: Mapping[str, core.ProcessId]) -> None:
         def answered(name: str, outcome: Callable[[], Answer]) -> None:
             answer = None
             try:
@@ -517,9 +517,9 @@ class Supervisor:
             except Exception as error:
                 if not isinstance(error, PeerLost):  # that is reported by its connection
                     logger.info("%s could not follow a change of its group yet: %s", name, error)
-            self._report(self._core.answered, {(name, instruction.members[name]): answer})
+            self._report(partial(self._core.answered, {(name, members[name]): answer}))
 
-        self._connections.ask(join.follow, (instruction.delta,), instruction.members, answered)
+        self._connections.ask(join.follow, (delta,), members, answered)
 
     def _await_members(self, first_s: float = _FIRST_S, gap_s: float = _FIRST_S) -> None:
         """Block until the members have followed. The change goes on without one that has not, ``gap_s`` after another
@@ -534,28 +534,27 @@ class Supervisor:
         with self._changed:
             while before and not self._stopped:
                 if not self._changed.wait_for(moves, max(0.0, min(until, limit) - time.monotonic())):
-                    self._report(self._core.overdue, version)
+                    self._report(partial(self._core.overdue, version))
                     return
                 before, until = self._core.awaited(version), time.monotonic() + gap_s
 
-    def _ask_ray(self, instruction: core.AskRay) -> None:
+    def _ask_ray(self, names: Sequence[str], ended: Collection[str]) -> None:
         began = time.monotonic()
-        record = self.roster.record
-        fates = {name: self._restarts.fate(record(name), name in instruction.ended) for name in instruction.names}
-        self._handle(self._core.ray_said, fates, time.monotonic() - began)
+        fates = {name: self._restarts.fate(self.roster.record(name), name in ended) for name in names}
+        self._report(partial(self._core.ray_said, fates, time.monotonic() - began))
 
-    def _dial(self, instruction: core.Dial) -> None:
+    def _dial(self, names: Iterable[str], patience_s: float) -> None:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self._core.listening()
         prepared.update({name: client.prepared for name, client in self._core.clients.items()})
         work = dict[str, Callable[[], None]]()
-        for name in instruction.names:
+        for name in names:
             record = roster.record(name)
             member = record.member
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
-            work[name] = partial(self._connect, record.handle, name, record.process, instruction.patience_s)
+            work[name] = partial(self._connect, record.handle, name, record.process, patience_s)
         self._connections.dial(work)
 
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:
@@ -570,37 +569,26 @@ class Supervisor:
             why, refused = getattr(error, "cause", None) or str(error), isinstance(error.__cause__, OSError)
             alone = isinstance(handle, JoinedProcess)
             ended = alone and isinstance(error.__cause__, ConnectionRefusedError)
-        dialled = partial(self._core.dialled, name, process, why, refused=refused, ended=ended)
-        self._report(dialled)
+        self._report(partial(self._core.dialled, name, process, why, refused=refused, ended=ended))
         if watch is not None:  # from now on, so that the end of the process is reported after this
-            watch(lambda cause: self._report(self._core.broke, name, process, cause))
-
-    def _tell(self, instruction: core.Report) -> None:
-        change = instruction.change
-        if change.kind in ("lost", "dead"):
-            logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
-        self._events.put(change)
+            watch(lambda cause: self._report(partial(self._core.broke, name, process, cause)))
 
     # --- changes ----------------------------------------------------------------------------------------------------
 
-    def _post(self, instruction: core.Post) -> None:
+    def _post(self, arrived: Mapping[str, Any]) -> None:
         roster = self.roster
-        if roster.records.keys() != {member.name for member in self.info.members} or instruction.arrived:
+        if roster.records.keys() != {member.name for member in self.info.members} or arrived:
             self.info = roster.info(self._core.listening())
-            self._restarts.admitted(instruction.arrived)
+            self._restarts.admitted(arrived)
             self._restarts.post(roster)
 
-    def _begin_to_readmit(self, instruction: core.Admit) -> None:
-        thread = threads.start(self._readmit, instruction, name=f"raytorchrpc-admit-{self.roster.name}")
-        self._readmissions = [*(each for each in self._readmissions if each.is_alive()), thread]
-
-    def _readmit(self, instruction: core.Admit) -> None:
-        roster, ranks = self.roster, instruction.ranks
+    def _readmit(self, ranks: Mapping[str, int], patience_s: float) -> None:
+        roster = self.roster
         here = {name: roster.records[name] for name in ranks if name in roster.records}
         handles = {name: record.handle for name, record in here.items() if record.member.rank == ranks[name]}
-        patience_s = instruction.patience_s + _ADMIT_EACH_S * len(roster.records)
+        patience_s += _ADMIT_EACH_S * len(roster.records)
         call_all = self._restarts.call_all
-        formation = Formation(roster, handles, patience_s, call_all, _UNDO_S, leaves_out_failures=True)
+        formation = Formation(roster, handles, patience_s, call_all, returns=True)
         failed, later = list(ranks), list(ranks)
         try:
             self._admit("back", formation)
@@ -608,7 +596,7 @@ class Supervisor:
         except Exception as error:
             logger.warning("group %r: %s could not return yet: %s", roster.name, ", ".join(handles), error)
             later = [name for name in handles if name in getattr(error, "members", handles)] or failed
-        self._report(self._core.failed, {name: ranks[name] for name in failed}, later)
+        self._report(partial(self._core.failed, {name: ranks[name] for name in failed}, later))
 
     def _admit(self, kind: Literal["added", "back", "client"], formation: Formation) -> None:
         """Have the participants join. Carries out the steps that the core decides. Blocks: not on the supervisor's
@@ -618,20 +606,20 @@ class Supervisor:
         formation.probe()
         admission = core.Admission(kind, formation)
         try:
-            self._request(lambda: self._handle(self._core.assign, admission))
+            self._request(partial(self._core.assign, admission))
             while admission.step is Step.ASSIGNED:
                 coming = formation.prepare()
-                self._request(partial(self._handle, self._core.announce, admission, coming))
+                self._request(partial(self._core.announce, admission, coming))
             if admission.step is Step.ANNOUNCED:
                 # Half of the time that an attempt to readmit has at first, if nobody follows.
                 self._await_members(*((_FIRST_S / 2, GAP_S) if kind == "back" else ()))
-                self._request(lambda: self._handle(self._core.connect, admission))
+                self._request(partial(self._core.connect, admission))
             formation.commit(admission.prepared, admission.away, admission.silent, admission.version)
-            self._request(lambda: self._handle(self._core.arrive, admission))
+            self._request(partial(self._core.arrive, admission))
         except BaseException:
             if admission.step not in (Step.BEGUN, Step.JOINED):  # else Ctrl-C came too late
                 formation.roll_back()
-                self._report(self._core.give_up, admission)
+                self._report(partial(self._core.give_up, admission))
             raise
         if kind == "added":
             self._await_members()

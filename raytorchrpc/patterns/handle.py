@@ -115,20 +115,22 @@ async def arun(steps: Steps[T]) -> T:
         return stop.value  # type: ignore[no-any-return]
 
 
-def begin(timeout: float | None = None, home: str | None = None) -> Steps[tuple[LocalMember, float]]:
+def begin(
+    timeout: float | None = None, home: str | None = None, group: str | None = None
+) -> Steps[tuple[LocalMember, float]]:
     """Begin an operation: this process as a member or a client, and how many seconds it may wait at the home.
 
-    A restarted actor waits here until it is a member of its group again.
+    A restarted actor waits here until it is a member of its group again, and a client until it has joined. ``group``:
+    the generation of the group that the home belongs to, if it is known.
     """
-    local, since = current_local(), time.monotonic()
-    if local is None and home is not None:
-        match = own_groups.find(home, None if timeout is None else checked_timeout(timeout))
-        local = None if match is None else match[0]
-    if local is not None:
+    if (local := current_local()) is not None:
         return local, _wait_limit(local, timeout)
-    asked = None if timeout is None else _answer_timeout(checked_timeout(timeout))
+    since, asked = time.monotonic(), None if timeout is None else _answer_timeout(checked_timeout(timeout))
+    if home is not None and (local := own_groups.joined(home, asked, group)) is not None:
+        return local, _wait_limit(local, timeout)
+    joining = None if home is None else own_groups.join(home, asked, group)
     try:
-        awaited = rejoin.awaited(asked)
+        awaited = joining or rejoin.awaited(asked)
     except NotAMember as error:
         if home is None:
             raise
@@ -150,10 +152,13 @@ def member_name(target: Any, argument: str) -> str:
         return target.name
     if isinstance(target, str) and not target.isdecimal():
         return target
-    match = own_groups.find(target)
-    if match is None:
+    if (name := own_groups.name_of(target)) is not None:
+        return name
+    if (joining := own_groups.join(target)) is None:
         raise ConfigurationError(f"this process is in no group, so {argument}= takes members' names, not {target!r}")
-    return match[1].name
+    refuse_on_loop("joining a group", f"the name of a member for {argument}=")
+    client: LocalMember = joining.result()
+    return client.peers.member(target).name
 
 
 def _wait_limit(local: LocalMember, timeout: float | None) -> float:
@@ -216,6 +221,8 @@ class Handle:
     def _set_state(self, name: str, home: str, settings: Any, instance_id: int | None) -> None:
         """Set the attributes, in each process anew. ``instance_id`` None: bind when first used."""
         self._name, self._home, self._settings, self._instance_id = name, home, settings, instance_id
+        self._group: str | None = None
+        """The generation of the group of the instance: a client may use several groups with a member of that name."""
         self._bind_lock = Lock()
 
     @classmethod
@@ -232,7 +239,7 @@ class Handle:
         if local is not None:
             searched = [local]
         else:
-            searched, unjoined = own_groups.everywhere()
+            searched, unjoined = own_groups.everywhere(timeout)
             searched = searched or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
@@ -248,7 +255,7 @@ class Handle:
     def _find_in(cls: type[H], local: LocalMember, name: str, timeout: float | None, silent: list[str]) -> H | None:
         """Find the object in one group. Adds members that did not answer to ``silent``."""
         if (entry := find(local, local.me.rank, cls.kind, name)) is not None:
-            return cls._restore(name, local.me.name, *entry)
+            return cls._restore(name, local.me.name, *entry, local.generation)
         asked: list[tuple[str, Future[tuple[Any, int] | None]]] = []
         for member in local.peers.members:
             if member.rank != local.me.rank:
@@ -258,18 +265,21 @@ class Handle:
         for name_there, future in asked:
             try:
                 if (entry := future.wait()) is not None:
-                    return cls._restore(name, name_there, *entry)
+                    return cls._restore(name, name_there, *entry, local.generation)
             except (PeerLost, RpcTimeout):
                 silent.append(name_there)
         return None
 
     @classmethod
-    def _restore(cls: type[H], name: str, home: str, settings: Any, instance_id: int | None) -> H:
+    def _restore(
+        cls: type[H], name: str, home: str, settings: Any, instance_id: int | None, group: str | None = None
+    ) -> H:
         handle = cls.__new__(cls)
         if instance_id is None:
             Handle.__init__(handle, name, home, settings)
         else:
             handle._set_state(name, home, settings, instance_id)
+            handle._group = group
         return handle
 
     @property
@@ -296,7 +306,7 @@ class Handle:
         yield from self._request(local, DELETE, self._address)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self)._restore, (self._name, self._home, self._settings, self._instance_id)
+        return type(self)._restore, (self._name, self._home, self._settings, self._instance_id, self._group)
 
     def __repr__(self) -> str:
         return f"<raytorchrpc.{type(self).__name__} {self._name!r} in {self._home!r}>"
@@ -304,7 +314,7 @@ class Handle:
     # --- for subclasses ------------------------------------------------------------------------------------------
 
     def _begin(self, timeout: float | None = None) -> Steps[tuple[LocalMember, float]]:
-        return begin(timeout, self._home)
+        return begin(timeout, self._home, self._group)
 
     @property
     def _lives_with(self) -> tuple[str, ...]:
@@ -335,7 +345,7 @@ class Handle:
             instance_id = yield from self._request(local, OPEN, args, wait_s)
             with self._bind_lock:
                 if self._instance_id is None:  # another thread may have bound it meanwhile
-                    self._instance_id = instance_id
+                    self._instance_id, self._group = instance_id, local.generation
         return self._is_home(local)
 
     def _request(

@@ -1,4 +1,4 @@
-"""What tells this process from others of its host, and the memory and the descriptors that it may use."""
+"""What tells this process from others of its host, and what processes use: memory, descriptors, processor time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,22 @@ _renew()
 os.register_at_fork(after_in_child=_renew)
 
 
+def _stat(pid: int) -> list[bytes]:
+    """The fields of ``/proc/PID/stat`` from the third, the state, on. Raises OSError."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
+def processor_s(pid: int) -> float:
+    """The processor time that the process with this pid has used (seconds). Raises OSError if there is none."""
+    user, system = _stat(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def has_ended(pid: int) -> bool:
     """Whether the process with this pid, which existed before, has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0]
+        state = _stat(pid)[0]
     except FileNotFoundError:
         return True
     except OSError:

@@ -95,12 +95,3 @@ def wait(*refs: Any, timeout: float | None = None) -> None:
         ray_internals.wait_for_transport_metadata(ref, seconds)
     if missing:
         raise TimeoutError(f"{len(missing)} of {len(refs)} objects do not exist after {timeout:g} s")
-
-
-def _name_remedy() -> None:
-    if requirements.obstacle("objectrefs", ray.__version__) is None:
-        with contextlib.suppress(Exception):  # an alpha, as above: only the text of an error is at stake
-            ray_internals.name_remedy(TRANSPORT, "call raytorchrpc.rdt.enable() before, in the process that names it")
-
-
-_name_remedy()

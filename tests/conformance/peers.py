@@ -41,7 +41,6 @@ from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.conformance.pipes import PipeCarrier
-from tests.handshakes import shake_hands
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
@@ -52,9 +51,10 @@ _WAYS = {"socket": ("over unix", "over tcp"), "nng": ("over ipc", "over tcp")}
 
 
 def rows(*, out_of_band: bool) -> list[registry.Lane]:
-    """The lanes for tensors alone or those for messages, of this package and of what else is installed."""
+    """The lanes for tensors alone or those for messages, of this package and of what else is installed. One is both."""
     others = [name for name in registry.names() if registry.foreign([name])]
-    return [row for row in (*registry.LANES, *map(registry.lane, others)) if row.out_of_band == out_of_band]
+    lanes = (*registry.LANES, *map(registry.lane, others))
+    return [row for row in lanes if row.out_of_band == out_of_band or (out_of_band and row.rrefs)]
 
 
 def message_kinds() -> list[str]:
@@ -64,6 +64,12 @@ def message_kinds() -> list[str]:
 
 #: Inherited by the processes of a test: all members of a group have the same.
 TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conformance").hex())) if ENCRYPTED else None
+
+
+def prepare_agent(name: str, rank: int) -> None:
+    spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", "127.0.0.1", ("uv",), ("basic",), 4, 60.0, {}, ())
+    process_guard().vouch = iter  # all are members here
+    process_fabric().prepare(spec)
 
 
 def unasked() -> Endpoint:
@@ -101,9 +107,7 @@ class Node:
 
     def _make(self, kind: str, name: str, rank: int) -> MessageLane:
         if kind == "torchrpc":
-            spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", "127.0.0.1", ("uv",), ("basic",), 4, 60.0, {}, ())
-            process_guard().vouch = iter  # all are members here
-            process_fabric().prepare(spec)
+            prepare_agent(name, rank)
         by_tcp = frozenset({"a", "b", "c"}) if self.is_tcp else frozenset()
         host = "127.0.0.1" if by_tcp else None
         setup = LaneSetup(name, self.credentials, GroupConfig(), unasked, host, by_tcp)
@@ -124,7 +128,7 @@ class Node:
     def prove(self, stream: socket.socket) -> SessionKeys:
         """Prove to be a member to this one, from the other end of a connection to it."""
         stranger = Credentials(SECRET)
-        return shake_hands(
+        return handshake.run(
             stream, handshake.offer(SECRET, stranger.peer(stranger.instance, "a test"), self.identity), PATIENCE_S
         )
 
@@ -371,8 +375,9 @@ def _main(pipe: Any) -> None:
 class TensorNode:
     """One member with a tensor lane, what it exported and what it keeps of what it fetched."""
 
-    def __init__(self, lane: TensorLane, device: str) -> None:
-        self.lane, self.device = lane, device
+    def __init__(self, lane: TensorLane, device: str, carrier: MessageLane | None = None) -> None:
+        """``carrier``: the lane for messages that the lane is ``beside``, if it is."""
+        self.lane, self.device, self.carrier = lane, device, carrier
         self.exports: list[Export] = []
         self.kept: dict[str, Any] = {}
         self.at_open: set[str] = set()
@@ -397,8 +402,7 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
     """``gpu``: the only one that this process shall see, as under Ray."""
     global _tensors
     if kind == "nccl by pipes":
-        carrier = PipeCarrier(f"device {rank}")
-        _tensors = TensorNode(nccl_lane(rank, timeout_s, carrier), "cpu")
+        _tensors = TensorNode(nccl_lane(rank, timeout_s, PipeCarrier(f"device {rank}")), "cpu")
     elif kind in NIXL_SETTINGS:
         _tensors = TensorNode(NixlLane(capacity, (), timeout_s, NIXL_SETTINGS[kind]), "cpu")
     elif kind in GPU_LANES:
@@ -410,9 +414,17 @@ def open_tensors(kind: str, capacity: int = 256 << 20, gpu: int = 0, rank: int =
             "nixl on cuda": lambda: NixlLane(capacity, (0,), timeout_s),
         }
         _tensors = TensorNode(lanes[kind](), "cuda")
+    elif kind == "torchrpc":
+        prepare_agent("ab"[rank], rank)
+        setup = LaneSetup("ab"[rank], Credentials(SECRET, rank), GroupConfig(rpc_timeout_s=timeout_s), unasked)
+        carrier = setup.make(registry.lane(kind))
+        assert isinstance(carrier, MessageLane) and carrier.beside is not None
+        _tensors = TensorNode(carrier.beside, "cpu", carrier)
     else:
         _tensors = TensorNode(cpu_lane(kind, capacity, rank), "cpu")
     opened = _tensors.lane.open()
+    if _tensors.carrier is not None:
+        opened = _tensors.carrier.open(lambda message, reply: None, lambda work: None)
     _tensors.at_open = open_things()[1]
     return opened
 
@@ -435,7 +447,7 @@ def nccl_lane(
 
 
 def meet(peer: str, address: Any) -> None:
-    tensors().lane.connect([PeerAddress(peer, address)])
+    (tensors().carrier or tensors().lane).connect([PeerAddress(peer, address)])
 
 
 def export(made: Sequence[torch.Tensor], peer: str = "b") -> tuple[Any, list[Shape]]:
@@ -457,4 +469,7 @@ def close_tensors() -> None:
     tensors().exports.clear()
     tensors().kept.clear()
     tensors().lane.close()
+    if (carrier := tensors().carrier) is not None:
+        carrier.close()
+        process_fabric().rest()
     _tensors = None

@@ -209,7 +209,7 @@ def test_a_peer_that_takes_no_connection_until_the_deadline_is_not_reported_as_l
         waiting.connect(name)  # there is no room for another one
         caller.meet("b", callee.address._replace(**({"tcp": name} if tcp else {"unix": name[1:].decode()})))
         with pytest.raises(RpcTimeout, match="no connection to 'b' by the deadline"):
-            caller.call("echo", timeout_s=1)
+            caller.call("echo", timeout_s=0.4)
 
 
 @pytest.mark.parametrize("end", ["its process ends", "it is removed from the group", "the caller leaves the group"])
@@ -258,14 +258,14 @@ def test_a_request_is_not_sent_again_if_it_may_have_run(monkeypatch: pytest.Monk
         assert lost.value.may_have_run and attempts == ["b"]
 
 
-@pytest.mark.parametrize("kind", ["socket over unix", "socket over tcp"])
+@pytest.mark.parametrize("kind", ["socket over tcp"])
 def test_a_request_that_is_not_confirmed_times_out(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may run later, so it is not sent again."""
     once_a_proof_comes(monkeypatch, ignore)
     with Node(kind, "b", 1) as callee, Node(kind, "a", 0).meet("b", callee.address) as caller:
         attempts = spied_connects(caller)
         with pytest.raises(RpcTimeout, match="did not confirm"):
-            caller.call("keep", timeout_s=2)  # long enough for the handshake, up to that
+            caller.call("keep", timeout_s=1)  # long enough for the handshake, up to that
         assert attempts == ["b"]
 
 

@@ -15,7 +15,6 @@ import pytest
 from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
-from tests import handshakes
 from tests.conformance import peers
 from tests.conformance.on_path import Relay, Tamper
 from tests.conformance.peers import EMPTY, SECRET, Message, Node, Process, answer
@@ -80,7 +79,7 @@ def shake_hands(expected: Identity, actual: Identity, between: Callable[[bytes],
 
     def accept() -> None:
         try:
-            outcome.append(handshakes.shake_hands(far, handshake.accept(SECRET, actual), 5))
+            outcome.append(handshake.run(far, handshake.accept(SECRET, actual), 5))
         except (OSError, handshake.Refused) as error:
             outcome.append(error)
         far.close()
@@ -89,7 +88,7 @@ def shake_hands(expected: Identity, actual: Identity, between: Callable[[bytes],
     thread.start()
     try:
         caller = RIGHT._replace(rank=0, address="a caller's")
-        offered: Any = handshakes.shake_hands(Changed(), handshake.offer(SECRET, caller, expected), 5)
+        offered: Any = handshake.run(Changed(), handshake.offer(SECRET, caller, expected), 5)
     except (OSError, handshake.Refused) as error:
         offered = error
     near.close()

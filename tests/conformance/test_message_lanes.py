@@ -220,8 +220,8 @@ def test_a_lane_that_copies_at_once_lets_go_of_the_tensors() -> None:
 
 
 @in_a()
-def test_a_payload_of_70_mb() -> None:
-    payload = os.urandom(1 << 20) * 70
+def test_a_payload_of_20_mb() -> None:
+    payload = os.urandom(1 << 20) * 20
     pending = send("work", payload=payload)
     small = send("work", payload=b"behind it")
     assert bytes(answer(small).body.payload) == b"behind it"
@@ -253,7 +253,7 @@ def test_large_messages_both_ways_at_once(pair: Pair) -> None:
 
 def _crossing_body(peer: str) -> None:
     payload = bytes(10_000_000)
-    pending = [send("work", peer=peer, payload=payload) for _ in range(4)]
+    pending = [send("work", peer=peer, payload=payload) for _ in range(2)]
     assert all(len(answer(one).body.payload) == len(payload) for one in pending)
 
 
@@ -419,7 +419,7 @@ def _standing_peer_body() -> None:
 @each(*SOCKETS, *peers.ENCRYPTED)
 def test_an_event_loop_goes_on_while_its_peer_reads_nothing(fresh: Pair) -> None:
     """What it sends and replies meanwhile arrives later, as it was."""
-    fresh.run(_begin_held, 5)
+    fresh.run(_begin_held, 3)
     with standing(fresh.b):
         fresh.run(_send_much_on_a_loop_body)
     with standing(fresh.a):
@@ -436,7 +436,7 @@ def _much() -> torch.Tensor:
 def _send_much_on_a_loop_body() -> None:
     async def send_all() -> None:
         much = _much()
-        for number in range(5):
+        for number in range(3):
             _under_way.append(send("keep", much.fill_(number)))
         much.fill_(99)
 
@@ -444,12 +444,12 @@ def _send_much_on_a_loop_body() -> None:
 
 
 def _release_much_on_a_loop() -> None:
-    for _ in range(5):
+    for _ in range(3):
         assert node().arrived.acquire(timeout=PATIENCE_S)
 
     async def reply_all() -> None:
         much = _much()
-        for number in range(5):
+        for number in range(3):
             node().held.pop(0)(Message(("released",), EMPTY._replace(tensors=[much.fill_(number)])))
         much.fill_(99)
 
@@ -457,14 +457,14 @@ def _release_much_on_a_loop() -> None:
 
 
 def _much_arrived_body() -> None:
-    for number, pending in enumerate(_under_way[:5]):
+    for number, pending in enumerate(_under_way[:3]):
         (much,) = answer(pending).body.tensors
         assert bool((much == number).all())
-    assert [answer(pending).header for pending in _under_way[5:]] == [("kept",)] * 5
+    assert [answer(pending).header for pending in _under_way[3:]] == [("kept",)] * 3
 
 
 def _much_was_kept() -> None:
-    assert [int(message.body.tensors[0].max()) for message in node().served] == list(range(5))
+    assert [int(message.body.tensors[0].max()) for message in node().served] == list(range(3))
 
 
 @each("socket over unix", "socket over tcp")  # nng gives the connection up
@@ -577,7 +577,7 @@ def _large_to_the_dying_body() -> float:
     return time.monotonic() - start
 
 
-@each("socket over unix", "socket over tcp", "nng over tcp", "torchrpc")
+@each("socket over unix", "socket over tcp", "nng over tcp")
 def test_a_caller_killed_in_the_middle_of_a_message_leaves_the_peer_as_it_was(fresh: Pair) -> None:
     fresh.run(_warm_body)
     assert fresh.b.process.pid is not None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy
 import pytest
@@ -18,8 +15,8 @@ from raytorchrpc.tensors.codec import Codec
 from tests.conformance import peers
 from tests.conformance.peers import SECRET
 from tests.polling import wait_until
+from tests.programs import run_program
 
-ROOT = Path(__file__).parents[2]
 CLIENT = NngClient()
 
 
@@ -114,11 +111,12 @@ def fetch_one(address: OfferAddress, server: NngServer, number: int = 0) -> None
 
 
 ENDS = """
-import sys, threading
+import sys, threading, warnings
 import torch
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, Message, Node, PeerAddress, answer
 
+warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12: a fork beside threads
 a, b = Node("nng over tcp", "a", 0), Node("nng over tcp", "b", 1)
 a.lane.connect([PeerAddress("b", b.address)])
 answer(a.lane.call("b", Message(("echo",), EMPTY), 20))
@@ -158,9 +156,5 @@ print(codes)
 
 
 def test_a_forked_child_neither_hangs_nor_harms_its_parent_which_ends_with_calls_under_way() -> None:
-    program = ENDS + "a.lane.connect([PeerAddress('c', b.address)])" + FORKS + "sys.exit(3)"
-    quiet = "ignore:This process:DeprecationWarning"  # since Python 3.12 for each fork beside threads
-    ran = subprocess.run(
-        [sys.executable, "-W", quiet, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    ran = run_program("-c", ENDS + "a.lane.connect([PeerAddress('c', b.address)])" + FORKS + "sys.exit(3)")
     assert (ran.stdout, ran.stderr, ran.returncode) == ("ready\n(7, 7)\n", "", 3)

@@ -26,7 +26,6 @@ from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.common import handshake
 from raytorchrpc.lanes.common.connections import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
-from tests.handshakes import shake_hands
 
 HELLO = b"raytorchrpc/2\0\0\0"
 #: Groups whose members together have every socket that asks for the secret, each by Unix sockets and by TCP.
@@ -117,7 +116,7 @@ def recorded(door: Door, known: Credentials) -> bytes:
     assert door.identity is not None
     with door.dial() as sock:
         recorder = _Recorder(sock)
-        shake_hands(recorder, handshake.offer(known.secret, known.peer(known.instance, "a test"), door.identity), 10)
+        handshake.run(recorder, handshake.offer(known.secret, known.peer(known.instance, "a test"), door.identity), 10)
         return recorder.sent
 
 

@@ -17,12 +17,6 @@ from tests.faults.scenarios import PATTERNS
 from tests.multihost.rig import Unavailable
 
 
-def test_some_random_faults(cluster: None) -> None:
-    report = run_faults("calls", 4, 5)
-    assert report.violations == [], report
-    assert sum(one.landed for one in report.struck) >= 3
-
-
 def test_homes_that_die_and_members_short_of_memory(cluster: None, tmp_path: Path) -> None:
     with running(PATTERNS, tmp_path, 7) as run:
         run.round([Kill("c1"), Kill("c2"), Shortage("c3", 0.5, 24 * MB), Shortage("c0", 0.5)])

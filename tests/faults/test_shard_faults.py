@@ -69,6 +69,7 @@ def test_a_restarted_publisher_returns_while_a_reader_is_suspended(run: Running)
     assert suspended is not None and suspended < returned(run, "p1") < suspended + 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_some_random_faults(run: Running) -> None:
     for faults in random_faults(11, 3, SHARDS.names, SHARDS.faults.here, at_once=SHARDS.at_once):

@@ -15,6 +15,7 @@ from raytorchrpc.patterns.weights.source_lease import Requests
 from tests import insides
 from tests.gpu.ends import ends
 from tests.insides import in_actor
+from tests.ray.weight_helpers import was_pulled
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +73,47 @@ def test_on_one_gpu(actors: dict[str, Any], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_two_gpus(actors: dict[str, Any], dtype: torch.dtype) -> None:
     check(actors, "other", "cuda", dtype)
+
+
+def lend(store: rtr.WeightStore, versions: int) -> int:
+    """As ``learn``, without a copy; returns the most memory that the store had."""
+    model = {f"layer{number}": torch.zeros(size, device="cuda") for number, size in enumerate(SIZES)}
+    held = 0
+    for value in range(1, versions + 1):
+        torch.cuda._sleep(_LATE // 10)
+        for tensor in model.values():
+            tensor.fill_(value)
+        with store.lend(model):
+            assert was_pulled(store, value)
+            held = max(held, store.stats().held)
+        for tensor in model.values():
+            tensor.fill_(-1)
+    torch.cuda.synchronize()
+    return held
+
+
+@pytest.mark.parametrize(
+    ("reader", "device", "dtype"),
+    [
+        ("same", "cuda", torch.float32),
+        ("same", "cuda", torch.bfloat16),
+        pytest.param("other", "cuda", torch.float32, marks=pytest.mark.gpu(2)),
+        ("host", "cpu", torch.float32),
+    ],
+)
+def test_a_model_that_is_lent(actors: dict[str, Any], reader: str, device: str, dtype: torch.dtype) -> None:
+    store = rtr.WeightStore(f"lent to {reader} {device} {dtype}", home="learner")
+    follows = actors[reader].run.remote(follow, store, device, 30, dtype)
+    held = in_actor(actors["learner"], lend, store, 30)
+    assert dtype is not torch.float32 or held == 0
+    in_actor(actors["learner"], learn_last, store, 31)
+    assert ray.get(follows, timeout=120) >= 1
+
+
+def learn_last(store: rtr.WeightStore, version: int) -> None:
+    """Publish, for readers that missed the last loan."""
+    model = {f"layer{number}": torch.full((size,), float(version), device="cuda") for number, size in enumerate(SIZES)}
+    assert store.publish(model) == version
 
 
 def test_by_a_member_without_a_gpu(actors: dict[str, Any]) -> None:

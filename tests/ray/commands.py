@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
+
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,20 +21,17 @@ class Command:
         self.name, self.mark = name, f"{name}-test-{uuid.uuid4().hex}"
         self.warm = False
         """Whether a Ray that it starts is to be one of ``local_ray``."""
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Program | subprocess.Popen[str] | None = None
 
-    def start(self, *options: str, folder: Path = ROOT) -> subprocess.Popen[str]:
+    def start(self, *options: str, folder: Path = ROOT) -> Program:
         before = ["-m", "tests.ray.local_ray"] if self.warm else []
-        self.process = subprocess.Popen(
-            [sys.executable, *before, "-m", "raytorchrpc.cli", self.name, *options],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "COMMAND_TEST_MARK": self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        return self.process
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", "COMMAND_TEST_MARK": self.mark}
+        return self.begin(*before, "-m", "raytorchrpc.cli", self.name, *options, folder=folder, env=env)
+
+    def begin(self, *command: str, folder: Path, env: dict[str, str]) -> Program:
+        """As Python takes it. The kernel shows a fork with the environment of its template, so its id counts too."""
+        self.process = program = Program(*command, cwd=folder, env=env)
+        return program
 
     def run(self, *options: str, folder: Path = ROOT, timeout: float = 250) -> tuple[int, str, str]:
         process = self.start(*options, folder=folder)
@@ -47,14 +45,14 @@ class Command:
 
     def processes(self) -> list[int]:
         """Everything alive that this command started, itself included."""
-        found = []
+        found = [] if self.process is None or self.process.poll() is not None else [self.process.pid]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 try:
                     marked = self.mark.encode() in (entry / "environ").read_bytes()
                 except OSError:
                     continue  # gone, or another user's
-                if marked:
+                if marked and int(entry.name) not in found:
                     found.append(int(entry.name))
         return found
 

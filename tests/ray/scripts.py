@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
+from tests.programs import Program
 from tests.ray.commands import ROOT, Command
 
 PRELUDE = """
@@ -52,20 +51,12 @@ class Script(Command):
         super().__init__("script")
         self._code, self._address = PRELUDE + textwrap.dedent(code), address
 
-    def start(self, *options: str, folder: Path = ROOT) -> subprocess.Popen[str]:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self._code, *options],
-            cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-                "COMMAND_TEST_MARK": self.mark,
-                "CLUSTER": self._address,
-                "RAY_USAGE_STATS_ENABLED": "0",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        return self.process
+    def start(self, *options: str, folder: Path = ROOT) -> Program:
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+            "COMMAND_TEST_MARK": self.mark,
+            "CLUSTER": self._address,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        return self.begin("-c", self._code, *options, folder=folder, env=env)

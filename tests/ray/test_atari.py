@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 
 pytest.importorskip("ale_py", reason="the Atari example needs ALE: pip install '.[atari]' in a checkout")
@@ -48,35 +45,11 @@ def iteration_of(out: Path) -> int:
     return int(torch.load(out / "checkpoint.pt", weights_only=True)["learner"]["iteration"])
 
 
-def test_it_trains_in_a_ray_that_runs_already(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In this process and its Ray, whose workers start warm: with a runtime environment they would not."""
-    monkeypatch.setattr(ray, "init", lambda **options: None)
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def train_here(out: Path, *options: str) -> str:
-        assert main(["--out", str(out), *SHORT, *options]) == 0
-        return capsys.readouterr().out
-
-    try:
-        check_training(train_here, tmp_path, "auto", 1)
-    finally:  # the program has its own, which would take the next Ctrl-C of a later test
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "torchrpc", "nng", "ray"])
 def test_it_trains(transport: str, tmp_path: Path) -> None:
     """In a Ray of its own."""
-    check_training(train, tmp_path, transport, 2)
-
-
-def check_training(run: Callable[..., str], tmp_path: Path, transport: str, collectors: int) -> None:
-    options = ("--iterations", "30", "--transport", transport, "--collectors", str(collectors))
-    printed = run(tmp_path, *options)
+    printed = train(tmp_path, "--iterations", "30", "--transport", transport, "--collectors", "2")
     assert printed.splitlines()[-1] == f"DONE at iteration 30: {tmp_path}"
     log = log_of(tmp_path)
     assert [row["iteration"] for row in log] == [10, 20, 30]

@@ -18,7 +18,9 @@ def _no_environment(cluster: None) -> Iterator[None]:
     _harness.environment = usual
 
 
-@pytest.mark.parametrize("name", [*ALL, *NAMED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "calls" else pytest.mark.slow) for name in (*ALL, *NAMED)]
+)
 def test_every_benchmark_has_figures(name: str) -> None:
     try:
         figures = load(name)(lambda full, quick, tiny: tiny)

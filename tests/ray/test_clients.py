@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.calls import clients
+from raytorchrpc.calls.clients import own_groups
+from raytorchrpc.group import joining
 from tests.polling import wait_until
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
@@ -158,13 +164,106 @@ def test_what_cannot_work_is_refused() -> None:
         rtr.Queue("work", home="home", maxsize=3).put(1)
 
 
-def test_two_groups_with_the_same_names(spawn: Spawn) -> None:
-    other = spawn(Peer)
+def test_two_groups_with_the_same_names(actors: dict[str, Any], spawn: Spawn) -> None:
+    other, bound, store = spawn(Peer), rtr.Queue("bound", home="home"), rtr.WeightStore("bound", home="home")
+    bound.put(1)
+    assert store.version() == 0
+    ray.get(actors["home"].run.remote(lambda: rtr.WeightStore("bound").publish({"w": torch.ones(2)})))
     with rtr.init_group({"home": other, "b": spawn(Peer)}, name="other"):
         with pytest.raises(rtr.ConfigurationError, match="groups 'fed' and 'other' have a member 'home'"):
             rtr.Queue("q", home="home").put(1)
+        assert pickle.loads(pickle.dumps(bound)).get(30) == 1, "a handle stays in its group"
+        bound.put(2)
         rtr.Queue("q", home="b").put(1)
         assert rtr.Queue.find("q").get(30) == 1
+        assert rtr.Queue.find("bound").get(30) == 2
+        model = {"w": torch.zeros(2)}
+        assert store.prefetch(model).wait() == store.pull(model) == 1
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """This process joins groups only once this is set."""
+    held, become_client = threading.Event(), joining.become_client
+
+    def become(*args: Any) -> None:
+        held.wait(60)
+        become_client(*args)
+
+    monkeypatch.setattr(joining, "become_client", become)
+    return held
+
+
+def test_the_time_of_an_operation_limits_the_joining_too(spawn: Spawn, held_up: threading.Event) -> None:
+    with rtr.init_group({"late": spawn(Peer)}, name="late"):
+        queue, began = rtr.Queue("q", home="late"), time.monotonic()
+        with pytest.raises(rtr.RpcTimeout, match="has not become a client"):
+            rtr.rpc_sync("late", timeout=0.1).double(1)
+        for operation in (lambda: queue.get(0.1), lambda: queue.get_nowait(), lambda: rtr.Queue.find("q", timeout=0.1)):
+            with pytest.raises(rtr.RpcTimeout):
+                operation()
+        assert time.monotonic() - began < 30
+        held_up.set()
+        assert rtr.rpc_sync("late").double(1) == 2
+        queue.put(1)
+        assert queue.get(30) == 1
+
+
+def test_an_event_loop_goes_on_while_its_process_joins(spawn: Spawn, held_up: threading.Event) -> None:
+    late = spawn(Peer)
+
+    async def use() -> list[Any]:
+        queue = rtr.Queue("q", home=late)  # a handle stands for a name that is known
+        call, put = rtr.rpc_async(late).double(2), asyncio.ensure_future(queue.aput(1))
+        await asyncio.wait([put], timeout=0.05)
+        assert not put.done() and not call.done()
+        with pytest.raises(rtr.RayTorchRpcError, match="event loop"):
+            rtr.remote(late).double(1)
+        held_up.set()
+        await put
+        return [await call, await queue.aget(30), await rtr.rpc_async("late").double(3)]
+
+    with rtr.init_group({"late": late}, name="late"):
+        assert asyncio.run(use()) == [4, 1, 6]
+
+
+def test_a_group_whose_host_stands_still_holds_a_call_up_no_longer_than_its_time(spawn: Spawn) -> None:
+    with rtr.init_group({"still": spawn(Peer)}, name="still", detached=True):
+        host = ray.get_actor("still", namespace="raytorchrpc")
+        pid = ray.get(host.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            with pytest.raises(rtr.RpcTimeout, match="has not become a client"):
+                rtr.rpc_sync("still", timeout=0.2).double(1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert rtr.rpc_sync("still").double(1) == 2
+        assert time.monotonic() - began < 25, "the first attempt did not go on waiting for the host"
+
+
+def drop_clients(host: Any) -> None:
+    """In the actor that hosts a group: as after they could not be reached for a minute."""
+    supervisor = host._supervisor
+    for name, client in supervisor._core.clients.copy().items():
+        process = client.member.rank, client.member.incarnation
+        supervisor._report(partial(supervisor._core.dialled, name, process, "dropped", ended=True))
+
+
+def test_a_client_that_the_group_has_dropped_joins_again_when_it_is_used(
+    spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rtr.init_group({"dropper": spawn(Peer)}, name="drops", detached=True) as group:
+        assert rtr.rpc_sync("dropper").double(1) == 2
+        before = own_groups.joined("dropper")
+        monkeypatch.setattr(clients, "_UNSUPERVISED_S", -1.0)
+        assert wait_until(lambda: own_groups.joined("dropper") is before, 30), "the supervisor is connected"
+        monkeypatch.setattr(clients, "_UNSUPERVISED_S", 1.0)
+        ray.get(ray.get_actor("drops", namespace="raytorchrpc").__ray_call__.remote(drop_clients), timeout=30)
+        assert wait_until(lambda: own_groups.joined("dropper") is None, 30)
+        group.add({"newcomer": spawn(Peer)})
+        assert rtr.rpc_sync("newcomer").double(2) == 4
+        assert own_groups.joined("dropper") is not before
 
 
 def test_a_home_that_restarts_and_members_that_come_and_go(

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +19,11 @@ import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.tensors.codec import Codec
 from tests.polling import wait_until
+from tests.programs import Program
 from tests.ray.actors import Latch, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.plain import Plain
 from tests.releases import needs, obstacle
-
-ROOT = Path(__file__).parents[2]
 
 
 def inside(handle: Any, function: Callable[[Any], Any]) -> Any:
@@ -206,17 +202,9 @@ def test_a_driver_that_died_is_known_and_its_group_keeps_nobody(spawn: Spawn) ->
     without ending its group can never join another."""
     left = [spawn(Peer, name=f"left {name}", lifetime="detached") for name in "ab"]
     context = ray.get_runtime_context()
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER_THAT_DIES, context.gcs_address, context.namespace],
-        cwd=ROOT,
-        env={**os.environ, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {**os.environ, "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
+    driver = Program("-c", DRIVER_THAT_DIES, context.gcs_address, context.namespace, env=env)
     try:
-        assert driver.stdout is not None
         job = driver.stdout.readline().strip()
         assert job, driver.communicate()[1]
         assert not {job, context.get_job_id()} & ray_internals.dead_jobs()

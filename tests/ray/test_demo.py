@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import ray
 
 from tests.ray.commands import Command
 
@@ -23,9 +24,8 @@ def without_waits(err: str) -> str:
     return "".join(line for line in err.splitlines(keepends=True) if not line.startswith("group 'default', after "))
 
 
-def test_reaches_the_accuracy_and_shows_what_the_calls_cost(demo: Command) -> None:
-    demo.warm = True
-    code, out, err = demo.run("--quick")
+def test_reaches_the_accuracy_and_shows_what_the_calls_cost(cluster: None, demo: Command) -> None:
+    code, out, err = demo.run("--quick", "--address", ray.get_runtime_context().gcs_address)
     assert code == 0, out + err
 
     accuracies = [float(text) for text in re.findall(r"test accuracy ([\d.]+)%", out)]

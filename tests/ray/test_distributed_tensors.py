@@ -26,11 +26,6 @@ class Holder:
     def double(self, x: Any) -> Any:
         return x * 2
 
-    @rtr.method
-    def total(self, x: DTensor) -> float:
-        """A collective of the mesh on which it arrived."""
-        return float(x.full_tensor().sum())
-
     @rtr.method(objectref=obstacle("objectrefs") is None)
     def make(self, how: Callable[[], Any]) -> Any:
         return how()

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,8 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from examples import (
-    async_actors,
-    kv_cache,
-    parameter_server,
-    pipeline_training,
-    ray_data,
-    rl_collectors,
-    rl_post_training,
-)
+from examples import parameter_server, ray_data, rl_post_training
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -39,9 +31,8 @@ NOTICE = re.compile(r"^group '\w+', after \d+ s, .*waits for .*\n", re.MULTILINE
 
 def script(name: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """How an example ended; its errors without such notices."""
-    command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options]
-    environ = {**os.environ, **environ}
-    ran = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250)
+    path, environ = str(ROOT / "examples" / f"{name}.py"), {**os.environ, **environ}
+    ran = run_program(path, *options, env=environ, timeout=250)
     ran.stderr = NOTICE.sub("", ran.stderr)
     return ran
 
@@ -62,28 +53,6 @@ def test_a_parameter_server_learns_from_stale_gradients() -> None:
     assert result.accuracy >= 0.9 and result.last_loss < result.first_loss / 2
     assert result.staleness.total() == 210
     assert max(result.staleness) >= 1, "the workers took turns"
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_pipeline_of_three_stages_trains_as_one_process_does() -> None:
-    result = pipeline_training.main(["--steps", "3", "--pieces", "8"])
-    assert len(result.losses) == 3 and result.difference < 1e-9
-    assert result.at_once[1] > 1, "the micro-batches went one after another"
-
-
-@pytest.mark.usefixtures("cluster")
-def test_async_actors_hold_nobody_up() -> None:
-    result = async_actors.main(["--calls", "100"])
-    assert result.together_s < result.one_by_one_s / 2
-    assert result.while_slow == 100 and result.cancelled
-    assert 1 <= result.deadline_s < 20
-
-
-@pytest.mark.usefixtures("cluster")
-def test_collectors_and_data_parallel_learners_raise_the_return() -> None:
-    result = rl_collectors.main(["--updates", "20"])
-    assert len(result.returns) == 20 and result.rollouts >= 40
-    assert sum(result.returns[-4:]) > 1.5 * sum(result.returns[:4])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,14 +80,6 @@ def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
     assert len(text.splitlines()) < (300 if name in ("digits", "rl_post_training") else 150)
     assert text.count(f"\n    python examples/{name}.py ") == 2, "the whole and the short form"
     assert f"`{name}.py`" in (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.usefixtures("cluster")
-def test_a_cache_handed_over_decodes_as_one_process_does(capsys: pytest.CaptureFixture[str]) -> None:
-    kv_cache.main(["--prompts", "2", "--tokens", "8"])
-    *before, last = capsys.readouterr().out.splitlines()
-    assert last == "checked: 2 answers of 8 tokens equal those of a single process"
-    assert any("shm" in line and "decode" in line for line in before), "the caches did not go by shared memory"
 
 
 @pytest.mark.slow  # each of five processes imports transformers

@@ -125,16 +125,6 @@ def test_only_one_of_several_threads_forms_a_group_of_a_name(peers: list[Any], d
     rtr.init_group(peers[:1], name="wanted", detached=detached).shutdown()
 
 
-def test_an_actor_can_form_a_group_of_others(kinds: Kinds, peers: list[Any]) -> None:
-    def form(handles: list[Any]) -> Any:
-        with rtr.init_group(handles, name="of an actor") as group:
-            return repr(group), ray.get(handles[0].call.remote(handles[1], "double", 21))
-
-    shown, answer = ray.get(kinds["sync"].run.remote(form, peers[:2]))
-    assert "'of an actor': 2 members" in shown
-    assert answer == 42
-
-
 # --- list, dict, names ------------------------------------------------------------------------------------------
 
 
@@ -154,13 +144,6 @@ def test_a_dict_names_members_and_every_form_of_target_reaches_them(peers: list[
         assert ray.get(peers[0].call.remote("learner", "who")) == ("learner", learner.pid), "itself, from within"
 
 
-def test_a_group_of_one_can_call_itself(kinds: Kinds) -> None:
-    with rtr.init_group([kinds["local"]]) as group:
-        assert len(group) == 1
-        assert ray.get(kinds["local"].call.remote(0, "double", 21)) == 42
-        assert "no routes" in str(group.routes())
-
-
 def test_members_know_who_they_are(peers: list[Any]) -> None:
     def describe() -> rtr.Member:
         return rtr.current_member()
@@ -175,38 +158,6 @@ def test_members_know_who_they_are(peers: list[Any]) -> None:
 
 
 # --- showing it -------------------------------------------------------------------------------------------
-
-
-def test_it_shows_what_was_decided_and_why(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        head, _, row, _, *reasons = str(group.routes()).splitlines()
-        assert head.split() == ["from", "to", "calls", "CPU", "tensors", "CUDA", "tensors"]
-        assert row.split() == ["a", "b", "socket", "[1]", "shm", "[2]", "-"]
-        assert reasons[0] == "[1] socket (unix socket): same host and network namespace"
-        text = group.explain("a", "b")
-        assert text == group.explain(0, peers[1]) == group.explain(group.members[0], group.members[1])
-        assert "calls: socket (unix socket)" in text
-        assert "ibv: not used" in text
-        with pytest.raises(rtr.NotAMember, match=r"'c' is not in group 'default'; its members: a \(0\), b \(1\)"):
-            group.explain("a", "c")
-        assert group.device_map("a", "b") == group.device_map(1, 0) == {}, "they have no GPUs"
-        with pytest.raises(rtr.NotAMember):
-            group.device_map("a", 7)
-
-
-def test_stats_count_calls_bytes_and_failures_by_pair(peers: list[Any]) -> None:
-    with rtr.init_group({"a": peers[0], "b": peers[1]}) as group:
-        assert group.stats() == ()
-        for _ in range(3):
-            ray.get(peers[0].call.remote("b", "double", b"x" * 1000))
-        with pytest.raises(rtr.NoSuchMethod):
-            ray.get(peers[0].call.remote("b", "no_such_method"))
-        (row,) = group.stats()
-        assert (row.caller, row.peer, row.calls, row.failures) == ("a", "b", 4, 1)
-        assert row.bytes_out > 3000 and row.bytes_in > 6000 and row.seconds > 0
-        assert "ms/call" in str(group.stats())
-    with rtr.init_group(peers[:2]) as group:
-        assert group.stats() == (), "a new group counts anew"
 
 
 def test_stats_have_busy_members_too_and_name_methods_queues_and_weights(

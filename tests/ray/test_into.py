@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 import raytorchrpc as rtr
 from tests import insides
 from tests.insides import in_actor
-from tests.ray.actors import AsyncPeer, Latch
+from tests.ray.actors import AsyncPeer
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import MIB, TensorStore, all_given_back, used
+from tests.ray.test_tensor_lanes import MIB, TensorStore, used
 
 #: Elements of float32: beside the message, and in it.
 LARGE, SMALL = 2 * MIB, 100
@@ -26,24 +25,6 @@ class Source(TensorStore):
     @rtr.method
     def filled(self, value: float, *sizes: int) -> list[torch.Tensor]:
         return [torch.full((size,), value + number) for number, size in enumerate(sizes)]
-
-    @rtr.method
-    def turned(self) -> dict[str, Any]:
-        matrix = torch.arange(6.0 * MIB).view(2 * MIB, 3)
-        return {"turned": matrix.T, "array": numpy.arange(50_000), "row": matrix[1]}
-
-    @rtr.method
-    def fails(self) -> None:
-        raise KeyError("nothing here")
-
-    @rtr.method
-    def late(self, latch: Latch) -> torch.Tensor:
-        latch.pass_through()
-        return torch.ones(LARGE)
-
-    @rtr.method
-    def bits(self, size: int) -> list[torch.Tensor]:
-        return [torch.full((3,), number) for number in range(size)]
 
 
 @pytest.fixture(scope="module")
@@ -107,21 +88,3 @@ def test_what_does_not_match_changes_nothing_and_holds_nothing(sources: list[Any
 
     in_actor(sources[0], get)
     assert given_back(sources), "while the errors live on"
-
-
-def test_an_error_of_the_method_and_a_deadline_leave_the_buffers(sources: list[Any], latch: Any) -> None:
-    held = latch()
-
-    def get() -> None:
-        buffer = torch.zeros(LARGE)
-        with pytest.raises(KeyError, match="nothing here"):
-            rtr.rpc_sync("b", into=[buffer]).fails()
-        future = rtr.rpc_async("b", into=[buffer], timeout=0.2).late(held)
-        with pytest.raises(rtr.RpcTimeout):
-            future.wait()
-        held.open_for_all()
-        assert rtr.rpc_sync("b").total(torch.ones(2)) == 2.0, "its answer is on its way, or has come"
-        assert not buffer.any()
-
-    in_actor(sources[0], get)
-    assert all_given_back(sources[:2])

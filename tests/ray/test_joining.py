@@ -136,6 +136,7 @@ def test_a_child_that_is_killed_has_left(group: rtr.Group, actors: dict[str, Any
     ray.get(trainer.run.remote(children.end, "victim"))
 
 
+@pytest.mark.slow  # it and its parent import torch
 def test_a_grandchild_joins_by_its_parent(
     group: rtr.Group, actors: dict[str, Any], in_child: Callable[..., Any]
 ) -> None:

@@ -19,6 +19,7 @@ from tests import insides
 from tests.polling import suspend, wait_until
 from tests.ray.actors import Latch
 from tests.ray.conftest import Spawn
+from tests.ray.only_decorated import OnlyDecorated
 from tests.ray.returning import Returning, StartsWhenTold
 
 EventBus = queue.Queue[Any]
@@ -73,6 +74,17 @@ def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
         assert torch.equal(ask(a, "b", "double", large), large * 2)
         assert torch.equal(ask(b, "c", "double", large), large * 2)
         assert ray.get([one.view.remote() for one in (a, b, c)]) == [(("a", 0, 0), ("b", 1, 1), ("c", 2, 0))] * 3
+
+
+def test_importing_the_package_lets_the_group_reach_a_restarted_actor(spawn: Spawn, tmp_path: Path) -> None:
+    """Ray cannot: its only thread runs the interrupted method again, which waits until the actor has rejoined."""
+    cold = {"env_vars": {"COLD": "1"}}  # processes that import the package themselves; see warm_workers
+    a, b = (spawn(OnlyDecorated, max_restarts=-1, max_task_retries=-1, runtime_env=cold) for _ in range(2))
+    with rtr.init_group({"a": a, "b": b}, include_driver=True) as group:
+        before = group.members[0].pid
+        assert ray.get(a.die_once.remote(tmp_path / "mark", "b"), timeout=120) == group.members[1].pid
+        group.wait_ready(60)
+        assert rtr.rpc_sync("a", timeout=60).pid() != before
 
 
 def test_a_call_under_way_fails_and_a_later_one_names_the_cause(spawn: Spawn, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import queue as standard
 import threading
 import time
 from collections.abc import Iterator
@@ -81,34 +79,6 @@ def test_anything_crosses_in_order(actors: dict[str, Any], request: Any, produce
     in_actor(actors[consumer], get)
 
 
-def test_full_empty_and_closed(actors: dict[str, Any], queue: Any) -> None:
-    def act() -> None:
-        with insides.late_answers():
-            with pytest.raises(rtr.Empty, match="nothing came to queue"):
-                queue.get_nowait()
-            with pytest.raises(standard.Empty):
-                queue.get(timeout=0.5)
-            with pytest.raises(rtr.Full) as full:
-                queue.put_many(range(20), timeout=0.5)
-            assert full.value.accepted == 8 == queue.qsize()
-            with pytest.raises(standard.Full):
-                queue.put_nowait("too much")
-        assert queue.get_many(3) == [0, 1, 2]
-        queue.put_many([8, 9, 10])
-        queue.close()
-        with pytest.raises(rtr.Closed, match="is closed"):
-            queue.put(1)
-        assert all_of(queue, batch=3) == list(range(3, 11))
-        with pytest.raises(rtr.Closed, match="has been taken"):
-            queue.get()
-        assert queue.stats() == {
-            **{"items": 0, "bytes": 0, "put": 11, "taken": 11},
-            **{"waiting_to_put": 0, "waiting_to_get": 0, "closed": True},
-        }
-
-    in_actor(actors["a"], act)
-
-
 def test_what_cannot_work_is_refused(actors: dict[str, Any], queue: Any, spawn: Spawn) -> None:
     for settings in ({"maxsize": 0}, {"max_bytes": -1}, {"producers": 1.5}):
         with pytest.raises(rtr.ConfigurationError, match="must be a whole number of at least 1"):
@@ -143,28 +113,6 @@ def test_it_is_served_while_the_home_is_busy_and_inside_its_methods(
     assert in_actor(actors["b"], all_of, queue) == [1, 2]
     held.release(inside)
     ray.get(busy, timeout=60)
-
-
-@pytest.mark.parametrize("where", ["asynchronous", "home"])
-def test_coroutines(actors: dict[str, Any], queue: Any, request: Any, where: str) -> None:
-    here = rtr.Queue(request.node.name, home="asynchronous" if where == "asynchronous" else "home", maxsize=4)
-
-    async def act() -> list[Any]:
-        async def produce() -> None:
-            await here.aput(torch.ones(LARGE))
-            await here.aput_many(range(10))
-            await here.aclose()
-
-        producing = asyncio.create_task(produce())
-        first = await here.aget()
-        more = await here.aget_many(2)
-        rest = [item async for item in here]
-        await producing
-        with pytest.raises(rtr.Closed):
-            await here.aget()
-        return [float(first.sum()), *more, *rest]
-
-    assert ray.get(actors["asynchronous"].arun.remote(act), timeout=60) == [float(LARGE), *range(10)]
 
 
 def test_large_items_stay_where_they_arrived_if_the_home_takes_them(actors: dict[str, Any], queue: Any) -> None:

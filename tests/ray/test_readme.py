@@ -11,9 +11,7 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import symtable
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +19,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
+from tests.programs import run_program
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
 from tests.releases import obstacle
@@ -54,30 +53,19 @@ PROGRAMS = [
     for block in blocks()
     if block.language == "python"
 ]
-FRAGMENTS = [pytest.param(block, id=block.where) for block in blocks() if block.language == "py"]
 
 
 def test_the_readme_has_a_program() -> None:
     assert any(block.language == "python" and block.where.startswith("README.md") for block in blocks())
 
 
-def run_program(code: str, folder: Path, *before: str, **environ: str) -> tuple[int, str]:
+def run_code(code: str, folder: Path, *before: str, **environ: str) -> tuple[int, str]:
     program = folder / "program.py"
     program.write_text(code, encoding="utf-8")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTORCHRPC_"))}
-    process = subprocess.Popen(
-        [sys.executable, *before, str(program)],
-        cwd=folder,
-        env={**kept, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=250)
-    finally:
-        process.kill()
-    return process.returncode, output
+    env = {**kept, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), **environ}
+    ran = run_program(*before, str(program), cwd=folder, env=env, timeout=250)
+    return ran.returncode, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize("block", PROGRAMS)
@@ -90,9 +78,9 @@ def test_a_program_runs_as_it_is(cluster: None, block: Block, tmp_path: Path) ->
             # Older releases leave it alone.
             **({"RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"]} if "RAY_AUTH_MODE" in os.environ else {}),
         }
-        code, output = run_program(block.code, tmp_path, **of_this_ray)
+        code, output = run_code(block.code, tmp_path, **of_this_ray)
     else:
-        code, output = run_program(block.code, tmp_path, "-m", "tests.ray.local_ray")
+        code, output = run_code(block.code, tmp_path, "-m", "tests.ray.local_ray")
     assert code == 0, f"{block.where}\n{output}"
 
 
@@ -102,13 +90,8 @@ def test_a_page_pasted_as_one_program_ends_quietly(page: str, tmp_path: Path) ->
     """In a Ray as ``ray.init()`` starts it, with a log monitor that shows what the actors print."""
     where = f"docs/howto/{page}.md:"
     snippets = [block.code for block in blocks() if block.language == "py" and block.where.startswith(where)]
-    code, output = run_program("\n\n".join(snippets), tmp_path)
+    code, output = run_code("\n\n".join(snippets), tmp_path)
     assert code == 0 and not re.search(r"Error|Traceback|\[W\d", output), output
-
-
-@pytest.mark.parametrize("block", FRAGMENTS)
-def test_a_fragment_is_python(block: Block) -> None:
-    compile(block.code, block.where, "exec")
 
 
 def names(code: str) -> tuple[set[str], set[str]]:
@@ -135,8 +118,9 @@ def test_a_snippet_defines_what_it_uses_or_says_what_it_continues(page: Path) ->
     for match in _FENCE.finditer(text):
         if match["language"] not in ("py", "python"):
             continue
-        free, defined = names(match["code"])
         where = f"{page.name}:{text.count(chr(10), 0, match.start()) + 1}"
+        compile(match["code"], where, "exec")
+        free, defined = names(match["code"])
         assert free <= known, f"{where} uses {sorted(free - known)}, which nothing above it defines"
         above = text[: match.start()].removesuffix("<!-- run -->\n").removesuffix("<!-- run gpu -->\n").rstrip()
         paragraph = above.rpartition("\n\n")[2]
@@ -147,12 +131,15 @@ def test_a_snippet_defines_what_it_uses_or_says_what_it_continues(page: Path) ->
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
-    for match in _LINK.finditer(page.read_text(encoding="utf-8")):
+    outside = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for match in _LINK.finditer(outside):
         target, _, anchor = match["target"].partition("#")
         if "://" in target:
             continue
         aim = (page.parent / target) if target else page
         assert aim.is_file(), f"{page.name} points to {target}"
+        # The site has docs/ alone.
+        assert page.parent == ROOT or aim.resolve().is_relative_to(ROOT / "docs"), f"{page.name} points to {target}"
         assert not anchor or anchor in _anchors(aim), f"{page.name} points to {match['target']}"
 
 
@@ -165,7 +152,8 @@ def _anchors(page: Path) -> set[str]:
 #: Runs each command in this one process, and prints its exit code and what it printed. A command that starts a process
 #: of its own would take seconds.
 _RUN_EACH = """
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, runpy, sys, warnings
+warnings.filterwarnings("ignore", "Tip", FutureWarning)  # as in pyproject.toml
 for module, arguments in json.load(sys.stdin):
     sys.argv[:] = [module, *arguments]
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -208,20 +196,8 @@ def test_every_command_of_a_page_runs(spawn: Spawn, tmp_path: Path) -> None:
         given.append((module, arguments))
     assert {"doctor", "manifest", "top"} <= {arguments[0] for _, arguments in given if arguments}
     with rtr.init_group([learner, collector], name="learners", detached=True):
-        ran = subprocess.run(
-            [sys.executable, "-c", _RUN_EACH],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "PYTHONWARNINGS": "ignore:Tip:FutureWarning",  # as in pyproject.toml
-                "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-            },
-            input=json.dumps(given),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        ran = run_program("-c", _RUN_EACH, cwd=tmp_path, env=env, input=json.dumps(given), timeout=120)
     assert ran.returncode == 0, ran.stderr
     for (_, arguments), line in zip(given, ran.stdout.splitlines(), strict=True):
         code, out, err = json.loads(line)

@@ -76,13 +76,6 @@ class TensorStore(Store):
             latch.pass_through()
         return torch.ones(count)
 
-    @rtr.method(concurrent=True)
-    def now(self) -> int:
-        return os.getpid()
-
-    def hidden(self, value: Any) -> None:
-        """Not for the others."""
-
 
 def checksum(value: Any) -> int:
     raw = value.numpy() if isinstance(value, torch.Tensor) else value
@@ -157,7 +150,7 @@ def test_futures_may_be_dropped_under_any_lock(stores: list[Any], group: rtr.Gro
         assert wait_until(arrived.done, 20)
         waiting = rtr.rpc_async("b").ones(LARGE, gate)
         held = gate.await_arrival()
-        connection = waiting._call._pending.connection  # type: ignore[union-attr]
+        connection = waiting._call.pending.connection  # type: ignore[union-attr]
         lock = threading.Lock()
 
         def under_the_locks() -> None:

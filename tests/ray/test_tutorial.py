@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import ray
 
 from tests import tutorial
+from tests.programs import run_program
 from tests.ray.heads import head
 
 STEPS = tutorial.steps()
@@ -31,18 +31,13 @@ def type_step(number: int, folder: Path, leave_out: str = "") -> None:
 
 
 def run(folder: Path, *options: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "train.py", *options],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(tutorial.ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    env = {**os.environ, "PYTHONPATH": str(tutorial.ROOT), "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    ran = run_program("train.py", *options, cwd=folder, env=env)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_the_program_goes_on_from_a_checkpoint_though_a_player_is_killed(tmp_path: Path) -> None:
     """The first run makes the checkpoint; the second goes on from it, with every option."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +17,7 @@ from tests import insides
 from tests.insides import in_actor
 from tests.ray.call_actors import LARGE, Store
 from tests.ray.conftest import Spawn
-from tests.ray.test_tensor_lanes import all_given_back, bytes_by_lane, used
+from tests.ray.test_tensor_lanes import all_given_back, used
 
 MIB = 1 << 20
 #: Which lanes a group may use, by the one that then carries a large CPU tensor.
@@ -150,28 +149,3 @@ def test_a_caller_that_keeps_gets_memory_of_its_own(actors: list[Any], form: Cal
     kept = ray.get(actors[0].take_kept.remote(), timeout=60)
     assert [int(one["tensor"].sum()) for one in kept] == [number * LARGE for number in range(10)]
     assert [int(one["array"].sum()) for one in kept] == [number * LARGE for number in range(10)]
-
-
-def test_what_is_larger_than_the_arena_stays_in_the_message_with_one_warning(
-    actors: list[Any], form: Callable[..., rtr.Group]
-) -> None:
-    group = form(shm_bytes=8 * MIB)
-
-    def exchange() -> list[str]:
-        said: list[str] = []
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("raytorchrpc").addHandler(handler)
-        try:
-            for count in (3, 4, 5):
-                tensor = torch.arange(count * MIB)
-                assert torch.equal(rtr.rpc_sync("b").echo(tensor), tensor)
-                assert torch.equal(rtr.rpc_sync("c").echo(tensor), tensor)
-        finally:
-            logging.getLogger("raytorchrpc").removeHandler(handler)
-        assert used() == 0
-        return said
-
-    (said,) = in_actor(actors[0], exchange)
-    assert "go by socket instead of shm" in said and "8 MiB" in said and "shm_bytes" in said
-    assert bytes_by_lane(group, "a", "b")["socket"][0] >= 12 * 8 * MIB

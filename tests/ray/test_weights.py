@@ -17,7 +17,7 @@ from tests.polling import wait_until
 from tests.ray.actors import AsyncRunner, Peer
 from tests.ray.conftest import Spawn
 from tests.ray.test_tensor_lanes import MIB, used
-from tests.ray.weight_helpers import no_readers
+from tests.ray.weight_helpers import no_readers, was_pulled
 
 #: Elements of float32: above and below what travels in a message.
 LARGE, SMALL = MIB, 100
@@ -97,6 +97,37 @@ def test_nobody_reads_two_versions(actors: dict[str, Any], request: Any, sizes: 
         return wait_until(lambda: weights.pool.readers == 0, 20)
 
     assert in_actor(actors["learner"], at_rest)
+
+
+@pytest.mark.parametrize("sizes", [(SMALL, 7), (SMALL, LARGE, 3)], ids=["in the message", "by a lane"])
+def test_nobody_reads_what_a_program_changes_after_its_loan(actors: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    store = rtr.WeightStore(f"lent {len(sizes)}", home="learner")
+
+    def learn(versions: int) -> int:
+        """Lend one model again and again; returns the most memory that the store had."""
+        model, held = filled(0.0, sizes), 0
+        for value in range(1, versions + 1):
+            for tensor in model.values():
+                tensor.fill_(value)
+            with store.lend(model) as version:
+                assert store.version() == version == value
+                assert was_pulled(store, value)
+                held = max(held, store.stats().held)
+            for tensor in model.values():
+                tensor.fill_(-value)
+        return held
+
+    def follow(versions: int) -> int:
+        model, pulls, version = filled(-1.0, sizes), 0, 0
+        while version < versions:
+            version, pulls = store.pull(model), pulls + 1
+            assert {int(value) for tensor in model.values() for value in (tensor.min(), tensor.max())} == {version}
+        return pulls
+
+    readers = [actors[name].run.remote(follow, 40) for name in ("a", "b", "c")]
+    assert in_actor(actors["learner"], learn, 40) == 0, "a loan takes no memory"
+    assert in_actor(actors["learner"], lambda: store.publish(filled(41.0, sizes))) == 41  # for who missed the last loan
+    assert all(pulls >= 1 for pulls in ray.get(readers, timeout=60))
 
 
 def test_one_question_brings_what_lies_on_the_same_host(actors: dict[str, Any], request: Any) -> None:

@@ -66,12 +66,6 @@ class End(Peer):
         values = self.model.state_dict().items()
         return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in values}
 
-    def gather(self, store: rtr.WeightStore) -> int:
-        """All members of a process group call this together; the store's home publishes one whole tensor at a time."""
-        values = self.model.state_dict().items()
-        whole = ((name, value.full_tensor() if hasattr(value, "full_tensor") else value) for name, value in values)
-        return store.publish(whole) if rtr.current_member().name == store.home else len(list(whole))
-
     def pull(self, store: rtr.WeightStore) -> int:
         return store.pull(self.model)
 

@@ -15,6 +15,11 @@ def came_from() -> dict[str, int]:
     return found
 
 
+def was_pulled(store: rtr.WeightStore, version: int) -> bool:
+    """Whether soon some member has pulled a version from this one."""
+    return wait_until(lambda: version in dict(store.stats().served), 60)
+
+
 def no_readers(store: rtr.WeightStore) -> bool:
     """Whether soon nobody reads from a store of which this member is the home."""
     pool = insides.at_home(store).pool

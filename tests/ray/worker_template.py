@@ -71,7 +71,8 @@ class _Hidden(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
-        module.restarted.begin()  # as the package does when it is imported
+        module._has_begun = False
+        module._begin()  # as the package does when it is imported
 
 
 def ray_script() -> str:
@@ -101,6 +102,7 @@ def _serve(listener: socket.socket) -> None:
     if find_spec("pyarrow") is not None:
         import_module(_ARROW)
     sys.path[0] = str(Path(__file__).parents[2])
+    import_module("raytorchrpc")._begin()
     import_module("raytorchrpc.group.join").preload()
     _Hidden("raytorchrpc")
     gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of these objects

@@ -8,11 +8,8 @@ from __future__ import annotations
 import copyreg
 import io
 import json
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -29,17 +26,15 @@ from raytorchrpc.errors import SerializationError
 from raytorchrpc.lanes.torchrpc.agent import RpcPickler
 from raytorchrpc.tensors.codec import Codec
 from tests.conformance.peers import Process
+from tests.programs import run_program
 from tests.releases import needs, obstacle
 from tests.unit.members import in_thread
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What two agents made by ``_compat`` did; see ``compat_agents``."""
-    command = [sys.executable, "-m", "tests.unit.compat_agents"]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    ran = run_program("-m", "tests.unit.compat_agents", timeout=110)
     assert ran.returncode == 0, f"no torchrpc agent can be started without a rendezvous any more:\n{ran.stderr}"
     result: dict[str, Any] = json.loads(ran.stdout)
     return result
@@ -122,8 +117,9 @@ def test_the_id_that_distributed_autograd_took_before_can_be_read(seen: dict[str
     assert seen["autograd id as torch has it"] == 11
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
+    """Apart from the tests, as some change it for life. One for all: it imports DTensors, which takes seconds."""
     process = Process()
     yield process
     process.kill()

@@ -75,7 +75,7 @@ def _sync(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **k
 
 
 def _async(_target: Target, _options: CallOptions, _name: str, /, *args: Any, **kwargs: Any) -> Any:
-    if current.local is None and on_loop() and own_groups.find(_target, _options.timeout) is None:
+    if current.local is None and on_loop() and own_groups.joined(_target, _options.timeout) is None:
         return Future(_DeferredCall(_target, _name, args, kwargs, _options))
     local, options = _member(_target, _options)
     return Future(local.outgoing.call(_target, _name, args, kwargs, options))
@@ -88,24 +88,32 @@ def _remote(_target: Target, _options: CallOptions, _name: str, /, *args: Any, *
 
 def _member(target: Target, options: CallOptions) -> tuple[Any, CallOptions]:
     """The LocalMember that sends the call, and its options. Blocks until this process is a member, or a client of the
-    group that it formed or fetched and that has the target.
+    group that it formed or fetched and that has the target; the rest of the call's time is for the call.
     """
-    local: Any = current.local
-    if local is None and (client := own_groups.find(target, options.timeout)) is not None:
-        return client[0], options
+    local: Any = current.local or own_groups.joined(target, options.timeout)
     if local is None:
-        local, timeout = rejoin.wait(options.timeout)
-        options = options._replace(timeout=timeout)
+        joining = _joining(target, options)
+        if not joining.done():
+            refuse_on_loop("joining a group", "`await raytorchrpc.rpc_async(target)...`, which joins it on a thread")
+        local, remaining_s = rejoin.outcome_of(joining)
+        options = options._replace(timeout=remaining_s)
     return local, options
 
 
+def _joining(target: Target, options: CallOptions) -> Any:
+    """What is settled with the LocalMember that sends the call: see ``rejoin.outcome_of``."""
+    return own_groups.join(target, options.timeout) or rejoin.awaited(options.timeout)
+
+
 class _DeferredCall(OutgoingCall):
-    """A call that waits for this process to become a member. A worker sends it then, as one whose peer was lost."""
+    """A call that waits for this process to become a member or a client. A worker sends it then, as one whose peer was
+    lost.
+    """
 
     _route: Any
     """None until it is being sent."""
-    _awaited: rejoin.Awaited | None
-    """This process as the member that it becomes, until it is one."""
+    _awaited: Any
+    """What is settled with the LocalMember that this process becomes, until it is; see ``rejoin.outcome_of``."""
 
     def __init__(self, target: Any, method: str, args: tuple[Any, ...], kwargs: Any, options: CallOptions) -> None:
         unknown: Any = None
@@ -113,7 +121,7 @@ class _DeferredCall(OutgoingCall):
         self._target = target
         self.cancellable, self._phase, self.pending = True, LOST, Completion()
         self.repeats = Repeats(args, kwargs, target, 0)
-        self._awaited = awaited = rejoin.awaited(options.timeout)
+        self._awaited = awaited = _joining(target, options)
         awaited.add_done_callback(self._joined)
 
     def _joined(self, awaited: Any) -> None:

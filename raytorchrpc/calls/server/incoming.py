@@ -16,7 +16,7 @@ from raytorchrpc.calls.server.exposed import Exposed, gate_of, is_hidden
 from raytorchrpc.calls.server.served_call import QUEUED, Callee, ServedCall
 from raytorchrpc.calls.server.streams import ItemRequest, ServedStream
 from raytorchrpc.errors import LaneUnavailable, NoSuchMethod, NotAMember, PeerLost, no_memory
-from raytorchrpc.lanes.base import Message, MessageLane, Reply
+from raytorchrpc.lanes.base import Message, MessageLane, Pending, Reply
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import AtOnce
 from raytorchrpc.tensors.codec import NOTHING
@@ -38,6 +38,8 @@ class IncomingCalls:
 
     interval: SwitchInterval | None = None
     """To be short while calls come."""
+    on_watch: Callable[[Pending], object] | None = None
+    """Of a client: takes what fails when the connection ends by which the supervisor watches it."""
 
     def __init__(
         self,
@@ -110,7 +112,9 @@ class IncomingCalls:
             return partial(replies.send, reply, partial(replies.run, self._run, message))
         if header.kind != protocol.WATCH:
             return self._answer(reply, _ALIVE)
-        if is_client(header.caller):
+        if self.on_watch is not None:
+            self.on_watch(lane.watch(reply))
+        elif is_client(header.caller):
             connection = lane.watch(reply)  # raises for one that has ended
             self._peers.add_connection(header.caller)
             ended = partial(self._peers.end_connection, header.caller)

@@ -15,7 +15,9 @@ import time
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from enum import Enum
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, no_memory
@@ -234,26 +236,58 @@ class Acceptor:
             self._epoll.close()
 
 
-class Request(Pending):
-    """A request that needs a connection first. It ends as its call on that connection does."""
+class Phase(Enum):
+    """Of a request that needs a connection first."""
 
-    __slots__ = ("apart", "caller_waits", "deadline", "message", "on_released", "sent", "unsent")
+    WAITS = "for the connection, and its caller with it"
+    LEFT = "its caller has gone on, and left copies of the tensors"
+    SENDING = "its caller waits until all is sent, as in any call"
+    OVER = "sent, or failed"
+
+
+class Request(Pending):
+    """A request that needs a connection first. It ends as its call on that connection does.
+
+    Two threads have it: its caller's, and the one that connects and sends it. ``_lock`` guards ``phase``, which orders
+    them: the caller leaves before sending begins, or once it is over.
+    """
+
+    __slots__ = ("_over", "apart", "caller_waits", "deadline", "message", "on_released", "phase", "sent", "unsent")
 
     def __init__(self, message: Message, deadline: float, caller_waits: bool, on_released: Released) -> None:
         super().__init__(on_released)
         self.message, self.deadline, self.caller_waits, self.on_released = message, deadline, caller_waits, on_released
-        self.apart = False
-        """Another thread than the caller's sends it."""
+        self.phase, self.apart = Phase.WAITS, False
+        """``apart``: its caller has left."""
+        self._over = threading.Lock()  # not an Event: a signal handler that interrupts its wait would stop its set
+        self._over.acquire()
         self.sent: Pending | None = None
         """Its call on the connection."""
         self.unsent = True
 
-    def leave(self) -> None:
-        """Have another thread send it. The caller may change its tensors from now on."""
-        if self.sent is None and not self.done:
-            tensors = [copied(tensor) for tensor in self.message.body.tensors]
-            self.message = self.message._replace(body=self.message.body._replace(tensors=tensors))
-            self.apart, self.caller_waits = True, False
+    def leave(self) -> bool:
+        """Called by its caller, which may change its tensors from now on. Returns False while it is sent, or later."""
+        with self._lock:
+            if self.phase is Phase.WAITS:
+                tensors = [copied(tensor) for tensor in self.message.body.tensors]
+                self.message = self.message._replace(body=self.message.body._replace(tensors=tensors))
+                self.phase, self.apart, self.caller_waits = Phase.LEFT, True, False
+            return self.apart
+
+    def sent_in(self, patience_s: float) -> Pending:
+        """Called by its caller: waits until it is sent, or leaves it. Returns what completes with the reply.
+
+        Raises why it was not sent, if that is known.
+        """
+        try:
+            if not self.apart and not self._over.acquire(timeout=patience_s) and not self.leave():
+                self._over.acquire()
+        except BaseException:  # an interrupt: the caller takes back what the message tells of
+            self.deadline = 0.0
+            raise
+        if self.done and not self.apart:
+            self.take()
+        return self.sent or self
 
     def is_due(self) -> bool:
         """Whether to send it now. One that is ``unsent`` at its deadline remains so."""
@@ -261,36 +295,44 @@ class Request(Pending):
         self.unsent = time.monotonic() >= self.deadline
         return not self.unsent
 
+    def send(self, connection: Connection) -> Pending:
+        """Send it, unless its deadline has passed."""
+        with self._lock:
+            self.phase = Phase.LEFT if self.apart else Phase.SENDING
+        if not self.is_due():
+            raise RpcTimeout(f"no connection to {connection.peer!r} by the deadline: others waited for it too")
+        return connection.call(self.message, self.deadline, self.caller_waits, self.on_released)
+
     def follow(self, sent: Pending) -> None:
-        self.sent, self._on_released = sent, None
-        del self.message
+        """It was sent, as this call."""
+        with self._lock:
+            self.phase, self.sent, self._on_released = Phase.OVER, sent, None
+            del self.message
+        self._over.release()
         if self.apart:
             sent.add_done_callback(lambda: self.settle(sent._message, sent._error))
 
     def fail(self, error: Exception) -> None:
+        with self._lock:
+            self.phase = Phase.OVER
         if self.apart:
             run_reported(self.message.take_back)
         self.settle(None, error)
-
-    def taken(self) -> Pending:
-        """What the caller waits for. Raises why it was not sent, if that is known."""
-        if self.done and not self.apart:
-            self.take()
-        return self.sent or self
+        self._over.release()
 
 
-class _Waiting(deque[Request]):
-    """Requests that wait for a connection."""
+class _Queue(deque[Request]):
+    """Requests that wait for a connection to one peer, in order. As long as there is one, all calls join it."""
 
-    def __init__(self, first: Iterable[Request]) -> None:
-        super().__init__(first)
+    def __init__(self, first: Request) -> None:
+        super().__init__((first,))
         self.connects = threading.get_ident()
-        """The caller's thread that makes it, if that is not one of the lane's."""
+        """The caller's thread that makes it, or is about to start the one that does; else 0."""
 
 
-def fail_all(waiting: deque[Request], error: PeerLost) -> None:
-    while waiting:
-        waiting.popleft().fail(error)
+def fail_all(queue: deque[Request], error: PeerLost) -> None:
+    while queue:
+        queue.popleft().fail(error)
 
 
 class ClosedWhileIdle(Exception):
@@ -482,7 +524,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._addresses: dict[str, SocketAddress] = {}
         self._made: dict[str, C] = {}  # by peer; some may have ended
         self._aside: dict[str, list[C]] = {}  # by peer: those that were in use when a signal handler made a call
-        self._waiting: dict[str, _Waiting] = {}  # by peer: while a connection to it is made, what waits, in order
+        self._waiting: dict[str, _Queue] = {}  # by peer: while a connection to it is made, what waits, in order
         self._made_lock = Lock()
         self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
@@ -540,11 +582,11 @@ class ConnectedLane(MessageLane, Generic[C]):
     def disconnect(self, peer: str) -> None:
         self._addresses.pop(peer, None)
         with self._made_lock:
-            waiting = self._waiting.pop(peer, None) or _Waiting(())
+            queue = self._waiting.pop(peer, None)
             ended = self._aside.pop(peer, [])
             if (connection := self._made.pop(peer, None)) is not None:
                 ended.append(connection)
-        fail_all(waiting, self._unknown(peer))
+        fail_all(queue or deque(), self._unknown(peer))
         for connection in ended:
             connection.end(GONE)
 
@@ -609,96 +651,96 @@ class ConnectedLane(MessageLane, Generic[C]):
         with self._made_lock:
             self._sweeps.close()
             abandoned, self._waiting = self._waiting, {}
-        for peer, waiting in abandoned.items():
-            fail_all(waiting, self._left(peer))
+        for peer, queue in abandoned.items():
+            fail_all(queue, self._left(peer))
+
+    # --- connecting ------------------------------------------------------------------------------------------
 
     def _connect_first(self, peer: str, request: Request) -> Pending:
-        """Connect if there is no connection, and send it, after those that wait already.
+        """Have a thread connect, unless one does already, and send it after the requests that wait.
 
-        Blocks for ``PATIENCE_S``, or a little longer; then another thread goes on. Raises PeerLost and RpcTimeout.
+        Connecting takes a millisecond, or until the deadline, and a caller may have no time for that. So it never does
+        it itself: it waits for ``PATIENCE_S``, then leaves the request to that thread. Raises PeerLost and RpcTimeout.
         """
         with self._made_lock:
             if peer not in self._addresses:
                 raise self._unknown(peer)
-            if (waiting := self._waiting.get(peer)) is not None:
-                if waiting.connects == threading.get_ident():
+            if (queue := self._waiting.get(peer)) is not None:
+                if queue.connects == threading.get_ident():
                     raise interrupted(f"a call to {peer!r}, to which this thread connects,")
                 request.leave()
-                waiting.append(request)
+                queue.append(request)
                 return request
-            waiting = self._waiting[peer] = _Waiting([request])
-        steps = self._open(peer, waiting)
+            queue = self._waiting[peer] = _Queue(request)
+        if on_loop := _get_running_loop() is not None:
+            request.leave()
         try:
-            for _ in steps:
-                request.leave()
-                threads.start(deque, steps, 0, name=f"raytorchrpc-{self._me}-connect")
-                waiting.connects = 0
-                break
+            threads.start(self._open, peer, queue, name=f"raytorchrpc-{self._me}-connect")
+            queue.connects = 0
+        except BaseException as error:
+            if on_loop or not isinstance(error, threads.ThreadShortage):
+                self._abandon(peer, queue)
+                raise
+            self._open(peer, queue)  # Python starts no thread while it ends, when goodbyes are said
+        return request.sent_in(PATIENCE_S)
+
+    def _open(self, peer: str, queue: _Queue) -> None:
+        """Connect, and send the requests that wait; until none does, others join them. Then calls go directly."""
+        try:
+            self._send_all(peer, queue)
         except BaseException:
-            steps.close()
+            self._abandon(peer, queue)
             raise
-        return request.taken()
 
-    def _open(self, peer: str, waiting: _Waiting) -> Generator[None, None, None]:
-        """Connect, and send the requests that wait. Once none is left, others go directly.
+    def _abandon(self, peer: str, queue: _Queue) -> None:
+        """Nothing may wait for ever for a thread that was interrupted."""
+        with self._made_lock:
+            if self._waiting.get(peer) is queue:
+                del self._waiting[peer]
+        fail_all(queue, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
 
-        Yields where it may take long from now on.
-        """
-        connection = self._made.get(peer)  # another thread may just have made it
-        try:
-            if connection is not None and not connection.ended and _get_running_loop() is not None:
-                yield  # its peer does not read
-            while True:
-                with self._made_lock:
-                    if not waiting:
-                        if is_current := self._waiting.get(peer) is waiting:
-                            del self._waiting[peer]
-                            if connection is not None:
-                                self._made[peer] = connection
-                        break
-                    request = waiting.popleft()
-                try:
-                    call = None
-                    if connection is None or connection.ended:
-                        connection = yield from self._connect_in_time(peer, waiting, request)
-                        call, connection.first = connection.first, None
-                    while call is None:
-                        if not request.is_due():
-                            raise RpcTimeout(f"no connection to {peer!r} by the deadline: others waited for it too")
-                        try:
-                            call = connection.call(
-                                request.message, request.deadline, request.caller_waits, request.on_released
-                            )
-                        except WouldBlock:
-                            yield
-                    request.follow(call)
-                except ClosedWhileIdle:
-                    waiting.appendleft(request)
-                except Exception as error:
-                    request.fail(error)
-                if waiting:
-                    yield
-        except BaseException:  # an interrupt, perhaps: nothing may wait behind it for ever
-            with self._made_lock:
-                if self._waiting.get(peer) is waiting:
-                    del self._waiting[peer]
-            fail_all(waiting, PeerLost(peer, "the thread that connected to it was interrupted", may_have_run=False))
-            raise
+    def _send_all(self, peer: str, queue: _Queue) -> None:
+        connection = self._made.get(peer)  # another thread may just have made it, or its peer does not read
+        request = self._next(peer, queue, connection)
+        while request is not None:
+            try:
+                first = None
+                if connection is None or connection.ended:
+                    connection = self._connect_in_time(peer, queue, request)
+                    first, connection.first = connection.first, None
+                end = partial(request.follow, first or request.send(connection))
+            except ClosedWhileIdle:
+                continue
+            except Exception as error:
+                end = partial(request.fail, error)
+            request = self._next(peer, queue, connection)
+            end()  # only now: the next request of its caller need not wait here
+
+    def _next(self, peer: str, queue: _Queue, connection: C | None) -> Request | None:
+        """Return the next request that waits. If none does, let calls go directly by the connection."""
+        with self._made_lock:  # under which callers join the queue
+            if queue:
+                return queue.popleft()
+            if is_current := self._waiting.get(peer) is queue:
+                del self._waiting[peer]
+                if connection is not None:
+                    self._made[peer] = connection
         if is_current:
             self._sweep_later()
         elif connection is not None:
             connection.end(GONE)
+        return None
 
-    def _connect_in_time(self, peer: str, waiting: _Waiting, request: Request) -> Generator[None, None, C]:
+    def _connect_in_time(self, peer: str, queue: _Queue, request: Request) -> C:
         """Connect; again if the peer listens and an attempt is broken off: many may connect to it at this moment."""
-        pause_s, patience_s = _PAUSE_S, PATIENCE_S
+        pause_s = _PAUSE_S
         while True:
-            if (address := self._addresses.get(peer)) is None or self._waiting.get(peer) is not waiting:
+            if (address := self._addresses.get(peer)) is None or self._waiting.get(peer) is not queue:
                 raise self._unknown(peer)
             if self._acceptor.closed:
                 raise self._left(peer)
             try:
-                return (yield from self._connect(peer, address, request, patience_s))
+                return self._connect(peer, address, request)
             except (PeerLost, RpcTimeout):  # they are OSErrors too
                 raise
             except (Unfinished, ConnectionResetError, BrokenPipeError, BlockingIOError, TimeoutError) as error:
@@ -707,14 +749,11 @@ class ConnectedLane(MessageLane, Generic[C]):
             except (OSError, Refused) as error:
                 if getattr(error, "errno", None) not in _NO_ROOM or not self._close_idle():
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
-            yield
             threads.pause(pause_s)
-            pause_s, patience_s = min(2 * pause_s, _LONGEST_PAUSE_S), CONNECT_TIMEOUT_S
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _connect(
-        self, peer: str, address: SocketAddress, request: Request, patience_s: float
-    ) -> Generator[None, None, C]:
-        """Connect within ``patience_s``, and authenticate both ends. A small request goes with the handshake.
+    def _connect(self, peer: str, address: SocketAddress, request: Request) -> C:
+        """Connect and authenticate both ends, within ``CONNECT_TIMEOUT_S``. A small request goes with the handshake.
 
         Raises Refused or OSError if the request has not run, else PeerLost or RpcTimeout.
         """
@@ -726,7 +765,11 @@ class ConnectedLane(MessageLane, Generic[C]):
         own = self._acceptor.address
         me, listener = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
         deadline = min(request.deadline, time.monotonic() + CONNECT_TIMEOUT_S)
-        frame, sent = self._pack_first(request.message), False
+        with request._lock:  # its caller cannot leave, and change its tensors
+            frame, sent = self._pack_first(request.message), False
+
+        def remaining_s() -> float:
+            return max(0.001, deadline - time.monotonic())
 
         def first() -> bytes:
             nonlocal sent
@@ -735,16 +778,14 @@ class ConnectedLane(MessageLane, Generic[C]):
 
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            allowed_s = max(0.001, min(patience_s, deadline - time.monotonic()))
             # With a full backlog, connecting to a Unix socket fails at once, unless the call may block.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(allowed_s))
-            sock.settimeout(allowed_s if by_tcp else None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(remaining_s()))
+            sock.settimeout(remaining_s() if by_tcp else None)
             sock.connect(where)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(0))
             if by_tcp:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            steps = secure(sock, self._credentials, me, listener, first)
-            protection = yield from run(sock, steps, max(0.001, deadline - time.monotonic()), PATIENCE_S)
+            protection = run(sock, secure(sock, self._credentials, me, listener, first), remaining_s())
             return self._register(sock, protection, peer, request if sent else None, deadline)
         except BaseException as error:
             sock.close()
@@ -782,5 +823,6 @@ def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _timeval(seconds: float) -> bytes:
+def timeval(seconds: float) -> bytes:
+    """Encode a time for SO_SNDTIMEO and SO_RCVTIMEO."""
     return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))

@@ -161,9 +161,8 @@ def receive(size: int, *sending: bytes) -> Steps[bytes]:
     return data
 
 
-def run(sock: socket.socket, steps: Steps[T], timeout_s: float, patience_s: float) -> Generator[None, None, T]:
-    """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds. Yields when the other end has not answered
-    for ``patience_s``.
+def run(sock: socket.socket, steps: Steps[T], timeout_s: float) -> T:
+    """Run one end of a handshake. Blocks for at most ``timeout_s`` seconds.
 
     Raises Refused or OSError; close the connection then.
     """
@@ -171,19 +170,11 @@ def run(sock: socket.socket, steps: Steps[T], timeout_s: float, patience_s: floa
     try:
         sending, size = next(steps)
         while True:
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
             if data := b"".join(sending):
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
                 sock.sendall(data)
-            if size:
-                sock.settimeout(max(0.001, min(patience_s, deadline - time.monotonic())))
-                try:
-                    data = sock.recv(size)
-                except TimeoutError:
-                    yield
-                    sock.settimeout(max(0.001, deadline - time.monotonic()))
-                    data = sock.recv(size)
-                if not data:
-                    raise HungUp("it hung up")
+            if size and not (data := sock.recv(size)):
+                raise HungUp("it hung up")
             sending, size = steps.send(data)
     except StopIteration as done:
         sock.settimeout(None)

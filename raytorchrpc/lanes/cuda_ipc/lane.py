@@ -51,8 +51,9 @@ from raytorchrpc.process.cuda_driver import Driver, driver, is_idle, quick_drive
 from raytorchrpc.tensors.cuda_streams import runs_beside
 from raytorchrpc.tensors.dtypes import Shape, span_of, within
 
-#: Most allocations of peers kept mapped; beyond that, the least recently used is unmapped.
-MAPPINGS = 256
+#: Most allocations of peers kept mapped; beyond that, the least recently used is unmapped. torch's allocator gives each
+#: tensor of more than 10 MB one of its own, and a model that is lent is read out of all of them.
+MAPPINGS = 1024
 
 
 class CudaIpcLane(TensorLane):

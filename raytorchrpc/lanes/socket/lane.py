@@ -56,11 +56,7 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         tcp.detect_silence(sock)
         tcp.limit_unacknowledged(sock)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(SLICE_S))
-
-
-def _timeval(seconds: int) -> bytes:
-    return seconds.to_bytes(8, "little") + bytes(8)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, connections.timeval(SLICE_S))
 
 
 class Polled(Enum):

@@ -48,7 +48,7 @@ from raytorchrpc.process.this_process import MallocTrimmer
 from raytorchrpc.tensors.codec import NOTHING, Encoded
 from raytorchrpc.tensors.cuda_streams import handoff_streams
 from raytorchrpc.tensors.devices import check_mapped
-from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, copied
+from raytorchrpc.tensors.dtypes import UNCOPIED, Shape, as_copyable, copied
 from raytorchrpc.tensors.exceptions import traceback_text
 
 #: Callers wait by their own deadline. After torch's, a call would count as over while the peer still has its arguments.
@@ -213,6 +213,7 @@ class TorchRpcTensors(TensorLane):
         self._lane, self._fetch_timeout_s = lane, fetch_timeout_s
         self.maps: dict[str, Mapping[int, int]] = {}
         """By peer: own GPU -> the peer's, for what the peer fetches."""
+        self._closed = False
 
     def open(self) -> None:
         """Do nothing: the message lane listens."""
@@ -224,7 +225,12 @@ class TorchRpcTensors(TensorLane):
                 raise LaneUnavailable(
                     self.name, f"its agents have no map of both directions between cuda:{index} and member {peer!r}"
                 )
-        return self._keep(peer, Encoded(b"", tensors, (), 0), handoff_streams(tensors))
+        # torch would send the storage behind a view, and the strides: elements that overlap would arrive so.
+        whole = [
+            tensor if tensor.is_contiguous() else as_copyable(tensor).contiguous().view(tensor.dtype)
+            for tensor in tensors
+        ]
+        return self._keep(peer, Encoded(b"", whole, (), 0), handoff_streams(whole))
 
     def export_rrefs(self, rrefs: Sequence[Any], peer: str) -> Export:
         """As ``export``; ``read`` without shapes returns the RRefs."""
@@ -234,9 +240,9 @@ class TorchRpcTensors(TensorLane):
         number = next(_numbers)
         _kept[number] = _Kept(self, peer, Message((), body, make_current))
         forget = partial(_kept.pop, number, None)
-        if peer not in self._lane._rpc_names:  # or it was forgotten before this was kept
+        if self._closed or peer not in self._lane._rpc_names:  # or it was forgotten before this was kept
             forget()
-            raise LaneUnavailable(self.name, f"member {peer!r} has left the group")
+            raise LaneUnavailable(self.name, f"this member or {peer!r} has left the group")
         return Export(number, forget, forget)
 
     @checked
@@ -267,6 +273,7 @@ class TorchRpcTensors(TensorLane):
         self._forget(peer)
 
     def close(self) -> None:
+        self._closed = True
         self._forget()
 
     def _forget(self, *peers: str) -> None:

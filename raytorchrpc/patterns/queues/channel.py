@@ -6,10 +6,10 @@ import asyncio
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
@@ -37,18 +37,17 @@ from raytorchrpc.patterns.queues.items import (
     total_length,
     unpack,
 )
-from raytorchrpc.patterns.queues.services import END, PUT, PUT_BACK, STATS, TAKE, WITHDRAW, HomeStore
+from raytorchrpc.patterns.queues.services import END, FULL_UP, PUT, PUT_BACK, STATS, TAKE, WITHDRAW, HomeStore
 from raytorchrpc.patterns.queues.store import EMPTY, ENDED, FULL, Batch, Request
 from raytorchrpc.patterns.waits import give_up_at
 from raytorchrpc.process.locks import Lock
-from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: For how long, and how often, items are returned to a home that cannot be reached (seconds).
 _RETURN_S, RETURNS = 60.0, 10
 #: How long a handle takes what its abandoned requests may bring for waiting items (seconds).
 _LATE_S = 5.0
-#: The home is asked for room after pauses that grow from the first to the second (seconds).
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+#: How long a question whether there is room waits at the home (seconds). One that is silent is noticed a little later.
+_ASK_S = 0.5
 
 
 class Channel(Handle):
@@ -99,22 +98,19 @@ class Channel(Handle):
         local, wait_s = await arun(self._begin(timeout))
         until = time.monotonic() + wait_s
         turns = turns_of_loop((local.incoming.token, self.kind, self._home, self._name))
-        if not await turns.enter(wait_s, partial(self._others_wait, local)):
+        if not await turns.enter(wait_s, partial(self._await_full, local)):
             raise self._full(0)
         try:
             await arun(self._put_until(local, values, until))
         finally:
             turns.pass_on()
 
-    async def _others_wait(self, local: LocalMember) -> bool:
-        """Whether puts wait for room at the home, which then has none for another one that does not wait."""
-        before = current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # beside limits on calls in flight
-        try:
-            await arun(self._bind(local, 0.0))
-            stats = await arun(self._request(local, STATS, (*self._address, None), 0.0))
-        finally:
-            current_scope.reset(before)
-        return bool(stats["waiting_to_put"])
+    async def _await_full(self, local: LocalMember) -> None:
+        """Wait until puts wait for room at the home, which then has none for another one that does not wait."""
+        current_scope.set(Scope(limit=Limit(time.monotonic() + _RETURN_S)))  # of this task: beside limits on calls
+        await arun(self._bind(local, 0.0))
+        while not await arun(self._request(local, FULL_UP, (*self._address, _ASK_S), _ASK_S)):
+            pass
 
     def _put_until(self, local: LocalMember, values: Sequence[Any], until: float) -> Steps[None]:
         at_home = yield from self._bind(local, max(0.0, until - time.monotonic()))
@@ -310,45 +306,40 @@ class Channel(Handle):
 # Messages may take different lanes, and each is served on a thread of its own, so they arrive in any order. A thread
 # has one put in flight, and so has an event loop: its coroutines take turns.
 
-#: Becomes True when it comes, False if there is no room in time, or an error.
-_Turn: TypeAlias = "asyncio.Future[bool | Exception]"
-
 
 class PutTurns:
     """The turns of the coroutines of one event loop that put into one queue or topic. Used by that loop's thread."""
 
     def __init__(self) -> None:
         self.is_taken = False
-        self._waiting: deque[_Turn] = deque()
-        self._late: set[_Turn] = set()
-        """Those whose time for room is over. They keep their places: there may be room."""
-        self._asking: asyncio.Task[None] | None = None
+        self._waiting: deque[asyncio.Future[bool]] = deque()
 
-    async def enter(self, wait_s: float, others_wait: Callable[[], Awaitable[bool]]) -> bool:
+    async def enter(self, wait_s: float, await_full: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Wait for the turn, first come, first served. Then call ``pass_on``.
 
-        False: ``wait_s`` is over, and then the home said by ``others_wait`` that there is no room. Raises what that
-        raises.
+        False: ``wait_s`` is over, and then ``await_full`` returned: there is no room. Raises what that raises. Until
+        then a late one keeps its place: there may be room, and the answer to the put before it is about to come.
         """
         if not self.is_taken:
             self.is_taken = True
             return True
-        loop = asyncio.get_running_loop()
-        turn: _Turn = loop.create_future()
+        turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
-        timer = loop.call_later(wait_s, self._end_time, turn, others_wait)
+        asking, granted = None, False
         try:
-            outcome = await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled() and turn.result() is True:  # granted just now
-                self.pass_on()
-            raise
+            await asyncio.wait([turn], timeout=wait_s)
+            if not turn.done():
+                asking = asyncio.ensure_future(await_full())
+                await asyncio.wait([turn, asking], return_when=asyncio.FIRST_COMPLETED)
+            if not turn.done() and asking is not None:
+                asking.result()
+            granted = turn.done()
+            return granted
         finally:
-            timer.cancel()
-            self._late.discard(turn)
-        if isinstance(outcome, Exception):
-            raise again(outcome)
-        return outcome
+            if not granted and not turn.cancel():  # granted just now
+                self.pass_on()
+            if asking is not None and not asking.cancel():
+                asking.exception()  # else asyncio would log it
 
     def pass_on(self) -> None:
         while self._waiting:
@@ -357,32 +348,6 @@ class PutTurns:
                 turn.set_result(True)
                 return
         self.is_taken = False
-
-    def _end_time(self, turn: _Turn, others_wait: Callable[[], Awaitable[bool]]) -> None:
-        self._late.add(turn)
-        if self._asking is None:
-            self._asking = asyncio.get_running_loop().create_task(self._end_late(others_wait))
-
-    async def _end_late(self, others_wait: Callable[[], Awaitable[bool]]) -> None:
-        """Ask the home until no turn is late: the put before them waits there, or its answer is about to come."""
-        pause_s = _FIRST_PAUSE_S
-        try:
-            while late := [*self._late]:  # before the home looks
-                outcome: bool | Exception
-                try:
-                    outcome = not await others_wait()
-                except Exception as error:
-                    outcome = untraced(error)
-                if outcome is True:
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    continue
-                self._late.difference_update(late)
-                for turn in late:
-                    if not turn.done():
-                        turn.set_result(outcome)
-        finally:
-            self._asking = None
 
 
 _by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, PutTurns]] = weakref.WeakKeyDictionary()

@@ -26,6 +26,7 @@ SHARED_PART = 4
 QUEUE, TOPIC = "queue", "topic"
 PUT, TAKE, PUT_BACK = "raytorchrpc.put", "raytorchrpc.take", "raytorchrpc.put_back"
 WITHDRAW, END, STATS = "raytorchrpc.withdraw", "raytorchrpc.end", "raytorchrpc.stats"
+FULL_UP = "raytorchrpc.full_up"
 SUBSCRIBE, CANCEL = "raytorchrpc.subscribe", "raytorchrpc.cancel"
 #: The key of a queue's only buffer.
 QUEUE_BUFFER = ""
@@ -131,6 +132,7 @@ SERVICES = object_services(
         WITHDRAW: lambda store, caller, key, request_id: store.withdraw(key, caller, request_id),
         END: lambda store, _, force: store.end(force),
         STATS: lambda store, _, key: store.stats(key),
+        FULL_UP: lambda store, _, wait_s: store.await_full(time.monotonic() + wait_s),
         SUBSCRIBE: HomeStore.serve_subscribe,
         CANCEL: lambda store, _, key: store.remove_buffer(key),
     }

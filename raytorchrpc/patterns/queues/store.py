@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import NotFound
 from raytorchrpc.patterns.queues.items import MESSAGE_BYTES, Item, split_run, total_length
-from raytorchrpc.patterns.waits import ReplyLock, give_up_at
+from raytorchrpc.patterns.waits import ReplyLock, Waits, give_up_at
 from raytorchrpc.process.workers import Deadlines
 from raytorchrpc.tensors.kept_errors import again
 
@@ -231,6 +231,7 @@ class Store:
         self._overrun: dict[str, Buffer] = {}
         """Subscriptions that ended because more was published than they hold while their members were away."""
         self._putters: deque[_Putter] = deque()
+        self._until_full: Waits[None] = Waits(deadlines, self._lock)
         self._closes = closes
         self._has_ended = self._rests = False
         self._put = 0
@@ -277,7 +278,14 @@ class Store:
                 return FULL
             putter = _Putter(DeferredReply(), items, size, rank)
             self._putters.append(putter)
+            self._until_full.settle(value=True)
         return give_up_at(self._deadlines, until, putter.reply, partial(self._withdraw_putter, putter))
+
+    def await_full(self, until: float) -> bool | DeferredReply:
+        """Whether requests wait for room, or a reply that becomes True once some do, or False at ``until``."""
+        with self._lock:
+            self._check()
+            return bool(self._putters) or self._until_full.add(None, until, lambda: (False, None))
 
     def _withdraw_putter(self, putter: _Putter) -> None:
         with self._lock:
@@ -388,6 +396,7 @@ class Store:
             waiting += [getter.reply for buffer in self._buffers.values() for getter in buffer.getters]
             for reply in waiting:
                 self._lock.after(reply.settle, None, error)
+            self._until_full.settle(error=error)
             self._putters.clear()
             self._buffers.clear()
             self._overrun.clear()

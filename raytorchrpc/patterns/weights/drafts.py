@@ -46,6 +46,11 @@ class Draft:
         self.memory: VersionMemory | None = None  # for tensors of ``layout``, of which some are copied already
 
     @property
+    def has_copies(self) -> bool:
+        """Whether its tensors are copies, of what an iterator yields."""
+        return self._pairs is not None
+
+    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum([tensor.nbytes for tensor in self.tensors.values()])

@@ -46,7 +46,7 @@ class Feed(Snapshot):
         """``memory`` None: the pieces, in the order in which they come, are the program's own tensors."""
         self.is_lasting = memory is not None
         layout = Layout(0, (), tuple(specs), ())
-        super().__init__(version, layout, memory or VersionMemory((), lambda size: None), [version] * len(specs), pool)
+        super().__init__(version, layout, memory or VersionMemory([], [], []), [version] * len(specs), pool)
         self._local, self.parts = local, pieces
         self._changing = ReplyLock()
         self._here: list[Callable[[], AbstractContextManager[None]]] = []
@@ -148,10 +148,7 @@ class Feeds(Readable):
         with self._lock:  # no reader begins any more
             self._is_over(signature, feed)
         feed.ended.settle(True)
-        self.pool.wait_unread(feed, patience_s)
-        self.pool.revoke(feed)
-        for device in {tensor.get_device() for piece in feed.parts for tensor in piece if tensor.is_cuda}:
-            self._fence(device)
+        self.take_back(feed, patience_s, [tensor for piece in feed.parts for tensor in piece])
 
     def _is_over(self, signature: str, feed: Feed) -> bool:
         """Note that a pull feeds nobody from now on; whether its feed was the newest."""

@@ -358,6 +358,8 @@ class ModelPull:
         finally:
             if streams is not None:
                 streams.join()
+        for check in [pull.lease.give_back() for pull in ordered]:
+            check()
         return PullState.DONE
 
     def _side_streams(self) -> SideStreams | None:

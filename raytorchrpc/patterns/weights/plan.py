@@ -34,10 +34,11 @@ class Transfer(NamedTuple):
 
     place: Place
     region: Region  # of the published tensor, after its conversion
-    offset: int  # where the region begins in the memory of a snapshot (bytes)
+    offset: int  # where the region begins in the piece (bytes)
     nbytes: int
     target: str  # name of the model's tensor
     begin: tuple[int, ...] | None  # where in the model's tensor; None: the region fills all of it
+    piece: int = 0  # which of the pieces of its conversion that a snapshot has
 
 
 def plan(request: Request, layouts: Sequence[KnownLayout], distances: Sequence[int], turn: int) -> list[list[Transfer]]:
@@ -65,8 +66,9 @@ def plan(request: Request, layouts: Sequence[KnownLayout], distances: Sequence[i
             known[(alike, shift) if divided.depends_on_order else alike] = divided
         for source, (conversion, region, first, nbytes, begin) in divided.regions:
             place = published.places[source][name]
-            offset = layouts[source].offsets(conversion)[place] + first
-            transfers[source].append(Transfer((place, conversion), region, offset, nbytes, target, begin))
+            piece, offset = layouts[source].span(place, conversion)
+            transfer = Transfer((place, conversion), region, offset + first, nbytes, target, begin, piece)
+            transfers[source].append(transfer)
         if missing := divided.missing:
             wrong.append(
                 f"{name!r}: {' and '.join(map(str, missing[:3]))} of {wanted.global_shape} were not published "

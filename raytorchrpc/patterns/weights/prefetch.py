@@ -23,7 +23,6 @@ from raytorchrpc.calls.options import check_longest_wait
 from raytorchrpc.calls.scope import allow_calls, refuse_on_loop
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
-from raytorchrpc.patterns.handle import begin as begin_operation
 from raytorchrpc.patterns.handle import run
 from raytorchrpc.patterns.weights.model_tensors import Model, ModelTensors, ties_of
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Shard
@@ -223,7 +222,7 @@ class TwinPull:
             del self
 
     def _pull(self) -> int:
-        _, wait_s = run(begin_operation(self.timeout, self.store.home))
+        _, wait_s = run(self.store._begin(self.timeout))
         until = time.monotonic() + wait_s
         if not self.twin.writing.once("a pull").acquire(timeout=wait_s):
             raise RpcTimeout(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ from raytorchrpc.patterns.weights.snapshots import (
     Places,
     Snapshot,
     SnapshotPool,
+    Span,
     TensorSpec,
     VersionMemory,
     copy_tensors,
@@ -39,6 +41,7 @@ from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.kept_errors import again
 
 KIND = "weight store"
+_log = logging.getLogger(__name__)
 
 #: Services of a home.
 WAIT, LEASE = "raytorchrpc.weights.wait", "raytorchrpc.weights.lease"
@@ -67,6 +70,8 @@ class VersionLease(NamedTuple):
     changed: list[int] | None  # places of the tensors that differ from the version that the reader has; None: all
     turn: tuple[int | None, bool] | None = None  # others of its host pull the same: see ``RelayPlan.ask``
     deltas: list[tuple[int, int]] | None = None  # of what changed: see ``Deltas.counts``
+    spans: tuple[Span, ...] | None = None  # with ``rows``: see ``Layout``
+    is_lent: bool = False  # the reader has to ask at the end whether the tensors were still lent
 
 
 def lease_is_valid_until(until: float) -> float:
@@ -124,7 +129,7 @@ class Readable:
         """See ``Served``."""
 
     @property
-    def held(self) -> int:
+    def held(self) -> Mapping[str, int]:
         """See ``Holder``."""
         return self.pool.held
 
@@ -133,11 +138,33 @@ class Readable:
         """How many leases there are."""
         return self.pool.readers
 
-    def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> None:
-        """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``."""
+    def release(self, caller: int, lease: int, store: StoreKey | None = None, version: int = 0, size: int = 0) -> bool:
+        """End a lease, under which its reader has brought ``size`` bytes of a version of ``store``; whether it had not
+        ended before.
+        """
         if store is not None:
             self._local.weights.served(store, version, size, name_of(self._local, caller))
-        self.pool.release(lease)
+        return self.pool.release(lease)
+
+    def take_back(self, snapshot: Snapshot, patience_s: float, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Let the program change its own tensors again: no reader begins any more, and those that have begun get up to
+        ``patience_s``. Blocks. CUDA work that this thread queues afterwards follows the copies of the readers.
+
+        Returns the ranks of readers that were too slow: their leases have ended.
+        """
+        try:
+            self.pool.wait_unread(snapshot, patience_s)
+        finally:
+            slow = self.pool.revoke(snapshot)
+            for wait_for_read in snapshot.memory.own_reads:
+                wait_for_read()
+            others = [lane for lane in self._local.tensor_lanes.values() if not lane.capabilities.in_place]
+            is_sent = snapshot.memory.is_lent and any("cuda" in lane.capabilities.devices for lane in others)
+            for device in {tensor.get_device() for tensor in tensors if tensor.is_cuda}:
+                self._fence(device)
+                if is_sent:  # by kernels of this process, on streams of a lane
+                    torch.cuda.synchronize(device)
+        return slow
 
     def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
         """Return no pieces if a device map lacks a mapping to the caller; its next request raises which."""
@@ -163,6 +190,7 @@ class Versions(Generic[V]):
         self._waits: Waits[int] = Waits(local.deadlines, self._lock)
         self._versions: OrderedDict[int, V] = OrderedDict()
         self._broken: Exception | None = None
+        self._being_replaced = 0  # the newest version, if its memory is just written for the next
 
     def _newest(self) -> int:
         """The newest version; 0 before the first."""
@@ -190,7 +218,7 @@ class Versions(Generic[V]):
         with self._lock:
             self._check_open()
             if (newest := self._newest()) >= version:
-                return newest
+                return newest or self._being_replaced
             if until > time.monotonic():
                 return self._waits.add(version, until, lambda: (0, self._not_in_time(version)))
             if (error := self._not_in_time(version)) is not None:
@@ -218,6 +246,7 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         Versions.__init__(self, local, name)
         self.settings = settings
         self._keep, self._track = settings
+        self.pool.keeps_spare = self._track
         self.relays = RelayPlan()
         self._publishing = Turn()
         self._layout: Layout | None = None
@@ -242,9 +271,10 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             )
         return self._last + 1 if version is None else version
 
-    def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> int:
+    def publish(self, draft: Draft, version: int | None, *, staged: bool = False) -> Snapshot:
         """Make a draft the newest version. Blocks while tensors are copied, and never for readers.
 
+        The version that is kept no longer is retired first, for its memory, unless it is compared with the new one.
         ``staged``: older versions stay.
         """
         with self._publishing.once("publishing"):
@@ -252,26 +282,64 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 self._check_open()
                 version = self._number(version)
                 before = next(reversed(self._versions.values()), None)
-            layout = self._layout_of(draft.tensors, draft.places)
-            before = before if before is not None and before.layout is layout else None
-            sources, memory = list(draft.tensors.values()), draft.memory
-            if memory is None or draft.layout is not layout:
-                memory = self.pool.memory(layout.specs)
-            changed = self._changed(sources, version, before)
-            self._write(memory, sources, changed)
-            if draft.memory is not memory:
-                draft.put_back(self.pool)
-            deltas = None if before is None else self._deltas(memory, changed, version, before)
-            if before is not None and deltas:
-                before.note_own_reads()
-            snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
+            try:
+                known, layout = self._layout, self._layout_of(draft.tensors, draft.places)
+                before = before if before is not None and before.layout is layout else None
+                sources, memory = list(draft.tensors.values()), draft.memory
+                if not (staged or self._track or draft.has_copies):
+                    self._being_replaced = self._newest()
+                    self._make_room(self._keep - 1)
+                if memory is None or draft.layout is not layout:
+                    memory = self.pool.memory(layout.specs)
+                if layout is not known:
+                    sizes = ", ".join(f"{size / 1e6:,.1f} MB on {device}" for device, size in memory.sizes.items())
+                    _log.info(
+                        f"{KIND} {self._name!r}: a copy of the weights takes {sizes or 'nothing'}; lend takes none"
+                    )
+                changed = self._changed(sources, version, before)
+                self._write(memory, sources, changed)
+                if draft.memory is not memory:
+                    draft.put_back(self.pool)
+                deltas = None if before is None else self._deltas(memory, changed, version, before)
+                if before is not None and deltas:
+                    before.note_own_reads()
+                snapshot = Snapshot(version, layout, memory, changed, self.pool, deltas)
+                self._add(snapshot, staged)
+            finally:
+                self._being_replaced = 0
+        return snapshot
+
+    def _add(self, snapshot: Snapshot, staged: bool) -> None:
+        version = snapshot.version
+        with self._lock:
+            self._check_open()
+            self._versions[version], self._last = snapshot, version
+            self._waits.settle(lambda wanted: wanted <= version, version)
+        if not staged:
+            self._make_room(self._keep)
+
+    def _make_room(self, kept: int) -> None:
+        """Retire the oldest versions, so that so many are left."""
+        with self._lock:
+            for _ in range(len(self._versions) - kept):
+                self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
+
+    def lend(self, draft: Draft, version: int | None, *, staged: bool = False) -> Snapshot:
+        """Make the tensors of a draft themselves the newest version, until ``end_loan``."""
+        with self._publishing.once("publishing"):
             with self._lock:
                 self._check_open()
-                self._versions[version], self._last = snapshot, version
-                for _ in range(0 if staged else len(self._versions) - self._keep):
-                    self._lock.after(self.pool.retire, self._versions.popitem(last=False)[1])
-                self._waits.settle(lambda wanted: wanted <= version, version)
-        return version
+                version = self._number(version)
+            memory = VersionMemory.lent(list(draft.tensors.values()))
+            layout = self._layout_of(draft.tensors, draft.places, memory.spans)
+            loan = Snapshot(version, layout, memory, [version] * len(memory.tensors), self.pool)
+            self._add(loan, staged)
+        return loan
+
+    def end_loan(self, loan: Snapshot, patience_s: float) -> set[int]:
+        """Take the tensors back; see ``take_back``. Older versions end too: no reader goes back to one."""
+        self._retire(lambda number: number <= loan.version)
+        return self.take_back(loan, patience_s, loan.memory.tensors)
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -283,15 +351,20 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         with self._lock:
             return self._last
 
-    def _layout_of(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, PlaceInWhole]) -> Layout:
+    def _layout_of(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        places: Mapping[str, PlaceInWhole],
+        spans: tuple[Span, ...] | None = None,
+    ) -> Layout:
         names, wholes = tuple(tensors), tuple(map(places.get, tensors))
         specs = tuple(TensorSpec(tensor.dtype, tuple(tensor.shape), tensor.device) for tensor in tensors.values())
         known = self._layout
-        if known is None or known[1:] != (names, specs, wholes):
+        if known is None or known[1:] != (names, specs, wholes, spans):
             self.pool.drop_spare_memory()
             # Random, because readers remember numbers, and a restarted publisher may have another layout.
             number = 1 + secrets.randbits(48) if known is None else known.number + 1
-            known = self._layout = Layout(number, names, specs, wholes)
+            known = self._layout = Layout(number, names, specs, wholes, spans)
         return known
 
     def _changed(self, sources: Sequence[torch.Tensor], version: int, before: Snapshot | None) -> list[int]:
@@ -313,14 +386,15 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             return None
         held, tensors = before.memory.tensors, memory.tensors
         places = [place for place, new in enumerate(changed) if new == version and may_have_delta(tensors[place])]
-        if not places or (self._is_readable(memory.whole) and not self._has_far_members()):
+        if not places or (self._is_readable(memory.readable) and not self._has_far_members()):
             return None
         return find_deltas(before.version, places, *([memory[place] for place in places] for memory in (tensors, held)))
 
-    def _is_readable(self, whole: torch.Tensor | None) -> bool:
-        """Whether members of this host can copy from this memory; None: it is not one piece."""
+    def _is_readable(self, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether members of this host can copy from this memory."""
         lanes = in_place(self._local.tensor_lanes)
-        return whole is not None and (not whole.is_cuda or any("cuda" in lane.capabilities.devices for lane in lanes))
+        by_gpu = any("cuda" in lane.capabilities.devices for lane in lanes)
+        return bool(pieces) and (pieces[0].is_cpu or by_gpu)
 
     def _has_far_members(self) -> bool:
         return any(member.node_id != self._local.me.node_id for member in self._local.peers.members)
@@ -340,8 +414,8 @@ class PublishedWeights(Readable, Versions[Snapshot]):
 
     def clear(self) -> None:
         """Free all memory, as soon as nobody reads it."""
+        self.pool.drop_spare_memory()  # first, so that what is retired is not kept
         self._retire(lambda number: True)
-        self.pool.drop_spare_memory()
 
     def _retire(self, is_over: Callable[[int], bool]) -> None:
         with self._lock:
@@ -377,8 +451,11 @@ class PublishedWeights(Readable, Versions[Snapshot]):
             changed = [place for place, new in enumerate(snapshot.changed) if new > since]
             if snapshot.deltas is not None and snapshot.deltas.base == since:
                 deltas = snapshot.deltas.counts()
-        rows = None if leased_layout.number == layout else leased_layout.rows
-        return VersionLease(chosen, number, leased_layout.number, rows, changed, deltas=deltas)
+        rows, spans = (None, None) if leased_layout.number == layout else (leased_layout.rows, leased_layout.spans)
+        is_lent = snapshot.memory.is_lent
+        return VersionLease(
+            chosen, number, leased_layout.number, rows, changed, deltas=deltas, spans=spans, is_lent=is_lent
+        )
 
     def serve_lease(
         self,

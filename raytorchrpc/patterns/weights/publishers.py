@@ -24,6 +24,7 @@ from raytorchrpc.patterns.waits import Waits
 from raytorchrpc.patterns.weights.drafts import Draft
 from raytorchrpc.patterns.weights.feeds import KIND as FEEDS
 from raytorchrpc.patterns.weights.published import KIND, PublishedWeights, Versions
+from raytorchrpc.patterns.weights.snapshots import Snapshot
 from raytorchrpc.process.locks import Turn
 
 #: The shards of one publisher.
@@ -31,6 +32,7 @@ SHARDS = "weight shards"
 
 #: Services of the coordinator.
 STAGED, LOOK, NEXT = "raytorchrpc.weights.staged", "raytorchrpc.weights.look", "raytorchrpc.weights.next"
+END_LOAN = "raytorchrpc.weights.end_loan"
 #: Of each publisher.
 RETIRE = "raytorchrpc.weights.retire"
 #: Of each member: it drops what it has of a store.
@@ -79,6 +81,10 @@ class Coordinator(Versions[Committed]):
         """The highest version that anyone has staged; versions up to ``_void`` that do not exist never will."""
         self._behind: Waits[int] = Waits(local.deadlines, self._lock)
         """Publishers that are far ahead of the others, each by the version that it has staged last."""
+        self._loans: dict[int, set[int]] = {}
+        """By lent version: the publishers whose blocks have ended."""
+        self._blocks: Waits[int] = Waits(local.deadlines, self._lock)
+        """Publishers that wait for the blocks of the others, each by its version."""
 
     # --- publishers ----------------------------------------------------------------------------------------------
 
@@ -124,6 +130,8 @@ class Coordinator(Versions[Committed]):
         self._vain.clear()
         self._void = self._highest
         self._behind.settle()
+        for version in list(self._loans):
+            self._end_loan(version)
 
     def _kept(self, publisher: int) -> list[int]:
         """The versions that a publisher has to keep."""
@@ -159,6 +167,40 @@ class Coordinator(Versions[Committed]):
         reply = DeferredReply()
         reply.convert = lambda _: self._kept_now(publisher)
         return self._behind.add(version, until, give_up, reply)
+
+    def end_loan(self, publisher: Publisher, version: int, until: float, at_once: bool) -> DeferredReply | None:
+        """Answer once the blocks of all publishers have ended, and so the loan of their shards of a version.
+
+        ``at_once``: or now. The loan ends for all publishers together, also at ``until`` and if one of them is lost.
+        """
+        with self._lock:
+            self._check_open()
+            if version not in self._versions and version not in self._staged:  # it has ended, or never was
+                return None
+            ended = self._loans.setdefault(version, set())
+            ended.add(publisher.number)
+            if at_once or len(ended) == len(self._publishers):
+                self._end_loan(version)
+                return None
+
+            def give_up() -> tuple[None, RpcTimeout]:
+                others = set(range(len(self._publishers))) - self._loans.get(version, set())
+                self._end_loan(version)
+                return None, RpcTimeout(
+                    f"weight store {self._name!r}: took back version {version} at the end of the timeout; "
+                    f"{', '.join(self._publishers[number] for number in sorted(others)[:_SHOWN])} had not lent its "
+                    f"shards, or had not ended its block: every publisher has to lend the version, and end"
+                )
+
+            return self._blocks.add(version, until, give_up)
+
+    def _end_loan(self, version: int) -> None:
+        for number in [number for number in self._versions if number <= version]:
+            del self._versions[number]
+        if self._staged.pop(version, None) is not None:  # it will never be a version
+            self._vain.add(version)
+        self._loans.pop(version, None)
+        self._blocks.settle(version.__eq__)
 
     def _tell_publishers(self, oldest: int, but: int) -> None:
         """Have publishers free the memory of older versions. Does not wait for them."""
@@ -209,6 +251,7 @@ class Coordinator(Versions[Committed]):
         super().close(error)
         with self._lock:
             self._behind.settle(error=error)
+            self._blocks.settle(error=error)
 
 
 class Shards(Handle):
@@ -264,9 +307,12 @@ def sources_of(store: Handle, committed: Committed | None) -> list[Handle]:
 
 
 def stage(
-    store: Handle, publishers: Sequence[str], draft: Draft, version: int | None, timeout: float | None
-) -> Steps[int]:
-    """Publish this member's shards of a version; see ``WeightStore.publish``."""
+    store: Handle, publishers: Sequence[str], draft: Draft, version: int | None, timeout: float | None, lends: bool
+) -> Steps[tuple[PublishedShards, Snapshot, Publisher]]:
+    """Publish this member's shards of a version, or lend them; see ``WeightStore.publish`` and ``lend``.
+
+    Returns what this member has of the store, the new version there, and what the coordinator knows this process by.
+    """
     local, wait_s = yield from begin(timeout)
     if local.me.name not in publishers:
         raise ConfigurationError(
@@ -280,7 +326,7 @@ def stage(
     began = time.monotonic()
     weights.copy(draft, version)
     until += time.monotonic() - began
-    me = (publishers.index(local.me.name), local.incoming.token, shards._instance_id)
+    me = Publisher(publishers.index(local.me.name), local.incoming.token, shards._instance_id or 0)
     with weights.one_thread(until):
         wait_s = max(0.0, until - time.monotonic())
         if version is None or weights.is_unsure:
@@ -288,10 +334,21 @@ def stage(
             weights.keep(kept)
             version = number if version is None else version
         weights.is_unsure = True
-        weights.publish(draft, version, staged=True)
-        weights.keep((yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)))
+        snapshot = (weights.lend if lends else weights.publish)(draft, version, staged=True)
+        try:
+            weights.keep((yield from store._request(local, STAGED, (*store._address, me, version, wait_s), wait_s)))
+        except BaseException:
+            if lends:
+                weights.end_loan(snapshot, 0.0)
+            raise
         weights.is_unsure = False
-    return version
+    return weights, snapshot, me
+
+
+def end_loan(store: Handle, me: Publisher, version: int, wait_s: float, at_once: bool) -> Steps[None]:
+    """Wait until the other publishers of a loan have ended their blocks, too. Raises RpcTimeout and PeerLost."""
+    local, _ = yield from begin(wait_s)
+    yield from store._request(local, END_LOAN, (*store._address, me, version, wait_s, at_once), wait_s)
 
 
 def names_of(members: Any, home: Any) -> tuple[str, ...]:
@@ -314,6 +371,7 @@ class PublishedShards(PublishedWeights):
         """``settings``: see ``PublishedWeights``; the coordinator's name."""
         super().__init__(local, name, settings[:2])
         self.settings: Any = settings
+        self.pool.keeps_spare = True  # the version before stays until all publishers have the new one
         coordinator = local.peers.route(settings[2])
         self._coordinator, self._process = coordinator.member.rank, coordinator.token
         self._staging = Turn()
@@ -393,6 +451,9 @@ SERVICES = {FORGET: service(_forget)} | object_services(
     {
         STAGED: lambda store, _, publisher, version, wait_s: store.staged(
             Publisher(*publisher), version, time.monotonic() + wait_s
+        ),
+        END_LOAN: lambda store, _, publisher, version, wait_s, at_once: store.end_loan(
+            Publisher(*publisher), version, time.monotonic() + wait_s, at_once
         ),
         LOOK: lambda store, _, version: store.look(version),
         NEXT: lambda store, _, publisher, last: store.next_version(Publisher(*publisher), last),

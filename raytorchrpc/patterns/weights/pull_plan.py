@@ -112,10 +112,12 @@ def _signature(layout: int, transfers: Sequence[Transfer], device_types: Sequenc
 
 def _copies(transfers: Iterable[Transfer], targets: Iterable[Target]) -> list[Copy]:
     """The copies that bring transfers to their targets, out of pieces by conversion; see ``Snapshot.pieces``."""
-    pieces: dict[str | None, int] = {}
+    transfers = list(transfers)
+    conversions = dict.fromkeys(conversion for (_, conversion), *_ in transfers if conversion is not None)
+    first = {conversion: number for number, conversion in enumerate([*conversions, None])}
     return [
-        Copy(pieces.setdefault(conversion, len(pieces)), target, offset, strides)
-        for ((_, conversion), (_, _, strides), offset, *_), target in zip(transfers, targets, strict=True)
+        Copy(first[conversion] + piece, target, offset, strides)
+        for ((_, conversion), (_, _, strides), offset, *_, piece), target in zip(transfers, targets, strict=True)
     ]
 
 
@@ -155,7 +157,7 @@ class SourceCopies:
         filled = [tensors[name] for name in self._names]
         described = [Target(one.data_ptr(), one.dtype, one.shape, one.stride(), one.device) for one in filled]
         wholes, targets = dict(zip(self._names, described, strict=True)), list[Target]()
-        for _, (_, shape, _), _, _, name, begin in self.transfers:
+        for _, (_, shape, _), _, _, name, begin, _ in self.transfers:
             target = wholes[name]
             if begin is not None:
                 address, dtype, _, strides, device = target

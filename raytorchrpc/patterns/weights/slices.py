@@ -13,7 +13,7 @@ import torch
 from raytorchrpc.patterns.weights.conversions import BlockFp8, Convert, converts_blocks
 from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, renames, selected
 from raytorchrpc.patterns.weights.shards import Box, PlaceInWhole, Row, Shard
-from raytorchrpc.patterns.weights.snapshots import TensorSpec, converted_specs, lay_out
+from raytorchrpc.patterns.weights.snapshots import Span, TensorSpec, converted_specs, lay_out
 from raytorchrpc.tensors.dtypes import DTYPES
 
 _CPU = torch.device("cpu")
@@ -77,8 +77,9 @@ class Published:
 class KnownLayout:
     """A layout, as a home told a reader."""
 
-    def __init__(self, number: int, rows: Sequence[Row]) -> None:
-        self.number, self.rows = number, rows
+    def __init__(self, number: int, rows: Sequence[Row], spans: Sequence[Span] | None = None) -> None:
+        """``spans``: see ``snapshots.Layout``."""
+        self.number, self.rows, self._spans = number, rows, spans
         self._offsets: dict[str | None, list[int]] = {}
 
     def offsets(self, conversion: str | None) -> list[int]:
@@ -87,6 +88,12 @@ class KnownLayout:
             sizes = [(_bytes_of(dtype, shape, conversion), _CPU) for _, dtype, shape, _ in self.rows]
             self._offsets[conversion] = lay_out(sizes)[0]
         return self._offsets[conversion]
+
+    def span(self, place: int, conversion: str | None) -> Span:
+        """Where a tensor begins: which of the pieces of its conversion, and the offset there (bytes)."""
+        if conversion is None and self._spans is not None:
+            return self._spans[place]
+        return 0, self.offsets(conversion)[place]
 
 
 @functools.lru_cache(4096)

@@ -12,7 +12,8 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ import torch
 from raytorchrpc.errors import NotFound
 from raytorchrpc.lanes.base import SMALL
 from raytorchrpc.patterns.weights import conversions
-from raytorchrpc.patterns.weights.deltas import Deltas, Runs, Span
+from raytorchrpc.patterns.weights.deltas import Deltas, Runs
+from raytorchrpc.patterns.weights.deltas import Span as DeltaSpan
 from raytorchrpc.patterns.weights.shards import PlaceInWhole, Region, Row, cut
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.locks import Lock, Turn
@@ -33,13 +35,14 @@ _ALIGN = 64
 #: A tensor of this size or more is copied by several threads (bytes).
 _LARGE = 8 << 20
 
-#: Unused memory is freed after this time, but for one snapshot's of each layout (seconds).
+#: Unused memory is freed after this time, but for one snapshot's if ``SnapshotPool.keeps_spare`` (seconds).
 _UNUSED_S = 2.0
 
 #: A tensor of a snapshot: (place in the layout, name of the conversion (None: unconverted); see ``conversions``).
 Place = tuple[int, str | None]
 Places = Sequence[Place]
-
+#: Where a tensor begins: which of the pieces of its version's memory, and the offset there (bytes).
+Span = tuple[int, int]
 
 #: Allocates host memory that peers can read in place: (bytes) -> a flat uint8 tensor, or None if there is none.
 AllocateShared = Callable[[int], torch.Tensor | None]
@@ -66,6 +69,8 @@ class Layout(NamedTuple):
     names: tuple[str, ...]
     specs: tuple[TensorSpec, ...]
     places: tuple[PlaceInWhole | None, ...]
+    spans: tuple[Span, ...] | None = None
+    """Where each tensor begins, if not where ``lay_out`` places it."""
 
     @property
     def rows(self) -> list[Row]:
@@ -96,30 +101,80 @@ def converted_specs(specs: Sequence[TensorSpec], name: str) -> list[TensorSpec]:
 
 
 class VersionMemory:
-    """Memory for tensors of these specs: one piece for each device."""
+    """The memory of the tensors of a version."""
 
-    def __init__(self, specs: Sequence[TensorSpec], allocate_shared: AllocateShared) -> None:
+    def __init__(self, tensors: list[torch.Tensor], pieces: list[torch.Tensor], readable: list[torch.Tensor]) -> None:
+        """
+        Args:
+            tensors: of the version.
+            pieces: tensors on each device that it uses.
+            readable: all of the memory as flat bytes, if peers can read it in place; else none.
+        """
+        self.tensors, self.pieces, self.readable = tensors, pieces, readable
+        self.spans: tuple[Span, ...] | None = None  # see ``Layout``
+        self.is_lent = False  # whether it is the program's own, see ``lent``
+        self.sizes: dict[torch.device, int] = {}  # bytes of what the store allocated
+        self.unused_since = 0.0  # while it is spare (``time.monotonic``)
+        self.changed: list[int | None] = [None] * len(tensors)
+        """For each tensor, the version in which the content that is here was new."""
+        self.own_reads: list[Callable[[], None]] = []
+        """Reads by this process's GPUs: the thread that writes next calls these first, and so waits for the reads."""
+
+    @classmethod
+    def allocate(cls, specs: Sequence[TensorSpec], allocate_shared: AllocateShared) -> VersionMemory:
+        """Allocate memory for tensors of these specs: one piece for each device."""
         offsets, sizes = lay_out([(spec.nbytes, spec.device) for spec in specs])
-        self.whole: torch.Tensor | None = None
-        """All of the memory as bytes, if it is one piece that peers can read in place."""
+        readable: list[torch.Tensor] = []
         pieces: dict[torch.device, torch.Tensor] = {}
         with torch.inference_mode(False):
             for device, size in sizes.items():
                 shared = allocate_shared(size) if device.type == "cpu" else None
                 pieces[device] = torch.empty(size, dtype=torch.uint8, device=device) if shared is None else shared
                 if len(sizes) == 1 and (shared is not None or device.type == "cuda"):
-                    self.whole = pieces[device]
-            self.tensors = [
+                    readable = [pieces[device]]
+            tensors = [
                 view_at(pieces[spec.device], offset, (spec.dtype, spec.shape))
                 for spec, offset in zip(specs, offsets, strict=True)
             ]
-        self.pieces = list(pieces.values())
-        self.nbytes = sum(sizes.values())
-        self.unused_since = 0.0  # while it is spare (``time.monotonic``)
-        self.changed: list[int | None] = [None] * len(specs)
-        """For each tensor, the version in which the content that is here was new."""
-        self.own_reads: list[Callable[[], None]] = []
-        """Reads by this process's GPUs: the thread that writes next calls these first, and so waits for the reads."""
+        memory = cls(tensors, list(pieces.values()), readable)
+        memory.sizes = sizes
+        return memory
+
+    @classmethod
+    def lent(cls, tensors: Sequence[torch.Tensor]) -> VersionMemory:
+        """Use the program's own tensors, without autograd. One that is not contiguous is copied.
+
+        Peers can read those of one GPU in place: the storages that they have. Of CPU memory, lanes read only what they
+        have allocated.
+        """
+        tensors = [tensor.contiguous() for tensor in tensors]
+        on_devices = {tensor.device: tensor for tensor in tensors}
+        memory = cls(tensors, list(on_devices.values()), [])
+        memory.is_lent = True
+        if [device.type for device in on_devices] == ["cuda"]:
+            memory.readable, memory.spans = _storages(tensors)
+        return memory
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Span, ...]]:
+    """The memory of contiguous tensors as flat pieces, one for each storage, and where in these each one begins."""
+    begins = [int(tensor.storage_offset()) * tensor.itemsize for tensor in tensors]
+    used: dict[int, tuple[torch.UntypedStorage, int, int]] = {}  # by address: the bytes that tensors use of a storage
+    for tensor, begin in zip(tensors, begins, strict=True):
+        storage = tensor.untyped_storage()
+        _, low, high = used.get(storage.data_ptr(), (storage, begin, begin))
+        used[storage.data_ptr()] = storage, min(low, begin & -_ALIGN), max(high, begin + tensor.nbytes)
+    pieces, numbers = list[torch.Tensor](), dict[int, tuple[int, int]]()
+    with torch.inference_mode(False):
+        for number, (address, (storage, low, high)) in enumerate(used.items()):
+            empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            pieces.append(empty.set_(storage, low, (high - low,), (1,)))
+            numbers[address] = number, low
+    spans = list[Span]()
+    for tensor, begin in zip(tensors, begins, strict=True):
+        number, low = numbers[tensor.untyped_storage().data_ptr()]
+        spans.append((number, begin - low))
+    return pieces, tuple(spans)
 
 
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copy_bytes: CopyBytes) -> None:
@@ -208,7 +263,7 @@ class Snapshot:
                 self.note_own_reads()
         return tensors
 
-    def read_deltas(self, spans: Sequence[Span]) -> tuple[Runs, list[torch.Tensor]]:
+    def read_deltas(self, spans: Sequence[DeltaSpan]) -> tuple[Runs, list[torch.Tensor]]:
         """Return the changed elements of these spans; see ``Deltas.read``."""
         if self.deltas is None:
             raise NotFound("this version of the weights has no deltas")
@@ -216,19 +271,22 @@ class Snapshot:
         return self.deltas.read(spans)
 
     def pieces(self, device_type: str, places: Places) -> list[torch.Tensor]:
-        """The memory of these tensors on this type of device: one flat tensor for each conversion, in order.
+        """The memory of these tensors on this type of device, as flat tensors: one for each conversion, in order, and
+        then those of ``VersionMemory.readable`` for what is not converted.
 
-        Without places: of all, unconverted. Empty if peers cannot read each of them in place as one piece.
+        Without places: of all, unconverted. Empty if peers cannot read all of it in place.
         """
         if places:
             self.tensors(places)
         else:
             self.make_current()
-        names = dict.fromkeys(name for _, name in places) or (None,)
-        memories = [self.memory if name is None else self.converted[name] for name in names]
-        wholes = [memory.whole for memory in memories]
-        readable = [whole for whole in wholes if whole is not None and whole.device.type == device_type]
-        return readable if len(readable) == len(memories) else []
+        names = dict.fromkeys(name for _, name in places) or {None: None}
+        memories = [self.converted[name] for name in names if name is not None]
+        if None in names:
+            memories.append(self.memory)
+        pieces = [piece for memory in memories for piece in memory.readable]
+        is_readable = all(memory.readable for memory in memories)
+        return pieces if is_readable and all(piece.device.type == device_type for piece in pieces) else []
 
     def copy_into(
         self, targets: Sequence[torch.Tensor], places: Places, regions: Sequence[Region] | None = None
@@ -276,6 +334,8 @@ class SnapshotPool:
         copy_bytes: CopyBytes = ctypes.memmove,
     ) -> None:
         """``leave``: see ``DeferredCleanup``. ``fence``: orders this thread's CUDA work after reads by peers."""
+        self.keeps_spare = True
+        """Whether to keep memory for the next version while no snapshot uses it."""
         self._allocate_shared, self._deadlines, self.copy_bytes = allocate_shared, deadlines, copy_bytes
         self._leave, self._fence = leave, fence
         self._lock = Lock()
@@ -283,7 +343,7 @@ class SnapshotPool:
         self._leases: dict[int, tuple[Snapshot, int, Callable[[], None]]] = {}
         # Random, so that leases of an earlier process of this member, or of another object, are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
-        self._spare: dict[Hashable, list[VersionMemory]] = {}
+        self._spare: dict[tuple[tuple[TensorSpec, ...], str | None], list[VersionMemory]] = {}
         """By the specs that have been asked for since the layout changed: of others, none is kept. The memory that was
         used last is at the end.
         """
@@ -296,7 +356,7 @@ class SnapshotPool:
             memory = spare.pop() if spare else None
         if memory is None:
             specs = specs if name is None else converted_specs(specs, name)
-            memory = VersionMemory(specs, self._allocate_shared)
+            memory = VersionMemory.allocate(specs, self._allocate_shared)
             with self._lock:
                 self._made.add(memory)
         for index in {tensor.device.index for tensor in memory.tensors if tensor.is_cuda}:
@@ -370,10 +430,10 @@ class SnapshotPool:
         with self._released:
             self._released.wait_for(lambda: not snapshot.readers, seconds)
 
-    def revoke(self, snapshot: Snapshot) -> None:
-        """End all leases on a snapshot."""
-        for number in [number for number, lease in list(self._leases.items()) if lease[0] is snapshot]:
-            self.release(number)
+    def revoke(self, snapshot: Snapshot) -> set[int]:
+        """End all leases on a snapshot; returns the ranks of their readers."""
+        leases = {number: lease[1] for number, lease in list(self._leases.items()) if lease[0] is snapshot}
+        return {rank for number, rank in leases.items() if self.release(number)}
 
     def retire(self, snapshot: Snapshot) -> None:
         """Take back a snapshot's memory once its last lease ends. No lease on it begins any more."""
@@ -384,7 +444,8 @@ class SnapshotPool:
     def _reuse(self, snapshot: Snapshot) -> None:
         if snapshot.retired and not snapshot.readers:
             for name, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
-                self._spare_memory(snapshot.layout.specs, name, memory)
+                if not memory.is_lent:
+                    self._spare_memory(snapshot.layout.specs, name, memory)
             snapshot.converted = {}
 
     def _spare_memory(self, specs: tuple[TensorSpec, ...], name: str | None, memory: VersionMemory) -> None:
@@ -393,15 +454,19 @@ class SnapshotPool:
         if spare is not None:
             memory.unused_since = time.monotonic()
             spare.append(memory)
-            if len(spare) > 1:
+            if len(spare) > self._most_spare(name):
                 self._deadlines.at(memory.unused_since + _UNUSED_S, self._shrink)
+
+    def _most_spare(self, name: str | None) -> int:
+        """How much memory for a conversion (None: unconverted) is kept though nothing has used it for a while."""
+        return int(self.keeps_spare or name is not None)
 
     def _shrink(self) -> None:
         """Free memory that nobody has used for a while. What a busy store uses in turns, it keeps."""
         since, surplus = time.monotonic() - _UNUSED_S, list[VersionMemory]()
         with self._lock:
-            for spare in self._spare.values():
-                while len(spare) > 1 and spare[0].unused_since <= since:
+            for (_, name), spare in self._spare.items():
+                while len(spare) > self._most_spare(name) and spare[0].unused_since <= since:
                     surplus.append(spare.pop(0))
         self._leave(surplus.clear)
 
@@ -410,7 +475,10 @@ class SnapshotPool:
         return len(self._leases)
 
     @property
-    def held(self) -> int:
-        """Bytes of the memory of all snapshots, and of what is spare."""
+    def held(self) -> dict[str, int]:
+        """Bytes of the memory of all snapshots, and of what is spare, by device."""
+        sizes = Counter[str]()
         with self._lock:
-            return sum(memory.nbytes for memory in self._made)
+            for memory in self._made:
+                sizes.update({str(device): size for device, size in memory.sizes.items()})
+        return dict(sizes)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from raytorchrpc.calls.client.future import Future
@@ -18,6 +19,7 @@ from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights import published
 from raytorchrpc.patterns.weights.published import VersionLease, lease_is_valid_until
 from raytorchrpc.patterns.weights.slices import KnownLayout
+from raytorchrpc.process.completion import nothing
 
 #: A home, and the instance of what it has there.
 Source = tuple[str, int | None]
@@ -144,7 +146,7 @@ class SourceLease:
     def _take(self, lease: VersionLease) -> None:
         self.given = lease
         if lease.lease and lease.rows is not None:
-            self.layout = KnownLayout(lease.layout, lease.rows)
+            self.layout = KnownLayout(lease.layout, lease.rows, lease.spans)
         elif lease.lease and (self.layout is None or self.layout.number != lease.layout):
             raise NotFound(f"the home of {self.requests.counter.store[0]!r} did not say what it has; pull again")
 
@@ -165,6 +167,39 @@ class SourceLease:
                 f"timeout, and {self.home!r} has ended its lease: the model may have tensors of two versions; "
                 f"pull again"
             )
+
+    def give_back(self) -> Callable[[], None]:
+        """End a lease on tensors that are lent; call the result to wait for the owner's word that they still were.
+
+        That raises RpcTimeout if the owner had taken them back before. No effect on another lease.
+        """
+        lease = self.leased
+        if not lease.lease or not lease.is_lent:
+            return nothing
+        self._on_end(lease)
+        self.given = lease._replace(lease=0)
+        if self.is_home:
+            was_lent: Callable[[], bool] = partial(self.store._object(self.requests.local).pool.release, lease.lease)
+        else:
+            report = (*self.store._address, lease.lease, *self.requests.report(self.home))
+            seconds = self.requests.seconds_left(0.001)
+            was_lent = self.requests.call(self.home, published.RELEASE, report, seconds).wait
+
+        def check() -> None:
+            with suppress(NotFound):  # the store has ended
+                if was_lent():
+                    return
+            raise self.taken_back()
+
+        return check
+
+    def taken_back(self) -> RpcTimeout:
+        """The error of a pull that was slower than the loan."""
+        return RpcTimeout(
+            f"{self.home!r} has taken back version {self.leased.version} of {self.store.kind} {self.store.name!r}, "
+            f"which it had only lent, before this pull had ended: the model may have tensors of two versions; pull "
+            f"again, or lend with a longer timeout="
+        )
 
     def release(self) -> None:
         """End the lease, also one that is still to come. Does not wait for the home's answer."""

@@ -161,6 +161,8 @@ class SourcePull:
             with self._moving():
                 self._receive()
         except NotFound as error:
+            if self.leased.is_lent:
+                raise self.lease.taken_back() from error
             raise PeerLost(self.home, f"it has lost version {self.leased.version}: {error}", True) from error
 
     def _receive(self) -> None:

@@ -18,16 +18,18 @@ from raytorchrpc.errors import ConfigurationError, Empty, NotFound, PeerLost, Ra
 from raytorchrpc.patterns.handle import Handle, Steps, checked_count, run
 from raytorchrpc.patterns.home import FIND, OPEN
 from raytorchrpc.patterns.weights.conversions import Convert
-from raytorchrpc.patterns.weights.drafts import Draft, Pairs
+from raytorchrpc.patterns.weights.drafts import Draft, Pairs, are_pairs
+from raytorchrpc.patterns.weights.loans import lent
 from raytorchrpc.patterns.weights.model_pull import ModelPull
 from raytorchrpc.patterns.weights.model_tensors import Model
 from raytorchrpc.patterns.weights.names import Only, Renamed, globs_of, selected
 from raytorchrpc.patterns.weights.prefetch import Twins, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
-from raytorchrpc.patterns.weights.publishers import forget_everywhere, names_of, publishers_of, stage
+from raytorchrpc.patterns.weights.publishers import Publisher, forget_everywhere, names_of, publishers_of, stage
 from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory
 from raytorchrpc.patterns.weights.slices import Options
+from raytorchrpc.patterns.weights.snapshots import Snapshot
 from raytorchrpc.patterns.weights.source_lease import Requests
 from raytorchrpc.patterns.weights.store_layout import StoreLayout, describe
 from raytorchrpc.patterns.weights.views import WeightView, view_in_place
@@ -88,8 +90,9 @@ class WeightStore(Handle):
     pull.
 
     A pull never brings tensors of two versions: a version that is being read does not change, and the next version goes
-    to memory that no reader uses. Each publisher has memory for two versions, and for as many more as are being read,
-    kept, or not yet published by the others. What it has not used for two seconds is freed; ``stats`` shows it.
+    to memory that no reader uses. A home has memory for each version that it keeps, and for those that are being read;
+    one of several publishers, and a home that tracks changes, for one more. What is not used for two seconds is freed;
+    ``stats`` shows it. ``lend`` takes no memory, for a program that waits for its readers.
 
     Members that pull the same feed one another: one member of each other host pulls into memory that it keeps for its
     host, and these, like readers on several GPUs of the home's host, stand in a line. The home sends each
@@ -189,21 +192,74 @@ class WeightStore(Handle):
                 tensor, or an iterable has a name twice or no tensors.
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
         """
-        local, version = process_member(), checked_version("version", version)
+        local = process_member()
+        if self._publishers is not None:
+            instead = "`await asyncio.to_thread(store.publish, model)`"
+            refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
+        return self._put(local, model, version, timeout, lends=False)[1].version
+
+    def _put(
+        self, local: LocalMember, model: Model | Pairs, version: int | None, timeout: float | None, *, lends: bool
+    ) -> tuple[PublishedWeights, Snapshot, Publisher | None]:
+        """Publish a model, or lend it; returns what this member has of the store, the new version there, and this
+        process as one of several publishers.
+        """
+        version, publisher = checked_version("version", version), None
         draft = Draft(self._name, self._publishers is not None)
         draft.take(model)
         with _spanning(local, "publish", self._key) as about:
             if self._publishers is not None:
-                instead = "`await asyncio.to_thread(store.publish, model)`"
-                refuse_on_loop(f"waiting for the other publishers of {self.kind} {self._name!r}", instead)
-                newest = run(stage(self, self.publishers, draft, version, timeout))
+                weights: PublishedWeights
+                weights, snapshot, publisher = run(stage(self, self.publishers, draft, version, timeout, lends))
             else:
                 weights = self._at_home(local)
                 weights.copy(draft, version)
-                newest = weights.publish(draft, version)
-            about.update(version=newest, bytes=(size := draft.nbytes))
-            local.weights.published(self._key, newest, size)
-        return newest
+                snapshot = (weights.lend if lends else weights.publish)(draft, version)
+            about.update(version=snapshot.version, bytes=(size := draft.nbytes))
+            local.weights.published(self._key, snapshot.version, size)
+        return weights, snapshot, publisher
+
+    @contextmanager
+    def lend(self, model: Model, version: int | None = None, *, timeout: float | None = None) -> Iterator[int]:
+        """Make the model's tensors themselves the newest version while the ``with`` block runs; yields its number.
+
+        Nothing is copied here, and the store takes no memory: readers pull out of the model, and may begin to until the
+        block ends. Do not change the tensors within it. Its end waits for those that have begun, at most ``timeout``,
+        and then takes the tensors back: a pull that is slower raises RpcTimeout, and never returns with tensors that
+        were changed meanwhile. On a GPU, what this thread queues on its current stream afterwards follows the copies of
+        the readers. If the block raises, the tensors are taken back at once.
+
+        Only at the home, or at each publisher: then the loan ends for all of them together, once every block has ended.
+        So it is enough that one of them has its readers pull, and waits for them, within its block.
+
+        The version ends with the loan, and so do all before it. Until the next one is lent or published, ``version``
+        returns 0, and a pull waits for it. A member that restarts meanwhile finds no weights: publish for those.
+
+        Args:
+            model: a module, or tensors by name: tensors, DTensors or Shards, as for ``publish``. A tensor that is not
+                contiguous is copied.
+            version: see ``publish``.
+            timeout: seconds for the end of the block; with several publishers, also for its beginning, as
+                ``publish`` has it. None: ``rpc_timeout_s``. Less if the call that this thread serves ends before.
+
+        Raises:
+            ConfigurationError: as ``publish``.
+            RpcTimeout: at the end: another publisher did not lend the version, or its block went on.
+            PeerLost: another publisher, the first by name, is lost.
+
+        Examples:
+            >>> with store.lend(model) as version:
+            ...     ray.get([engine.update.remote(version) for engine in engines])  # each one pulls it
+        """
+        local = process_member()
+        refuse_on_loop(f"lending weights by {self.kind} {self._name!r}", "`await asyncio.to_thread(...)`")
+        if are_pairs(model):
+            raise ConfigurationError(
+                f"lend takes a module, or tensors by name, for {self._name!r}: what an iterable yields is not there "
+                f"until readers pull it; publish it"
+            )
+        with lent(self, local, *self._put(local, model, version, timeout, lends=True), timeout) as number:
+            yield number
 
     def _at_home(self, local: LocalMember) -> PublishedWeights:
         if not run(self._bind(local)):

@@ -100,8 +100,8 @@ def view_in_place(
         release = partial(store._object(local).pool.release, given.lease)
     try:
         if at_home:
-            whole, is_copy = lease.snapshot().memory.whole, False
-            flat = None if whole is None or whole.is_cuda else _read_only(local, whole)
+            pieces, is_copy = lease.snapshot().memory.readable, False
+            flat = _read_only(local, pieces[0]) if pieces and pieces[0].is_cpu else None
         else:
             pieces, is_copy = lease.memory.view()
             flat = pieces[0] if pieces else None

@@ -224,16 +224,16 @@ def held() -> int:
 
 
 def is_flat(operation: Callable[[], object]) -> bool:
-    """Whether 20 times keep no more than a few."""
-    for _ in range(3):
+    """Whether ten times keep no more than a few."""
+    for _ in range(2):
         failed(operation)
     gc.collect()
     gc.disable()
     try:
         before = held()
-        for _ in range(20):
+        for _ in range(10):
             failed(operation)
-        return wait_until(lambda: held() < before + 20, 10)
+        return wait_until(lambda: held() < before + 10, 10)
     finally:
         gc.enable()
 

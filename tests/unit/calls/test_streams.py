@@ -73,7 +73,7 @@ class Actor:
     def nest(self, _: None, target: str) -> Iterator[Any]:
         """Takes longer than the call's timeout in all, but not for an item."""
         for number in range(7):
-            time.sleep(0.5)
+            time.sleep(0.2)
             yield rtr.rpc_sync(target).note(number)
 
     def note(self, _: None, what: Any = None) -> Any:
@@ -227,10 +227,10 @@ def test_one_reader_at_a_time(members: Members, actor: Actor) -> None:
 @pytest.mark.parametrize("in_a_coroutine", [False, True])
 def test_a_late_item_raises_and_can_be_awaited_again(members: Members, actor: Actor, in_a_coroutine: bool) -> None:
     actor.go.clear()
-    late = pytest.raises(rtr.RpcTimeout, match="not yielded the next item within 2 s")
+    late = pytest.raises(rtr.RpcTimeout, match=r"not yielded the next item within 0\.5 s")
 
     async def read() -> list[int]:
-        stream = await rtr.rpc_async("home", timeout=2).count(2)
+        stream = await rtr.rpc_async("home", timeout=0.5).count(2)
         with late:
             await stream.__anext__()
         actor.go.set()
@@ -239,7 +239,7 @@ def test_a_late_item_raises_and_can_be_awaited_again(members: Members, actor: Ac
     if in_a_coroutine:
         assert asyncio.run(read()) == [0, 1]
         return
-    stream = opened("count", 2, timeout=2)
+    stream = opened("count", 2, timeout=0.5)
     for _ in range(2):
         with late:
             next(stream)
@@ -251,7 +251,7 @@ def test_a_late_item_raises_and_can_be_awaited_again(members: Members, actor: Ac
 def test_a_stream_that_is_not_read_by_the_deadline_is_closed(
     members: Members, actor: Actor, gate: Gate, method: str
 ) -> None:
-    future = getattr(rtr.rpc_async("home", timeout=2), method)(3)
+    future = getattr(rtr.rpc_async("home", timeout=0.5), method)(3)
     assert wait_until(future.done, LONG)
     assert wait_until(lambda: not gate._admitted, LONG), "nobody took the result"
     with pytest.raises(rtr.RpcTimeout, match="did not begin to read it by the deadline"):
@@ -260,7 +260,7 @@ def test_a_stream_that_is_not_read_by_the_deadline_is_closed(
 
 
 def test_each_item_has_the_whole_timeout(members: Members) -> None:
-    assert list(opened("nest", "b", timeout=3)) == list(range(7))
+    assert list(opened("nest", "b", timeout=1)) == list(range(7))
 
 
 # --- what ends the generator ---------------------------------------------------------------------------------

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from raytorchrpc.doctor import Report
+from tests.programs import run_program
 from tests.unit import command_line
 from tests.unit.trees import laptop, public_node
-
-ROOT = Path(__file__).parents[3]
 
 
 def told(tree: Path, *options: str) -> command_line.Ran:
@@ -116,22 +114,13 @@ def test_a_reader_that_closes_the_pipe_ends_it_without_a_word(module: str, tmp_p
     laptop(tmp_path)
     reads, writes = os.pipe()
     os.close(reads)
-    with open(writes, "w") as closed:
-        ran = subprocess.run(
-            [sys.executable, "-m", *module.split(), "--sysfs-root", str(tmp_path)],
-            cwd=ROOT,
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-        )
+    ran = run_program("-m", *module.split(), "--sysfs-root", str(tmp_path), stdout=writes)
+    os.close(writes)
     assert (ran.returncode, ran.stderr) == (1, "")
 
 
 def test_the_module_runs_without_typer_and_rich(tmp_path: Path) -> None:
     laptop(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    ran = run_program("-c", WITHOUT, str(tmp_path))
     assert (ran.returncode, ran.stderr) == (0, "")
     assert json.loads(ran.stdout)["level"] == "note"

@@ -65,7 +65,6 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> Actors:
     monkeypatch.setattr(formation.ray_internals, "dead_jobs", frozenset)
     monkeypatch.setattr(formation, "worker_ids", SimpleNamespace(highest_elsewhere=lambda _: 0, record=lambda _: None))
     monkeypatch.setattr(formation.ray_calls, "call_all", made.call_all)
-    monkeypatch.setattr(formation, "_known", {})
     return made
 
 
@@ -106,18 +105,6 @@ def test_an_actor_that_the_others_cannot_reach_is_named(actors: Actors) -> None:
         actors.form()
     assert set(raised.value.members) == set(NAMES)
     assert actors.rounds == 1
-
-
-def test_actors_are_probed_for_their_next_group_only_if_one_has_changed(actors: Actors) -> None:
-    actors.form()
-    actors.form()
-    assert actors.rounds == 1
-
-    def change(step: Any, number: int) -> dict[str, Exception]:
-        return {"learner": BootstrapError("it has changed")} if step is join.prepare and number == 1 else {}
-
-    actors.during, actors.pids["learner"] = change, 11
-    assert actors.form().records["learner"].probe.pid == 11 and actors.rounds == 2
 
 
 def test_a_process_that_joined_when_the_attempt_was_given_up_joins_again(actors: Actors) -> None:
@@ -196,18 +183,25 @@ def test_one_that_never_answers_among_500_is_named_in_time(monkeypatch: pytest.M
     assert time.monotonic() - began < 60, "not 0.3 s for each"
 
 
-@pytest.mark.parametrize("loads", [True, False])
-def test_the_time_runs_anew_while_a_process_loads_modules(monkeypatch: pytest.MonkeyPatch, loads: bool) -> None:
-    modules = itertools.count(100, 7 if loads else 0)
+@pytest.mark.parametrize("progresses", [True, False])
+@pytest.mark.parametrize("state", ["ALIVE", "PENDING_CREATION"])
+def test_the_time_runs_anew_while_a_process_makes_progress(
+    monkeypatch: pytest.MonkeyPatch, state: str, progresses: bool
+) -> None:
+    """It loads modules after this package was loaded, or uses the processor before."""
+    now, modules = 1000.0, itertools.count(100, 7 if progresses else 0)
     monkeypatch.setattr(ray_calls.ray_internals, "actor_id_of", lambda handle: handle)
-    monkeypatch.setattr(ray_calls._loading, "loaded_modules", lambda actor_ids: {"a": next(modules)})
-    now = 1000.0
+    monkeypatch.setattr(ray_calls.ray_internals, "actor_state", lambda handle: ActorState(state, 1, "node", ""))
+    monkeypatch.setattr(ray_calls.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(ray_calls.this_process, "processor_s", lambda pid: now * (0.1 if progresses else 0.01))
+    loaded = {"a": next(modules)} if state == "ALIVE" else {}
+    monkeypatch.setattr(ray_calls._loading, "loaded_modules", lambda ids: loaded and {"a": next(modules)})
     monkeypatch.setattr(ray_calls, "time", SimpleNamespace(monotonic=lambda: now))
     patience = ray_calls.Patience("g", 0.1)
     while (until := patience.extend({"a": "a"}, 2)) > now:
         now = until
     took = now - 1000.0
-    assert took == pytest.approx(0.5 if loads else 0.1), "five times the timeout after its begin, or with the progress"
+    assert took == pytest.approx(0.5 if progresses else 0.1), "five times the timeout after its begin, or at its end"
 
 
 def test_a_driver_that_is_slow_itself_is_named_as_others_are(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +13,13 @@ import pytest
 
 import raytorchrpc as rtr
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.clients import OwnGroups
+from raytorchrpc.calls import clients
+from raytorchrpc.calls.clients import OwnGroups, Supervision
 from raytorchrpc.calls.peers import Member, by_key, find
 from raytorchrpc.group import join, joining
+from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.process import fork
+from raytorchrpc.process.completion import Completion
 
 
 class Local:
@@ -33,7 +38,7 @@ class Host:
 
     def __init__(self, name: str, *members: str) -> None:
         made = (Member(rank, each, None, "", 0, "", 0) for rank, each in enumerate(members))
-        self.last_info: Any = SimpleNamespace(name=name, members=tuple(made))
+        self.last_info: Any = SimpleNamespace(name=name, members=tuple(made), config=rtr.GroupConfig(rpc_timeout_s=20))
         self.error: Exception | None = None
         self.ended: bool | Exception = False
         self.during: Any = lambda: None
@@ -49,15 +54,17 @@ class Host:
         self.during()
         if self.error is not None:
             raise self.error
-        its: Any = SimpleNamespace(local=Local(self.last_info.name, self.last_info.members))
-        join._clients[self.last_info.name] = its
+        self.supervision, self.connection = Supervision(), Completion()
+        self.supervision.begin(self.connection)
+        local: Any = Local(self.last_info.name, self.last_info.members)
+        join._clients[self.last_info.name] = SimpleNamespace(local=local, supervision=self.supervision)  # type: ignore[assignment]
 
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnGroups]:
     monkeypatch.setattr(ray_internals, "session_check", lambda: lambda: True)
-    monkeypatch.setattr(joining, "become_client", lambda admit, generation: admit(None))
-    monkeypatch.setattr(joining.Client, "_watch", lambda self, local, member, timeout_s: None)
+    monkeypatch.setattr(joining, "become_client", lambda admit, generation, until: admit(None))
+    monkeypatch.setattr(joining.Client, "watch", lambda self, local, member, until: None)
     monkeypatch.setattr(join, "_clients", {})
     yield OwnGroups()
     gc.collect()  # no client is left that a later fork finds
@@ -68,10 +75,16 @@ def add(groups: OwnGroups, *hosts: Host) -> None:
         groups.add(host.last_info.name, joining.Client(host, host.last_info.name))
 
 
-def group_of(groups: OwnGroups, home: Any) -> str:
-    found = groups.find(home)
-    assert found is not None
-    name: str = found[0].group
+def find_local(groups: OwnGroups, home: Any, timeout_s: float | None = None, group: str | None = None) -> Any:
+    """As an operation there does."""
+    if (local := groups.joined(home, timeout_s, group)) is None:
+        joining = groups.join(home, timeout_s, group)
+        local = None if joining is None else joining.result()
+    return local
+
+
+def group_of(groups: OwnGroups, home: Any, group: str | None = None) -> str:
+    name: str = find_local(groups, home, group=group).group
     return name
 
 
@@ -80,7 +93,7 @@ def test_a_group_that_cannot_be_joined_now_is_joined_by_a_later_call(groups: Own
     host = Host("g", "a")
     add(groups, host)
     host.error, host.ended = rtr.BootstrapError("busy with another change"), ended
-    for use in (lambda: groups.find("a"), groups.everywhere):
+    for use in (lambda: find_local(groups, "a"), groups.everywhere):
         with pytest.raises(rtr.BootstrapError, match=r"cannot join group 'g' now.* busy with another change"):
             use()
     host.error = None
@@ -93,8 +106,8 @@ def test_a_group_that_has_ended_is_forgotten(groups: OwnGroups) -> None:
     add(groups, host)
     host.error, host.ended = rtr.BootstrapError("was shut down"), True
     with pytest.raises(rtr.NotAMember, match="group 'g', which it used, has ended"):
-        groups.find("a")
-    assert groups.find("a") is None
+        find_local(groups, "a")
+    assert find_local(groups, "a") is None
 
 
 def test_a_client_that_the_group_sent_off_joins_again(groups: OwnGroups) -> None:
@@ -111,7 +124,7 @@ def test_a_call_joins_no_other_group_than_that_of_its_target(groups: OwnGroups) 
     add(groups, broken, whole)
     assert group_of(groups, "b") == "whole" and broken.asked == 0
     with pytest.raises(rtr.ConfigurationError, match="not here"):
-        groups.find("a")
+        find_local(groups, "a")
     locals_, failed = groups.everywhere()
     assert [local.group for local in locals_] == ["whole"] and [str(error) for error in failed] == ["not here"]
 
@@ -122,26 +135,27 @@ def test_a_target_that_no_group_is_known_to_have_may_be_new(groups: OwnGroups) -
     add(groups, first, second)
 
     def grow() -> None:
-        second.last_info = SimpleNamespace(name="second", members=(*Host("", "b", "c").last_info.members,))
+        second.last_info = Host("second", "b", "c").last_info
 
     second.during = grow
     first.error = rtr.BootstrapError("silent")
     assert group_of(groups, "c") == "second"
     with pytest.raises(rtr.BootstrapError, match="silent"):
-        groups.find("d")
+        find_local(groups, "d")
     first.error = None
     with pytest.raises(rtr.NotAMember, match="has a member 'd': group 'first' has a; group 'second' has b, c"):
-        groups.find("d")
+        find_local(groups, "d")
     with pytest.raises(rtr.ConfigurationError, match="groups 'first' and 'second' have a member 0"):
-        groups.find(0)
+        find_local(groups, 0)
 
 
-def test_a_signal_handler_that_calls_during_the_first_use_is_refused(groups: OwnGroups) -> None:
+def test_code_that_interrupts_the_thread_that_joins_is_refused(groups: OwnGroups) -> None:
+    """A finalizer: it would wait for itself."""
     host, refused = Host("g", "a"), []
 
     def interrupt() -> None:
         try:
-            groups.find("a")
+            find_local(groups, "a")
         except rtr.RayTorchRpcError as error:
             refused.append(str(error))
 
@@ -151,12 +165,56 @@ def test_a_signal_handler_that_calls_during_the_first_use_is_refused(groups: Own
     assert len(refused) == 1 and "interrupted on this thread" in refused[0]
 
 
+def test_an_operation_waits_for_its_own_time_until_the_group_is_joined_and_a_later_one_finds_it(
+    groups: OwnGroups,
+) -> None:
+    host, held = Host("g", "a"), threading.Event()
+    host.during = lambda: held.wait(20)
+    add(groups, host)
+    began = time.monotonic()
+    first, second = groups.join("a", 0.05), groups.join("a")
+    assert first is not None and second is not None and not second.done()
+    with pytest.raises(rtr.RpcTimeout, match=r"has not become a client of a group with 'a' within 0.05 s"):
+        first.result()
+    with pytest.raises(rtr.RpcTimeout):
+        groups.everywhere(0.05)
+    assert time.monotonic() - began < 10 and groups.joined("a") is None
+    held.set()
+    assert second.result().group == "g" and host.asked == 1
+    assert groups.joined("a") is second.result()
+
+
+def test_a_client_that_the_supervisor_has_dropped_joins_again(
+    groups: OwnGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host("g", "a")
+    add(groups, host)
+    before, second = find_local(groups, "a"), Completion()
+    host.connection.complete()
+    assert groups.joined("a") is before, "the supervisor may connect again"
+    monkeypatch.setattr(clients, "_UNSUPERVISED_S", -1.0)
+    assert Supervision().is_over, "it never came"
+    host.supervision.begin(second)
+    assert groups.joined("a") is before
+    second.complete()
+    assert groups.joined("a") is None
+    assert find_local(groups, "a") is not before and host.asked == 2
+
+
+def test_a_member_is_found_in_the_group_that_is_known_to_have_it(groups: OwnGroups) -> None:
+    add(groups, Host("first", "a", "b"), Host("second", "a"))
+    assert group_of(groups, "a", "first") == "first" and group_of(groups, "a", "second") == "second"
+    assert groups.name_of(1) == "b" and groups.name_of(0) == "a" and groups.name_of("c") is None
+    with pytest.raises(rtr.ConfigurationError, match="groups 'first' and 'second' have a member 'a'"):
+        group_of(groups, "a", "a group that is over")
+
+
 def test_a_child_forked_before_the_first_use_is_refused(groups: OwnGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     client = joining.Client(Host("g", "a"), "g")
     monkeypatch.setattr(fork, "_origin", None)
     client.after_fork()
     with pytest.raises(rtr.NotAMember, match="forked from a client of group 'g'"):
-        groups.find("a")
+        find_local(groups, "a")
 
 
 def test_a_member_that_is_connected_late_is_still_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +232,22 @@ def test_a_member_that_is_connected_late_is_still_watched(monkeypatch: pytest.Mo
         outgoing=SimpleNamespace(control=control),
     )
     client = joining.Client(Host("g", "a"), "g")
-    for timeout_s in (None, 1.0, 100.0):
-        client._watch(local, Member(0, "a", None, "", 0, "", 0), timeout_s)
-    assert waits[0] == waits[1] > 30 and waits[2] > 100
+    for name, timeout_s in (("a", 1.0), ("b", 100.0)):
+        client.watch(local, Member(0, name, None, "", 0, "", 0), time.monotonic() + timeout_s)
+    assert 30 < waits[0] < 40 and waits[1] > 100
+
+
+def test_the_end_of_a_group_waits_for_no_client_that_is_lost() -> None:
+    asked: list[Any] = []
+    stub: Any = SimpleNamespace(
+        roster=SimpleNamespace(by_themselves=set("ab"), clients=dict.fromkeys("cd"), generation="g"),
+        _core=SimpleNamespace(lost=dict.fromkeys("bd")),
+        _connections=SimpleNamespace(
+            send=lambda name, function, *args: asked.append((name, function, args)),
+            call_all=lambda function, arguments, until: asked.append((function, arguments)),
+        ),
+    )
+    Supervisor._send_off(stub, "abcd", for_good=True)
+    *told, awaited = asked
+    assert sorted(told) == [(name, join.leave, ("g", True)) for name in "bd"]
+    assert awaited == (join.leave, {"a": ("g", True), "c": ("g", True)})

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +33,7 @@ from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.process.this_process import reserve_descriptors
 from raytorchrpc.tensors.codec import NOTHING, Codec
 from tests.polling import wait_until
+from tests.programs import run_program
 
 # --- processes of restarted actors ----------------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ from raytorchrpc.process.this_process import reserve_descriptors
 reserve_descriptors(20, "watching 20 members")
 reserve_descriptors(1000, "watching 1000 members")
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = run_program("-c", program)
     assert ended.returncode == 1
     assert "ConfigurationError: watching 1000 members takes 1000 file descriptors" in ended.stderr
     assert "may have 200: raise its limit on open files (ulimit -n" in ended.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +25,7 @@ from raytorchrpc.group.process_group import (
 )
 from raytorchrpc.group.rendezvous import KeyTable, MemberStore
 from raytorchrpc.process.workers import process_deadlines
+from tests.programs import run_program
 from tests.unit import clusters
 from tests.unit.callees import DeferredReply
 
@@ -290,6 +289,6 @@ for size in (500, 2000):
     Collectives("m1", process_deadlines()).prepare(ProcessGroupInfo("gloo", 1, ranks, 30.0), 30.0)
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1000)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = run_program("-c", program)
     assert ended.stdout == "True\n"
     assert "ConfigurationError: a process group of 2000 members over gloo takes 4000 file descriptors" in ended.stderr

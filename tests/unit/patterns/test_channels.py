@@ -159,25 +159,6 @@ def test_whatever_happens_items_come_once_and_in_order(members: Members, seed: i
 # --- order ---------------------------------------------------------------------------------------------------
 
 
-def test_puts_of_coroutines_take_turns_and_one_that_gives_up_costs_the_others_nothing(members: Members) -> None:
-    timed = (1, LONG), (2, 0.01), (3, LONG), (4, LONG)
-
-    async def act() -> None:
-        await queue.aput(0)
-        first, late, cancelled, last = puts = [asyncio.create_task(queue.aput(*each)) for each in timed]
-        await until(lambda: at_home(members).stats()["waiting_to_put"] == 1)
-        cancelled.cancel()
-        with pytest.raises(rtr.Full):
-            await late
-        assert [await queue.aget() for _ in range(3)] == [0, 1, 4]
-        await asyncio.wait(puts)
-        assert first.exception() is None and cancelled.cancelled() and last.exception() is None
-
-    with members.acting("a"):
-        queue = made(maxsize=1)
-        asyncio.run(act())
-
-
 @pytest.mark.parametrize("members", [rtr.GroupConfig(), REJECT], indirect=True)
 @pytest.mark.parametrize("producer", ["home", "a"])
 def test_puts_that_do_not_wait_for_room_wait_for_their_turn(members: Members, producer: str) -> None:
@@ -207,11 +188,35 @@ def test_puts_that_do_not_wait_for_room_wait_for_their_turn(members: Members, pr
         assert full == [4, 5, 7] and queue.get_many(9) == [0, 1, 2, 3]
 
 
+def test_a_put_whose_time_is_over_hears_at_once_that_another_waits_for_room(members: Members) -> None:
+    lane = members.lanes["a"]
+
+    async def act() -> None:
+        lane.holds = lambda method: method == PUT
+        first = asyncio.create_task(queue.aput(1, LONG))
+        await until(lambda: lane.held)
+        late = asyncio.create_task(queue.aput(2, timeout=0))
+        await until(lambda: len(at_home(members)._until_full) == 1)
+        assert not late.done(), "the put before it has not arrived: there may be room"
+        lane.release()
+        with pytest.raises(rtr.Full):
+            await late
+        assert [await queue.aget(LONG), await queue.aget(LONG)] == [0, 1]
+        await first
+        assert len(at_home(members)._until_full) == 0
+
+    with members.acting("a"):
+        queue = made(maxsize=1)
+        queue.put(0)
+        asyncio.run(act())
+
+
 def test_puts_whose_time_is_over_hear_that_the_home_does_not_answer(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All at once, and not one after the other."""
     monkeypatch.setattr("raytorchrpc.patterns.handle._ANSWER_NOW_S", 0.5)
+    monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 0.5)
     lane = members.lanes["a"]
 
     async def act() -> None:
@@ -330,7 +335,7 @@ def test_in_a_served_call_an_operation_waits_for_its_timeout_or_nearly_as_long_a
 @pytest.mark.parametrize("how", ["get", "aget", "cancelled"])
 def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the consumer's time is over."""
-    monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 1.0)
+    monkeypatch.setattr("raytorchrpc.patterns.handle.ANSWER_S", 0.3)
     lane = members.lanes["a"]
 
     async def cancelled() -> None:
@@ -339,7 +344,7 @@ def test_an_item_that_comes_too_late_goes_back(members: Members, how: str, monke
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.sleep(1.1)  # longer than the call may take
+        await asyncio.sleep(0.4)  # longer than the call may take
 
     with members.acting("a"):
         queue = made()
@@ -391,44 +396,6 @@ def test_an_item_that_cannot_be_unpickled_is_lost_alone(members: Members, consum
         assert outcomes(lambda: source.get_many(8)) == [[0], "bad", [2], "bad", "bad", [5, (6, object), 7]]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_closed_queue_has_not_ended_while_an_item_goes_back(members: Members, late: bool) -> None:
-    """``late``: the item is back when the home's answer arrives that it has none."""
-    lane = members.lanes["a"]
-
-    async def cancelled() -> None:
-        waiting = asyncio.create_task(queue.aget(LONG))
-        await until(lambda: len(lane.answers) == 1)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    def found_empty() -> None:
-        with pytest.raises(rtr.Empty):
-            queue.get_nowait()
-
-    with members.acting("a"):
-        queue = made()
-        queue.put(1)
-        queue.close()
-        lane.delays = lambda method: method == TAKE
-        asyncio.run(cancelled())
-        lane.delays = lambda method: late and method == TAKE
-        looking = in_thread(found_empty)
-        if late:
-            assert wait_until(lambda: len(lane.answers) == 2, LONG)
-            lane.answers.pop(0)()
-            assert wait_until(lambda: at_home(members).stats()["items"] == 1, LONG)
-            lane.deliver_answers()
-        looking()
-        lane.delays = lambda method: False
-        taking = in_thread(lambda: list(queue))
-        lane.deliver_answers()
-        assert taking() == [1]
-        with pytest.raises(rtr.Closed):
-            queue.get(LONG)
-
-
 def test_an_item_that_cannot_reach_the_consumer_is_lost_alone(
     members: Members, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,16 +416,6 @@ def test_an_item_that_cannot_reach_the_consumer_is_lost_alone(
 
 
 # --- what waits ----------------------------------------------------------------------------------------------
-
-
-def test_max_bytes_bounds_what_waits(members: Members) -> None:
-    with members.acting("a"):
-        queue = made(max_bytes=1000)
-        queue.put(torch.ones(200))
-        with pytest.raises(rtr.Full):
-            queue.put_nowait(torch.ones(200))
-        assert len(queue.get()) == 200
-        queue.put_nowait(torch.ones(500))  # more than all the room, when nothing else is there
 
 
 def test_a_queue_is_found_by_its_name(members: Members) -> None:
@@ -506,7 +463,7 @@ def test_what_waits_keeps_no_threads(members: Members) -> None:
         asyncio.run(act())
 
 
-@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=1.0)], indirect=True)
+@pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=0.4)], indirect=True)
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer(
     members: Members, consumer: str
@@ -516,9 +473,9 @@ def test_without_a_timeout_a_get_waits_as_long_as_a_call_and_an_iteration_longer
         began = time.monotonic()
         with pytest.raises(rtr.Empty):
             queue.get()
-        assert 0.9 < time.monotonic() - began < LONG / 2
+        assert 0.35 < time.monotonic() - began < LONG / 2
         taking = in_thread(lambda: list(queue))
-        ended = time.monotonic() + 1.5
+        ended = time.monotonic() + 0.6
         while time.monotonic() < ended:  # more than one call of the iteration
             assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 1, LONG)
             time.sleep(0.02)
@@ -583,18 +540,6 @@ def test_a_subscriber_that_missed_something_while_it_was_away_is_told_so(members
         assert list(large) == [1, 2, 3, 4]
         small.cancel()
         assert list(small) == [], "it was cancelled here"
-
-
-def test_what_waits_for_a_subscriber_goes_with_its_process(members: Members) -> None:
-    with members.acting("b"):
-        topic = rtr.Topic("q", home="home")
-        old = topic.subscribe(maxsize=2)
-        topic.publish_many([1, 2])
-        members.part("b")
-        members.reunite("b", incarnation=1)
-        assert topic.stats()["subscribers"] == 0
-        with pytest.raises(rtr.NotFound, match="no such subscription"):
-            list(old)
 
 
 def test_an_item_on_its_way_to_a_consumer_that_is_lost_comes_to_nobody_else(members: Members) -> None:
@@ -788,26 +733,6 @@ def test_items_that_are_put_together_share_no_memory(members: Members, producer:
         assert queue.get().tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("maxsize", [3, 100])
-@pytest.mark.parametrize("how", ["batches", "get_many"])
-@pytest.mark.parametrize("consumer", ["home", "a"])
-def test_consumers_of_whole_batches_do_not_starve_each_other(
-    members: Members, consumer: str, how: str, maxsize: int
-) -> None:
-    """Also of batches that are larger than the queue may be, in items and bytes."""
-    with members.acting(consumer):
-        queue = made(maxsize=maxsize, max_bytes=3)
-        iterations = [queue.batches(8, collate=list) for _ in range(2)]
-        takes = [it.__next__ if how == "batches" else lambda: queue.get_many(8, LONG, min=8) for it in iterations]
-        takers = [in_thread(take) for take in takes]
-        assert wait_until(lambda: at_home(members).stats()["waiting_to_get"] == 2, LONG)
-        for number in range(16):
-            queue.put(number, 10)
-            assert at_home(members).stats()["items"] == (number + 1) % 8, "what waits is seen"
-        first, second = (take() for take in takers)
-        assert sorted([first, second]) == [list(range(8)), list(range(8, 16))]
-
-
 @pytest.mark.parametrize("members", [rtr.GroupConfig(rpc_timeout_s=0.3)], indirect=True)
 @pytest.mark.parametrize("consumer", ["home", "a"])
 def test_an_iteration_keeps_its_place_from_request_to_request(
@@ -825,25 +750,6 @@ def test_an_iteration_keeps_its_place_from_request_to_request(
             time.sleep(0.2)  # the requests of both end meanwhile
             put_at_home(members, number)
         assert taking() == [0, 1, 2, 3] and small() == 4
-
-
-def test_a_request_that_comes_after_its_withdrawal_keeps_nobody_waiting(members: Members) -> None:
-    lane = members.lanes["a"]
-
-    async def act() -> Any:
-        lane.holds = lambda method: method in (TAKE, WITHDRAW)
-        getting = asyncio.create_task(queue.aget_many(9, 10 * LONG, min=9))
-        await until(lambda: len(lane.held) == 1)
-        getting.cancel()
-        await until(lambda: len(lane.held) == 2)
-        lane.release(1)
-        lane.release()
-        return await queue.aget()
-
-    with members.acting("a"):
-        queue = made()
-        queue.put(1)
-        assert asyncio.run(act()) == 1
 
 
 # --- what is over --------------------------------------------------------------------------------------------

@@ -33,10 +33,14 @@ class Groups:
             token = process_token(GENERATION, member.rank, member.incarnation)
             self.local.peers.add_peer(PeerRoute(member, self.lane, self.lane, token=token, same_clock=True))
 
-    def find(self, home: Any, timeout_s: float | None = None) -> tuple[LocalMember, Member]:
-        return self.local, self.local.peers.route(home).member
+    def joined(self, home: Any, timeout_s: float | None = None, group: str | None = None) -> LocalMember:
+        assert group in (None, GENERATION)
+        return self.local
 
-    def everywhere(self) -> tuple[list[LocalMember], list[Exception]]:
+    def name_of(self, target: Any) -> str:
+        return self.local.peers.route(target).member.name
+
+    def everywhere(self, timeout_s: float | None = None) -> tuple[list[LocalMember], list[Exception]]:
         return [self.local], []
 
 

@@ -42,12 +42,12 @@ def test_clear_frees_all_memory_and_the_store_goes_on(members: Members) -> None:
     for value in (1.0, 2.0, 3.0):
         publish(members, value, keep=2)
     weights = members.served("weight store", "w")
-    assert weights.held >= 2 * 5 * SIZE
+    assert sum(weights.held.values()) >= 2 * 5 * SIZE
     with members.acting("home"):
         rtr.WeightStore("w", keep=2).clear()
         assert rtr.WeightStore("w", keep=2).version() == 0
     gc.collect()
-    assert weights.held == 0
+    assert not weights.held
     with members.acting("a"):
         store = rtr.WeightStore.find("w")
         with pytest.raises(NotFound, match="version 3"):

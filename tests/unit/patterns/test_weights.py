@@ -41,7 +41,7 @@ def store(deadlines: Deadlines, keep: int = 1, track: bool = False) -> Published
 def publish(weights: PublishedWeights, tensors: dict[str, torch.Tensor], version: int | None = None) -> int:
     draft = Draft("w", False)
     draft.take(tensors)
-    return weights.publish(draft, version)
+    return weights.publish(draft, version).version
 
 
 def reader(pid: int, node: str = "here") -> Any:
@@ -77,10 +77,26 @@ def test_what_is_read_stays_as_it_is_and_memory_is_used_again(deadlines: Deadlin
         assert bool((tensor == value).all())
         addresses.add(tensor.data_ptr())
         weights.pool.release(current.lease)
-    assert len(addresses) == 2, "two pieces of memory take turns"
+    assert len(addresses) == 1, "nobody reads it by then"
     weights.pool.release(first.lease)
     weights.pool.release(first.lease)
     assert weights.pool.readers == 0
+
+
+@pytest.mark.parametrize(("keep", "track"), [(1, False), (3, False), (1, True)])
+def test_a_store_at_rest_has_a_copy_for_each_version_that_it_keeps(
+    deadlines: Deadlines, monkeypatch: Any, keep: int, track: bool
+) -> None:
+    monkeypatch.setattr("raytorchrpc.patterns.weights.snapshots._UNUSED_S", 0.01)
+    weights = store(deadlines, keep, track)
+    publish(weights, model(1))
+    (one,) = weights.held.values()
+    slow = look(weights)
+    for value in range(2, 8):
+        publish(weights, model(value))
+    assert weights.held["cpu"] > one * keep, "the one that is being read, too"
+    weights.pool.release(slow.lease)
+    assert wait_until(lambda: weights.held["cpu"] == one * (keep + track), LONG), weights.held["cpu"] / one
 
 
 def test_versions_ascend_and_the_newest_are_kept(deadlines: Deadlines) -> None:

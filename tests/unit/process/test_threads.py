@@ -7,7 +7,6 @@ import contextvars
 import ctypes
 import os
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.threads import ThreadShortage
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
+from tests.programs import run_program
 from tests.shortage import Failing, Shortage, shortage
 
 __all__ = ["shortage"]
@@ -93,9 +93,9 @@ from raytorchrpc.process import threads
 from raytorchrpc.process.completion import run_reported
 from raytorchrpc.process.workers import Deadlines, DeferredCleanup, Workers
 {program}"""
-    process = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60)
-    assert process.returncode == 1
-    return process.stderr
+    program = run_program("-c", lines)
+    assert program.returncode == 1
+    return program.stderr
 
 
 @pytest.mark.parametrize("error", ["MemoryError()", "KeyError('a fault')", "SystemExit()", "OSError(9, 'closed')"])

@@ -7,8 +7,6 @@ none takes place.
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +21,7 @@ import raytorchrpc as rtr
 from raytorchrpc.calls.receive_into import Buffers
 from raytorchrpc.errors import ConfigurationError, SerializationError
 from raytorchrpc.tensors.codec import Codec, Encoded
+from tests.programs import run_program
 
 World = Callable[[int, int], None]
 
@@ -253,5 +252,5 @@ def test_a_program_without_dtensors_does_not_import_them() -> None:
         "rtr.rdt.enable_where_possible()\n"
         "print([name for name in sys.modules if name.startswith('torch.distributed.tensor')])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = run_program("-c", program)
     assert done.stdout.strip() == "[]", done.stderr

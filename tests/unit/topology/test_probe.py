@@ -93,6 +93,7 @@ print(probe(node_ip="127.0.0.1", wants_gpu=False).huge_pages)
 """
 
 
+@pytest.mark.slow  # two processes that import torch
 def test_huge_pages_are_tried_and_not_read_off_the_variable() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[madvise]" not in enabled.read_text():

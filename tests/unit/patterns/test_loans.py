@@ -1,0 +1,311 @@
+"""Weights that are lent: a model's own tensors as a version, between members of one process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import raytorchrpc as rtr
+from raytorchrpc.patterns.weights import snapshots
+from raytorchrpc.patterns.weights.snapshots import VersionMemory
+from tests.unit.members import TENSORS, Members, in_thread
+
+PUBLISHERS = ("a", "b")
+LONG = 20.0
+
+
+def sharded() -> rtr.WeightStore:
+    return rtr.WeightStore("w", publishers=PUBLISHERS)
+
+
+def half(number: int, value: float) -> dict[str, Any]:
+    return {"w": rtr.Shard(torch.full((3,), value), (6,), (3 * number,))}
+
+
+def model(value: float) -> dict[str, torch.Tensor]:
+    flat, turned = torch.full((40,), float(value)), torch.full((2, 3), float(value)).T
+    return {"a": flat[:12].view(3, 4), "b": flat[12:], "t": turned, "none": torch.empty(0, 2)}
+
+
+def empty() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(tensor.shape) for name, tensor in model(0).items()}
+
+
+def pulled(members: Members, name: str, **options: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    with members.acting(name):
+        target = empty()
+        return rtr.WeightStore("w", home="home").pull(target, **options), target
+
+
+def lending(members: Members, values: dict[str, torch.Tensor], **options: Any) -> Any:
+    with members.acting("home"):
+        return rtr.WeightStore("w", home="home").lend(values, **options)
+
+
+def error_of(store: rtr.WeightStore) -> str:
+    """What a pull raises."""
+    with pytest.raises(rtr.RpcTimeout) as raised:
+        store.pull(empty())
+    return str(raised.value)
+
+
+def test_readers_pull_out_of_the_model_itself_while_the_block_runs(members: Members) -> None:
+    tensors = model(1)
+    with members.acting("home"):
+        store = rtr.WeightStore("w", home="home")
+        with store.lend(tensors) as version:
+            assert (version, store.version()) == (1, 1)
+            for reader in ("a", "home", "b"):
+                number, target = pulled(members, reader)
+                assert number == 1 and all(bool((tensor == 1).all()) for tensor in target.values()), reader
+            tensors["b"].fill_(5)  # which shows whose memory it is: a program must not
+            assert bool((pulled(members, "a")[1]["b"] == 5).all())
+            stats = store.stats()
+            assert (stats.versions, stats.held) == ((1,), 0)
+        assert store.version() == 0 and store.stats().versions == ()
+        with pytest.raises(rtr.Empty):
+            store.pull(empty(), timeout=0.05)
+        with pytest.raises(rtr.NotFound):
+            store.pull(empty(), 1)
+        with store.lend(model(2)) as version:
+            assert version == 2 and pulled(members, "a")[0] == 2
+        assert store.publish(model(3)) == 3 and pulled(members, "a")[0] == 3
+
+
+def test_a_loan_ends_older_versions_too_and_no_newer_one(members: Members) -> None:
+    with members.acting("home"):
+        store = rtr.WeightStore("w", home="home", keep=3)
+        assert store.publish(model(1)) == 1
+        with store.lend(model(2)):
+            assert rtr.WeightStore("w", home="home", keep=3).pull(empty(), 1) == 1
+        assert store.version() == 0
+        with store.lend(model(3)):
+            assert store.publish(model(4)) == 4
+        assert store.version() == 4
+
+
+@pytest.mark.parametrize("track", [False, True])
+def test_what_is_published_after_a_loan_differs_from_it(members: Members, track: bool) -> None:
+    with members.acting("home"):
+        store = rtr.WeightStore("w", home="home", track=track)
+        tensors = model(1)
+        target = empty()
+        with store.lend(tensors):
+            assert store.pull(target) == 1
+            assert store.publish(tensors) == 2 == store.pull(target, since=1)
+        tensors["a"].fill_(7)
+        assert store.publish(tensors) == 3 == store.pull(target, since=2)
+        assert bool((target["a"] == 7).all()) and bool((target["b"] == 1).all())
+
+
+def test_the_end_waits_for_a_reader_that_has_begun(members: Members) -> None:
+    reads, go_on = threading.Event(), threading.Event()
+    members.lanes["a"].holds = lambda method: method == TENSORS and not reads.set()
+    store = rtr.WeightStore("w", home="home")
+    target, tensors = empty(), model(1)
+    with members.acting("home"):
+        block = store.lend(tensors)
+        block.__enter__()
+    with members.acting("a"):
+        pull = in_thread(lambda: store.pull(target))
+        assert reads.wait(LONG)
+    with members.acting("home"):
+
+        def end() -> bool:
+            block.__exit__(None, None, None)
+            tensors["a"].fill_(9)
+            return go_on.is_set()
+
+        ended = in_thread(end)
+        go_on.set()
+        members.lanes["a"].release()
+        assert ended() and pull() == 1
+    assert all(bool((tensor == 1).all()) for tensor in target.values())
+
+
+@pytest.mark.parametrize("how", ["timeout", "the block raises"])
+def test_a_reader_that_is_too_slow_gets_an_error(members: Members, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    reads = threading.Event()
+    members.lanes["a"].holds = lambda method: method == TENSORS and not reads.set()
+    store = rtr.WeightStore("w", home="home")
+
+    with members.acting("home"):
+        block = store.lend(model(1), timeout=0.05 if how == "timeout" else None)
+        block.__enter__()
+    with members.acting("a"):
+        slow = in_thread(lambda: error_of(store))
+        assert reads.wait(LONG)
+    with members.acting("home"), caplog.at_level(logging.WARNING):
+        if how == "timeout":
+            block.__exit__(None, None, None)
+        else:
+            assert not block.__exit__(KeyError, KeyError("the program's own"), None)
+        members.lanes["a"].release()
+        error = slow()
+    assert "'home' has taken back version 1 of weight store 'w', which it had only lent" in error, error
+    assert "took back version 1 of weight store 'w' before a had pulled it" in caplog.text
+
+
+def test_a_reader_whose_answer_comes_after_the_end_learns_that_it_may_be_torn(members: Members) -> None:
+    """It has copied everything: only the owner knows that this was too late."""
+    reads = threading.Event()
+    store = rtr.WeightStore("w", home="home")
+    with members.acting("home"):
+        block = store.lend(model(1), timeout=0.05)
+        block.__enter__()
+    members.lanes["a"].delays = lambda method: method == TENSORS and not reads.set()
+    with members.acting("a"):
+        slow = in_thread(lambda: error_of(store))
+        assert reads.wait(LONG)
+    with members.acting("home"):
+        block.__exit__(None, None, None)
+        members.lanes["home"].deliver_answers()
+        members.lanes["a"].deliver_answers()
+        assert "taken back version 1" in slow()
+
+
+def test_pairs_cannot_be_lent_and_only_the_home_lends(members: Members) -> None:
+    with members.acting("home"), pytest.raises(rtr.ConfigurationError, match="publish it"):
+        rtr.WeightStore("w", home="home").lend(iter([("w", torch.ones(2))])).__enter__()  # type: ignore[arg-type]
+    with members.acting("a"), pytest.raises(rtr.ConfigurationError, match="lives in member 'home'"):
+        rtr.WeightStore("w", home="home").lend(model(1)).__enter__()
+
+
+# --- several publishers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blocks(members: Members) -> Iterator[dict[str, Any]]:
+    """The blocks of both publishers, begun."""
+    begun = {}
+    for number, name in enumerate(PUBLISHERS):
+        with members.acting(name):
+            begun[name] = sharded().lend(half(number, 1.0 + number), timeout=LONG)
+            assert begun[name].__enter__() == 1
+    yield begun
+
+
+def test_the_loan_of_several_ends_once_every_block_has(members: Members, blocks: dict[str, Any]) -> None:
+    target = torch.zeros(6)
+    with members.acting("b"):
+        end_of_b = in_thread(lambda: blocks["b"].__exit__(None, None, None) or "ended")
+        coordinator = members.served("weight store", "w", "a")
+        while not coordinator._blocks:  # its block has ended, and it waits
+            pass
+    with members.acting("home"):
+        assert sharded().pull({"w": target}) == 1
+    assert target.tolist() == [1.0] * 3 + [2.0] * 3
+    with members.acting("a"):
+        blocks["a"].__exit__(None, None, None)
+    assert end_of_b() == "ended"
+    with members.acting("home"):
+        assert sharded().version() == 0
+        with pytest.raises(rtr.NotFound):
+            sharded().pull({"w": target}, 1)
+    for number, name in enumerate(PUBLISHERS):
+        with members.acting(name):
+            assert sharded().publish(half(number, 4.0)) == 2
+    with members.acting("home"):
+        assert sharded().pull({"w": target}) == 2 and target.tolist() == [4.0] * 6
+
+
+def test_a_publisher_whose_block_goes_on_is_named_and_the_loan_ends_for_all(members: Members) -> None:
+    begun = {}
+    for number, name in enumerate(PUBLISHERS):
+        with members.acting(name):
+            begun[name] = sharded().lend(half(number, 1.0), timeout=0.1)
+            begun[name].__enter__()
+    with members.acting("b"), pytest.raises(rtr.RpcTimeout, match=r"took back version 1 .*; a had not lent its"):
+        begun["b"].__exit__(None, None, None)
+    with members.acting("a"):
+        begun["a"].__exit__(None, None, None)  # it has ended by then
+        assert sharded().version() == 0
+
+
+def test_a_block_that_raises_ends_the_loan_of_all_at_once(members: Members, blocks: dict[str, Any]) -> None:
+    with members.acting("b"):
+        end_of_b = in_thread(lambda: blocks["b"].__exit__(None, None, None) or "ended")
+    with members.acting("a"):
+        assert not blocks["a"].__exit__(KeyError, KeyError("the program's own"), None)
+    assert end_of_b() == "ended"
+
+
+def test_a_lost_publisher_ends_the_loan_of_the_others(members: Members, blocks: dict[str, Any]) -> None:
+    with members.acting("a"):
+        end_of_a = in_thread(lambda: blocks["a"].__exit__(None, None, None) or "ended")
+    coordinator = members.served("weight store", "w", "a")
+    coordinator.keep_only(members.members["b"].me.rank, None)
+    assert end_of_a() == "ended"
+
+
+# --- memory that peers read in place -------------------------------------------------------------------------------
+
+
+def test_the_storages_of_a_model_are_the_pieces_that_peers_read() -> None:
+    flat = torch.arange(100, dtype=torch.float32)
+    odd = torch.arange(9, dtype=torch.uint8)
+    tensors = [flat[3:7], odd[1:], flat[50:], torch.empty(0), odd[:0]]
+    pieces, spans = snapshots._storages(tensors)
+    assert [piece.dtype for piece in pieces] == [torch.uint8] * len(pieces)
+    assert pieces[0].data_ptr() == flat.data_ptr() and pieces[1].data_ptr() == odd.data_ptr(), "no copies"
+    for tensor, (number, begin) in zip(tensors, spans, strict=True):
+        seen = pieces[number][begin : begin + tensor.nbytes].view(tensor.dtype)
+        assert torch.equal(seen, tensor)
+
+
+@pytest.fixture
+def on_one_host() -> Iterator[Members]:
+    with Members(rtr.GroupConfig(rpc_timeout_s=LONG), by_socket=True, beside={"cpu": "shm"}) as made:
+        yield made
+
+
+def test_pieces_are_read_in_place(on_one_host: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose memory every lane of its host reads where it is."""
+
+    def lent(tensors: list[torch.Tensor]) -> VersionMemory:
+        memory = made(tensors)
+        memory.readable, memory.spans = snapshots._storages(memory.tensors)
+        return memory
+
+    made = VersionMemory.lent
+    monkeypatch.setattr(VersionMemory, "lent", lent)
+    with on_one_host.acting("home"):
+        store = rtr.WeightStore("w", home="home")
+    for value in (1.0, 2.0, 3.0):  # the second pull uses the plan of the first
+        tensors = model(value)
+        tensors["b"][3] = 7 * value
+        with on_one_host.acting("home"):
+            block = store.lend(tensors)
+            block.__enter__()
+        with on_one_host.acting("a"):
+            target = empty()
+            assert store.pull(target) == value
+            assert all(torch.equal(target[name], tensors[name]) for name in tensors)
+            small = {"a": torch.zeros(3, 4, dtype=torch.float64), "b": torch.zeros(28)}
+            store.pull(small, convert=True, strict=False)
+            assert torch.equal(small["a"], tensors["a"].double()) and torch.equal(small["b"], tensors["b"])
+        with on_one_host.acting("home"):
+            block.__exit__(None, None, None)
+
+
+def test_a_store_that_copies_a_version_still_tells_the_one_before(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is written for the next by then."""
+    copy, seen = snapshots.copy_tensors, list[Any]()
+
+    def copy_slowly(*args: Any) -> None:
+        seen.append((store.version(), members.served("weight store", "w").kept))
+        copy(*args)
+
+    monkeypatch.setattr("raytorchrpc.patterns.weights.published.copy_tensors", copy_slowly)
+    with members.acting("home"):
+        store = rtr.WeightStore("w", home="home")
+        for value in (1, 2, 3):
+            store.publish(model(value))
+        assert seen == [(0, ()), (1, ()), (2, ())] and store.version() == 3
