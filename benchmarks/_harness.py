@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc._compat import ray_internals
 from raytorchrpc.bench import runs
 from raytorchrpc.bench.cases import Case, Device, Failed, Figure, Size, measure
 from raytorchrpc.bench.contestants import Contestant
@@ -25,6 +27,8 @@ T = TypeVar("T")
 Pick = Callable[[T, T, T], T]
 """Chooses of (full, quick, tiny); a tiny run only shows that the benchmark works."""
 TIMEOUT_S = 300.0
+#: How often is looked for what Ray has no event for (seconds).
+POLL_S = 0.05
 #: With what actors start.
 environment: Mapping[str, str] = rtr.runtime_env()["env_vars"]
 
@@ -122,23 +126,42 @@ class End:
 
 
 @contextmanager
-def actors(count: int, *, gpus: Sequence[str] = (), cls: type[End] = End, **env: str) -> Iterator[list[Any]]:
-    """So many living actors, started with ``runtime_env()``; they end with the block.
+def actors(
+    count: int,
+    *,
+    gpus: Sequence[str] = (),
+    cls: type[End] = End,
+    restarts: int = 0,
+    until: float | None = None,
+    **env: str,
+) -> Iterator[list[Any]]:
+    """So many living actors, started with ``runtime_env()``; their processes end with the block.
 
-    ``gpus``: CUDA_VISIBLE_DEVICES of each actor in turn. ``cls``: their class.
+    They start a few at a time, as they compete for the cores. ``gpus``: CUDA_VISIBLE_DEVICES of each actor in turn.
+    ``cls``: their class. ``restarts``: see Ray's ``max_restarts``. ``until``: when they have started
+    (``time.monotonic``), else TimeoutError.
     """
-    ends = []
-    for rank in range(count):
-        visible = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
-        options = {"num_cpus": 0, "num_gpus": 0.05 if gpus else 0}
-        variables = {"env_vars": {**environment, **env, **visible}}
-        ends.append(ray.remote(cls).options(**options, runtime_env=variables).remote())
+    ends: list[Any] = []
+    starting: list[Any] = []
+    until = time.monotonic() + TIMEOUT_S if until is None else until
     try:
-        each(ends, lambda end: None)  # wait until they have started
+        for rank in range(count):
+            visible = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
+            options = {"num_cpus": 0, "num_gpus": 0.05 if gpus else 0, "max_restarts": restarts}
+            variables = {"env_vars": {**environment, **env, **visible}}
+            ends.append(ray.remote(cls).options(**options, runtime_env=variables).remote())
+            starting.append(ends[-1].run.remote(lambda end: None))
+            if (ready := len(starting) - 2 * (os.cpu_count() or 1)) > 0:
+                ray.wait(starting, num_returns=ready, timeout=max(0.0, until - time.monotonic()))
+        ray.get(starting, timeout=max(0.0, until - time.monotonic()))
         yield ends
     finally:
+        pids = [ray_internals.actor_state(ray_internals.actor_id_of(end)).pid for end in ends]
         for end in ends:
             ray.kill(end)
+        limit = time.monotonic() + TIMEOUT_S
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < limit:
+            time.sleep(POLL_S)  # their memory is free when they have exited
 
 
 @contextmanager

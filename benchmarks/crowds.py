@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 import raytorchrpc as rtr
-from benchmarks import _group_life as life
 from benchmarks import weights
-from benchmarks._harness import TIMEOUT_S, Pick, compare, each, on, timed
+from benchmarks._harness import TIMEOUT_S, Pick, actors, compare, each, on, timed
 from raytorchrpc.bench.cases import Figure, Size
 
 T = TypeVar("T")
@@ -31,11 +30,15 @@ ITEM = b"x" * 1000
 
 def crowds(pick: Pick, members: str | None = None) -> list[Figure]:
     size = int(members) if members else pick(min(256, 8 * (os.cpu_count() or 1)), 8, 4)
-    actors = life.start(size, TIMEOUT_S)
-    rounds, numbers = pick(3, 1, 1), itertools.count()
-    home, consumer, *crowd = actors
+    with actors(size) as ends:
+        return _measure(pick, ends)
+
+
+def _measure(pick: Pick, ends: list[Any]) -> list[Figure]:
+    size, rounds, numbers = len(ends), pick(3, 1, 1), itertools.count()
+    home, consumer, *crowd = ends
     many, few, items = pick(500, 100, 6), pick(8, 8, 2), pick(10_000, 2_000, 60)
-    readers = {f"{size - 1} readers": actors[1:], "one reader": actors[1:2]}
+    readers = {f"{size - 1} readers": ends[1:], "one reader": ends[1:2]}
 
     def through_queue(contestant: str, where: Size) -> float:
         """The second member consumes what the others produce; microseconds of an item."""
@@ -62,19 +65,19 @@ def crowds(pick: Pick, members: str | None = None) -> list[Figure]:
         began = time.monotonic()
         if contestant == "raytorchrpc":
             group.process_group("gloo", timeout=TIMEOUT_S)
-            sums = each(actors, reduced)
+            sums = each(ends, reduced)
         else:
-            port = on(actors[0], open_store)
-            made = [actor.run.remote(make_gloo, rank, size, port) for rank, actor in enumerate(actors)]
+            port = on(home, open_store)
+            made = [actor.run.remote(make_gloo, rank, size, port) for rank, actor in enumerate(ends)]
             ray.get(made, timeout=TIMEOUT_S)
-            sums = each(actors, reduced_by_gloo)
+            sums = each(ends, reduced_by_gloo)
         if sums != [size] * size:
             raise RuntimeError("a sum over all members is wrong")
         return time.monotonic() - began
 
     where = [f"{size} members"]
-    with rtr.init_group(actors, timeout=TIMEOUT_S) as group:
-        each(actors, hold, rtr.WeightStore("crowd", home=0), pick(1 << 20, 1 << 20, 1000))
+    with rtr.init_group(ends, timeout=TIMEOUT_S) as group:
+        each(ends, hold, rtr.WeightStore("crowd", home=0), pick(1 << 20, 1 << 20, 1000))
         figures = compare(
             "a queue's item, 1 KB", through_queue, [f"{n} producers" for n in (many, few)], where, rounds, unit="us"
         )
@@ -85,7 +88,6 @@ def crowds(pick: Pick, members: str | None = None) -> list[Figure]:
         figures += compare("a process group over gloo, and its first sum", first_sum, gloos, where, rounds, unit="s")
         if on(readers["one reader"][0], weights.sums) != on(home, weights.sums):
             raise RuntimeError("the weights arrived changed")
-    life.end(actors)
     return figures
 
 

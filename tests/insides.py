@@ -17,10 +17,10 @@ from raytorchrpc._compat import ray_internals, torch_internals
 from raytorchrpc.calls.counters import PairStats
 from raytorchrpc.calls.member import process_member
 from raytorchrpc.calls.server import gates
-from raytorchrpc.group import detached, formation, group, join, restarts
-from raytorchrpc.group.changes import EventBus
+from raytorchrpc.group import detached, group, join, restarts
 from raytorchrpc.group.ray_calls import Patience
-from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.group.supervisor import Supervisor
+from raytorchrpc.lanes.torchrpc.agent import process_agent
 from raytorchrpc.patterns import handle
 from raytorchrpc.process import fork
 from raytorchrpc.process.fan_out import Requests
@@ -104,7 +104,7 @@ FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
     },
     "wait": (Requests, "next", 8, lambda *_: True),
     "post": (ray_internals, "store", 1, lambda key, value: key.startswith("groups/") and value is not None),
-    "supervise": (EventBus, "start", 1, lambda *_: True),
+    "supervise": (fork, "register", 1, lambda registered: isinstance(registered, Supervisor)),
     "return": (Patience, "__exit__", 1, lambda *_: True),
     "describe": (group.Group, "__init__", 1, lambda *_: True),
     "begin elsewhere": (detached, "_answer", 1, lambda *_: True),
@@ -115,7 +115,6 @@ FORMING: dict[str, tuple[Any, str, int, Callable[..., bool]]] = {
 @contextmanager
 def interrupted_at(step: str) -> Iterator[None]:
     """Ctrl-C, as a terminal sends it, when ``init_group`` does that step of FORMING in this process."""
-    formation._known.clear()  # actors that are known are not probed
     owner, name, number, counts = FORMING[step]
     function, calls = getattr(owner, name), []
 
@@ -217,7 +216,7 @@ def away() -> set[str]:
 
 def agent_runs() -> bool:
     """Whether the torchrpc agent of this process has started."""
-    return process_fabric().is_running
+    return process_agent().is_running
 
 
 def agent_address() -> tuple[str, int]:
@@ -226,7 +225,7 @@ def agent_address() -> tuple[str, int]:
 
 
 def agent_url() -> str:
-    return str(process_fabric()._url)
+    return str(process_agent()._url)
 
 
 def agent_addresses() -> set[tuple[str, int]]:
@@ -235,7 +234,7 @@ def agent_addresses() -> set[tuple[str, int]]:
 
 def agent_listeners() -> list[int]:
     """The descriptors that it listens on."""
-    return [door.public.fileno() for door in process_fabric()._doors]
+    return [door.public.fileno() for door in process_agent()._doors]
 
 
 def hang_up_on(url: str) -> int:

@@ -22,8 +22,8 @@ from raytorchrpc.tensors.kept_errors import again, untraced
 
 #: Groups are joined on at most so many threads, which end when they have been idle for so long (seconds).
 _THREADS, _IDLE_S = 16, 1.0
-#: A client to which the supervisor has had no connection for this time joins again when it is used (seconds). The
-#: supervisor connects again at once if it can, so it has dropped the client, or will.
+#: A client to which the supervisor has had no connection for this time tries to join again when it is used (seconds).
+#: The supervisor connects again at once if it can, so it has dropped the client, or will, or has died.
 _UNSUPERVISED_S = 10.0
 
 
@@ -64,17 +64,24 @@ class Supervision:
     """Whether a group's supervisor has a connection to this client, over which the client hears of changes."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._latest: Any = None
         self._lost_at: float | None = time.monotonic()  # it connects once this process has joined
 
     def begin(self, connection: Any) -> None:
         """The supervisor has connected. ``connection``: fails when the connection ends."""
-        self._latest, self._lost_at = connection, None
+        with self._lock:
+            self._latest, self._lost_at = connection, None
         connection.add_done_callback(partial(self._end, connection))
 
     def _end(self, connection: Any) -> None:
-        if self._latest is connection:
-            self._lost_at = time.monotonic()
+        with self._lock:
+            if self._latest is connection:
+                self.go_on()
+
+    def go_on(self) -> None:
+        """It has no connection now: the client goes on with the view that it has, for a while."""
+        self._lost_at = time.monotonic()
 
     @property
     def is_over(self) -> bool:

@@ -99,7 +99,7 @@ class Payloads:
         """
         # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
         if body.rrefs or in_context:
-            return route.fabric, outbound(body, route.devices) if route.devices else body, IN_BAND
+            return route.torchrpc, outbound(body, route.devices) if route.devices else body, IN_BAND
         lane, can = route.calls, route.calls.capabilities
         most = can.in_band_bytes
         if not body.tensors:
@@ -153,7 +153,7 @@ class Payloads:
     def _with_rrefs(self, route: PeerRoute, rrefs: Sequence[Any], body: Encoded, beside: OutOfBand) -> Packed:
         """A result whose RRefs the caller fetches over torchrpc."""
         try:
-            lane: Any = route.fabric.beside
+            lane: Any = route.torchrpc.beside
             export = lane.export_rrefs(rrefs, route.member.name)
         except BaseException:
             beside.cancel()

@@ -64,7 +64,7 @@ class PeerRoute:
     member: Member
     calls: MessageLane
     """Carries calls, with the tensors that no other lane takes."""
-    fabric: MessageLane
+    torchrpc: MessageLane
     """torchrpc: carries RRefs and what distributed autograd follows."""
     beside: Mapping[str, str] = field(default_factory=dict)
     """Lanes for tensors that travel beside a message of ``calls``, by device type."""

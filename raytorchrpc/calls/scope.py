@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from raytorchrpc.errors import RayTorchRpcError
@@ -65,6 +66,17 @@ class Limit:
         self.over = False
         self.windows: dict[int, Any] = {}
         """Credit windows by the peer's rank, for the calls made on behalf of this one; see ``flow_control``."""
+
+
+class AdmissionState(Enum):
+    """Of a ``gates.Admission``."""
+
+    HELD = "its method runs"
+    LENT = "its method waits, and others may run until it goes on"
+    GIVEN_UP = "its method is over"
+
+
+HELD, LENT, GIVEN_UP = AdmissionState
 
 
 class Scope(NamedTuple):
@@ -124,9 +136,7 @@ def wait_serving(pending: Waitable, timeout_s: float) -> bool:
 
     False if ``timeout_s`` passes first. Returns only when it is this method's turn again.
     """
-    admission = current_scope.get().admission
-    # A thread that the method started may have its context. It is lent already by what a handler has interrupted.
-    if admission is None or admission.owner != threading.get_ident() or not admission.held or timeout_s <= 0:
+    if current_scope.get().admission is None or timeout_s <= 0 or (admission := _held_admission()) is None:
         return pending.wait(timeout_s)
     admission.lend()
     try:
@@ -151,8 +161,7 @@ def allow_calls() -> Iterator[None]:
         ...     with rtr.allow_calls():  # others may call it meanwhile
         ...         return ray.get(self.environment.step.remote())
     """
-    admission = current_scope.get().admission
-    if admission is None or admission.owner != threading.get_ident() or not admission.held:
+    if (admission := _held_admission()) is None:
         yield
         return
     admission.lend()
@@ -185,3 +194,14 @@ def keep_admission() -> Iterator[Callable[[F], F]]:
         yield lending
     finally:
         current_scope.reset(before)
+
+
+def _held_admission() -> Any:
+    """The admission that the method on this thread holds, if any.
+
+    None on a thread that the method has started in a copy of its context; and in a signal handler, if the method that
+    it has interrupted has lent the admission already.
+    """
+    admission = current_scope.get().admission
+    is_own = admission is not None and admission.owner == threading.get_ident()
+    return admission if is_own and admission.state is HELD else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
-#: How many changes a ChangeLog keeps.
-_LOGGED = 1000
+#: How many changes a ChangeLog keeps, and how long one request for changes waits for them (seconds).
+_LOGGED, POLL_S = 1000, 10.0
 
 
 class Change(NamedTuple):
@@ -70,38 +69,13 @@ class Listeners:
                 logger.exception("a callback of group %r raised", self._group)
 
 
-class EventBus:
-    """Calls listeners with every change, in order, on a thread of its own. Thread-safe."""
-
-    def __init__(self, group: str) -> None:
-        self._group = group
-        self._changes: queue.SimpleQueue[Change | None] = queue.SimpleQueue()
-        self._listeners = Listeners(group)
-        self.listen = self._listeners.add
-        self.put: Callable[[Change], None] = self._changes.put
-
-    def start(self) -> threading.Thread:
-        """Start the thread. Raises ThreadShortage."""
-        about = f"the event thread of group {self._group!r}"
-        return threads.start(threads.serve, self._deliver_next, about, name=f"raytorchrpc-events-{self._group}")
-
-    def stop(self) -> None:
-        """End the thread once it has delivered what was queued before."""
-        self._changes.put(None)
-
-    def _deliver_next(self) -> bool:
-        change = self._changes.get()
-        if change is not None:
-            self._listeners.call(change)
-        return change is not None
-
-
 class ChangeLog:
-    """Keeps the latest changes, numbered from 1, for listeners in other processes. Thread-safe."""
+    """Keeps the latest changes of a group, numbered from 1, for those that follow them. Thread-safe."""
 
     def __init__(self) -> None:
         self._changes: deque[Change] = deque(maxlen=_LOGGED)
         self._last = 0
+        self._closed = False
         self._grown = threading.Condition()
 
     def put(self, change: Change) -> None:
@@ -109,6 +83,12 @@ class ChangeLog:
         with self._grown:
             self._changes.append(change)
             self._last += 1
+            self._grown.notify_all()
+
+    def close(self) -> None:
+        """No more changes come: the group ends."""
+        with self._grown:
+            self._closed = True
             self._grown.notify_all()
 
     def after(self, number: int | None, wait_s: float) -> tuple[int, list[Change]]:
@@ -119,9 +99,79 @@ class ChangeLog:
         with self._grown:
             if number is None:
                 return self._last, []
-            self._grown.wait_for(lambda: self._last > number, wait_s)
+            self._grown.wait_for(lambda: self._last > number or self._closed, wait_s)
             old = max(0, len(self._changes) - (self._last - number))
             return self._last, list(self._changes)[old:]
+
+    def lasts(self, number: int) -> bool:
+        """Whether there are changes after ``number``, or may be some."""
+        return not self._closed or number < self._last
+
+
+#: Returns the changes after a number, see ``ChangeLog.after``, for which it may block so many seconds; None: there are
+#: no more. Never raises where the number is not None.
+Fetch = Callable[["int | None", float], "tuple[int, list[Change]] | None"]
+
+
+class ChangeFeed:
+    """Calls listeners with every change of a log, in order, on one thread, which runs while there are listeners."""
+
+    def __init__(self, group: str, fetch: Fetch, lasts: Callable[[int], bool]) -> None:
+        """``lasts``: whether there may be changes after a number."""
+        self._group, self._fetch, self._lasts = group, fetch, lasts
+        self._listeners = Listeners(group)
+        self._lock = Lock()
+        self._runs = self._stopped = False
+        self._last = 0
+        """The number of the last change that was delivered."""
+        self.thread: threading.Thread | None = None
+
+    def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
+        """Call ``listener`` with every change from now on; returns a function that ends it.
+
+        Raises what ``fetch`` raises, and ThreadShortage.
+        """
+        with self._lock:
+            if not self._listeners or not self._runs:
+                self._last, _ = self._fetch(None, 0.0) or (0, [])
+            remove = self._listeners.add(listener)
+            if not self._runs:
+                about, name = f"the changes of group {self._group!r}", f"raytorchrpc-changes-{self._group}"
+                try:
+                    self.thread = threads.start(threads.serve, self._deliver_next, about, name=name)
+                except BaseException:
+                    remove()
+                    raise
+                self._runs = True
+        return remove
+
+    def stop(self) -> None:
+        """End the thread. Idempotent, never blocks."""
+        self._stopped = True
+
+    def is_wanted(self) -> bool:
+        """Whether somebody listens, and there may be more to hear."""
+        return bool(self._listeners) and not self._stopped and self._lasts(self._last)
+
+    def _deliver_next(self) -> bool:
+        with self._lock:
+            self._runs = self.is_wanted()
+            if not self._runs:
+                return False
+        if (answer := self._fetch(self._last, POLL_S)) is None:
+            self._runs = False
+            return False
+        last, changes = answer
+        begin = last - len(changes)  # the number of the change before these
+        if begin > self._last:
+            missed = begin - self._last
+            logger.warning("group %r: %d changes were missed, as a callback took too long", self._group, missed)
+        new = changes[max(0, self._last - begin) :]
+        self._last = max(self._last, last)  # a listener that came meanwhile has asked for a later one
+        for change in new:
+            if not self._stopped:
+                self._listeners.call(change)
+        return True
 
 
 class RequestedChange:

@@ -19,7 +19,7 @@ from raytorchrpc.calls import protocol
 from raytorchrpc.calls.server.served_call import Replies
 from raytorchrpc.errors import PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.lanes.base import Message, PeerAddress, Pending, Reply
-from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.socket.lane import SocketLane
 from raytorchrpc.process import threads

@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -18,13 +17,12 @@ from raytorchrpc._compat import ray_internals
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, RayTorchRpcError
 from raytorchrpc.group import ray_calls
-from raytorchrpc.group.changes import Change, ChangeLog, Listeners
+from raytorchrpc.group.changes import Change, ChangeFeed
 from raytorchrpc.group.messages import GroupInfo, JoinRequest
 from raytorchrpc.group.restarted import post_record
 from raytorchrpc.group.supervisor import Supervisor, form
 from raytorchrpc.group.tracing import BEGIN_S, COLLECT_S
 from raytorchrpc.process import threads
-from raytorchrpc.process.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -47,92 +45,8 @@ _FORWARDED = {
 #: Requests for changes wait in a concurrency group of their own, with a thread for each process that listens. If more
 #: listen than there are threads, their changes arrive later.
 _CHANGES, _CHANGE_THREADS = "changes", 32
-#: How long one request for changes waits at the host, and how often a thread that waits for the answer checks whether
-#: it is still wanted (seconds).
-_POLL_S, _CHECK_S = 10.0, 1.0
-
-#: Starts to fetch the changes after a number, which may take that many seconds; see ``ChangeLog.after``.
-Fetch = Callable[[int | None, float], "Future[tuple[int, list[Change]]]"]
-
-
-class ChangeFeed:
-    """Fetches changes and calls listeners with them, in order, on one thread, which runs while there are listeners."""
-
-    def __init__(self, group: str, fetch: Fetch, lasts: Callable[[], bool]) -> None:
-        """``lasts``: whether this process can still reach the group's host."""
-        self._group, self._fetch, self._lasts = group, fetch, lasts
-        self._listeners = Listeners(group)
-        self._lock = Lock()
-        self._runs = False
-        self._last = 0
-        """The number of the last change that was delivered."""
-        self._stopped: Future[Any] = Future()
-
-    def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
-        """Call ``listener`` with every change from now on; returns a function that ends it.
-
-        Blocks for an answer of the host; raises what the request raises, and ThreadShortage.
-        """
-        with self._lock:
-            if not self._listeners or not self._runs:
-                self._last = self._fetch(None, 0.0).result(_GRACE_S)[0]
-            remove = self._listeners.add(listener)
-            if not self._runs:
-                about = f"the changes of group {self._group!r}"
-                try:
-                    threads.start(threads.serve, self._deliver_next, about, name=f"raytorchrpc-changes-{self._group}")
-                except BaseException:
-                    remove()
-                    raise
-                self._runs = True
-        return remove
-
-    def stop(self) -> None:
-        """End the thread. Idempotent, never blocks."""
-        if not self._stopped.done():
-            self._stopped.set_result(None)
-
-    def _is_wanted(self) -> bool:
-        return bool(self._listeners) and not self._stopped.done() and self._lasts()
-
-    def _deliver_next(self) -> bool:
-        with self._lock:
-            self._runs = self._is_wanted()
-            if not self._runs:
-                return False
-        try:
-            answer = self._await(self._fetch(self._last, _POLL_S))
-        except Exception as error:
-            if not self._stopped.done():
-                why = _silent(self._group, error) if isinstance(error, RayActorError) else error
-                logger.log(_level(error), "group %r: no more changes are reported: %s", self._group, why)
-            self._runs = False
-            return False
-        if answer is None:
-            return True
-        last, changes = answer
-        begin = last - len(changes)  # the number of the change before these
-        if begin > self._last:
-            missed = begin - self._last
-            logger.warning("group %r: %d changes were missed, as a callback took too long", self._group, missed)
-        new = changes[max(0, self._last - begin) :]
-        self._last = max(self._last, last)  # a listener that came meanwhile has asked for a later one
-        for change in new:
-            if not self._stopped.done():
-                self._listeners.call(change)
-        return True
-
-    def _await(self, asked: Future[Any]) -> tuple[int, list[Change]] | None:
-        """The answer; None if it is not wanted any more, or has to be requested again."""
-        patience_s = _POLL_S + _GRACE_S
-        until = time.monotonic() + patience_s
-        while self._is_wanted():
-            if wait([asked, self._stopped], _CHECK_S, FIRST_COMPLETED).done:
-                return asked.result() if asked.done() else None
-            if time.monotonic() > until:
-                logger.warning("the host of group %r has not answered within %g s", self._group, patience_s)
-                break
-        return None
+#: How often a thread that waits for changes checks whether they are still wanted (seconds).
+_CHECK_S = 1.0
 
 
 class _HostActor:
@@ -140,7 +54,6 @@ class _HostActor:
 
     def __init__(self) -> None:
         self._supervisor: Supervisor | None = None
-        self._changes = ChangeLog()
         self._is_asked = threading.Event()
         """To form the group."""
         self._end_unless_asked(_GRACE_S)
@@ -170,12 +83,11 @@ class _HostActor:
 
     def _host(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        supervisor.listen(self._changes.put)
 
     @ray.method(concurrency_group=_CHANGES)
     def changes(self, after: int | None, wait_s: float) -> tuple[int, list[Change]]:
         """See ChangeLog.after."""
-        return self._changes.after(after, wait_s)
+        return self._hosted.changes.after(after, wait_s)
 
     def info(self) -> GroupInfo:
         return self._hosted.info
@@ -197,7 +109,7 @@ class DetachedHost:
         """Raises BootstrapError if the group is still forming."""
         self._name, self._actor, self._session_lasts = name, actor, ray_internals.session_check()
         self._info: GroupInfo = _answer(self._name, actor.info.remote(), 0.0)
-        self._feed = ChangeFeed(name, self._fetch_changes, self._session_lasts)
+        self._feed = ChangeFeed(name, self._fetch_changes, lambda _: self._session_lasts())
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         if method not in _FORWARDED:
@@ -241,15 +153,28 @@ class DetachedHost:
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it. Raises BootstrapError."""
         self._check_running()
-        try:
-            return self._feed.listen(listener)
-        except (RayActorError, FutureTimeoutError) as error:
-            raise _silent(self._name, error) from error
+        return self._feed.listen(listener)
 
-    def _fetch_changes(self, after: int | None, wait_s: float) -> Future[tuple[int, list[Change]]]:
-        self._check_running()
-        future: Future[tuple[int, list[Change]]] = self._actor.changes.remote(after, wait_s).future()
-        return future
+    def _fetch_changes(self, after: int | None, wait_s: float) -> tuple[int, list[Change]] | None:
+        """See ``changes.Fetch``."""
+        if after is None:
+            return _answer(self._name, self._actor.changes.remote(None, 0.0), 0.0)  # type: ignore[no-any-return]
+        until = time.monotonic() + wait_s + _GRACE_S
+        try:
+            self._check_running()
+            asked: Future[tuple[int, list[Change]]] = self._actor.changes.remote(after, wait_s).future()
+            while self._feed.is_wanted():
+                if wait([asked], _CHECK_S).done:
+                    return asked.result()
+                if time.monotonic() > until:
+                    logger.warning("the host of group %r has not answered in time, and is asked again", self._name)
+                    break
+        except Exception as error:
+            if self._feed.is_wanted():
+                why = _silent(self._name, error) if isinstance(error, RayActorError) else error
+                logger.log(_level(error), "group %r: no more changes are reported: %s", self._name, why)
+            return None
+        return after, []
 
     def end(self, timeout_s: float) -> None:
         actor = self._actor

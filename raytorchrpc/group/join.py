@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from raytorchrpc.group.vouching import vouched
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import MessageLane, PeerAddress, PeerLane, Pending
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_fabric, unreachable
+from raytorchrpc.lanes.torchrpc.agent import AgentIdentity, AgentSpec, process_agent, unreachable
 from raytorchrpc.lanes.torchrpc.lane import AbsentLane
 from raytorchrpc.patterns import home
 from raytorchrpc.process.guard import process_guard
@@ -59,7 +59,7 @@ class Membership:
     local: LocalMember
     table: Table
     """Until ``commit`` without addresses."""
-    supervision: Supervision | None = None
+    supervision: Supervision = field(default_factory=Supervision)
     """Of a client."""
     changed: int = 0
     """The version of the group's view at which this member's own addresses changed last."""
@@ -82,19 +82,19 @@ class Membership:
                 peer, lane, absent, through_cpu=None, token=token, retries=prepared.retries, same_clock=same_node
             )
         if peer.rank == me.rank:
-            refused = forbidden(table.config, registry.FABRIC)
-            fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
-            return PeerRoute(peer, lanes[registry.LOOPBACK], fabric, token=token)
+            refused = forbidden(table.config, registry.TORCHRPC)
+            torchrpc = AbsentLane(refused) if refused else lanes[registry.TORCHRPC]
+            return PeerRoute(peer, lanes[registry.LOOPBACK], torchrpc, token=token)
         route = plan.route(me.name, peer.name)
         outward, inward = plan.device_map(me.name, peer.name), plan.device_map(peer.name, me.name)
-        refused = route.why_not(registry.FABRIC)
-        fabric = AbsentLane(refused) if refused else lanes[registry.FABRIC]
+        refused = route.why_not(registry.TORCHRPC)
+        torchrpc = AbsentLane(refused) if refused else lanes[registry.TORCHRPC]
         opened = local.tensor_lanes.keys() & prepared.addresses.keys()
         usable = [choice for choice in route.tensor_lanes if choice.out_of_band and choice.lane in opened]
         return PeerRoute(
             peer,
             lanes[route.message_lane],
-            fabric,
+            torchrpc,
             {choice.traffic: choice.lane for choice in reversed(usable)},  # the preferred lane for each kind
             route.through_cpu(),
             outward,
@@ -126,7 +126,7 @@ def probe(instance: Any, name: str, lanes: Sequence[str] = ()) -> Probe:
         group=local.group if local else None,
         generation=local.generation if local else None,
         owner=info.owner if info else None,
-        agent=process_fabric().identity,
+        agent=process_agent().identity,
         autograd_id=torch_internals.autograd_id(),
     )
 
@@ -147,7 +147,7 @@ def prepare(instance: Any, spec: JoinSpec, group: bytes) -> Prepared:
         local = _start(instance, spec, info, settings.agent)
         open_lanes(spec, settings, local, addresses)
         retries = {name: note.retry for name, note in local.incoming.methods.items() if note.retry}
-        agent = process_fabric().identity or AgentIdentity(local.me.rpc_name, local.me.worker_id)
+        agent = process_agent().identity or AgentIdentity(local.me.rpc_name, local.me.worker_id)
         return Prepared(agent, addresses, retries, os.getpid())
 
 
@@ -183,9 +183,9 @@ def _start_client(spec: JoinSpec, info: GroupInfo) -> LocalMember:
     leave_client(spec.generation)  # as one that the supervisor has dropped
     max_bytes = info.config.max_bytes_in_flight or default_capacity()
     local = LocalMember(spec.group, spec.generation, spec.member, info.config, None, {}, max_bytes)
-    supervision = Supervision()
-    local.incoming.on_watch = supervision.begin
-    _clients[spec.generation] = Membership(spec, local, Table(info, {}, 0), supervision)
+    membership = Membership(spec, local, Table(info, {}, 0))
+    local.incoming.on_watch = membership.supervision.begin
+    _clients[spec.generation] = membership
     return local
 
 
@@ -199,9 +199,8 @@ def _start(instance: Any, spec: JoinSpec, info: GroupInfo, agent: AgentSpec) -> 
         if stale.generation != spec.generation:
             logger.warning("%s leaves group %r, which has ended", stale.me.name, stale.group)
     _leave(lambda _: True)  # also an earlier attempt that was not rolled back
-    fabric = process_fabric()
-    fabric.prepare(agent, renew=spec.renew_agent)
-    identity = fabric.identity
+    process_agent().prepare(agent, renew=spec.renew_agent)
+    identity = process_agent().identity
     if identity is None:
         raise BootstrapError(f"the torchrpc agent of {spec.name!r} was stopped while it joined")
     torch_internals.find_workers_by(_worker_of_rank)
@@ -304,15 +303,15 @@ def _reach_all(membership: Membership, listening: Listening) -> None:
     agents = local.config.torchrpc == "at once"  # else a ping over torchrpc would start the agents of both ends
     if not agents:
         urls = {
-            name: membership.table.peers[name].addresses[registry.FABRIC].url
+            name: membership.table.peers[name].addresses[registry.TORCHRPC].url
             for name in far
-            if not isinstance(local.peers.route(name).fabric, AbsentLane)
+            if not isinstance(local.peers.route(name).torchrpc, AbsentLane)
         }
         silent.update(unreachable(urls, deadline))
     for name in (*neighbours, *far):
         route = local.peers.route(name)
-        lanes = {route.calls, route.fabric} if name in far else {route.calls}
-        lanes -= set() if agents else {route.fabric}
+        lanes = {route.calls, route.torchrpc} if name in far else {route.calls}
+        lanes -= set() if agents else {route.torchrpc}
         for lane in (lane for lane in lanes if not isinstance(lane, AbsentLane)):
             try:
                 pending = local.outgoing.control(route, lane, protocol.PING, listening.timeout_s)
@@ -374,7 +373,7 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
         return
     if _joined() is membership:
         set_local(None)
-    process_fabric().rest()
+    process_agent().rest()
     try:
         membership.local.leave()
     except BaseException:  # Ctrl-C, in a process that has joined by itself: finish leaving first
@@ -384,18 +383,14 @@ def _leave(meant: Callable[[JoinSpec], bool]) -> None:
         _membership = None
 
 
-def client(generation: str) -> LocalMember | None:
-    """This process as a client of that group; None if it is none, or the supervisor has dropped it."""
-    membership = _clients.get(generation)
-    if membership is None or membership.supervision is None or membership.supervision.is_over:
-        return None
-    return membership.local
+def client(generation: str) -> Membership | None:
+    """This process as a client of that group."""
+    return _clients.get(generation)
 
 
-def forget_client(generation: str) -> LocalMember | None:
-    """In a forked child: drop what the parent is, without ending it."""
-    membership = _clients.pop(generation, None)
-    return None if membership is None else membership.local
+def forget_client(generation: str) -> Membership | None:
+    """In a forked child: drop what the parent is, without ending it. Returns that, for the caller to keep or not."""
+    return _clients.pop(generation, None)
 
 
 def leave_client(generation: str) -> None:
@@ -530,7 +525,7 @@ def follow(local: LocalMember, delta: Delta) -> Answer:
         if (difference := joined.table.difference(delta, local.me.rank)) is not None:
             if delta.reconnects:
                 for peer in difference.coming:
-                    process_fabric().distrust(peer.member.rpc_name)
+                    process_agent().distrust(peer.member.rpc_name)
             _apply(joined, difference, delta.version)
             joined.table.version = delta.version
         own = joined.table.peers[local.me.name] if joined.changed > delta.base else None
@@ -556,7 +551,7 @@ def _apply(joined: Membership, difference: Difference, version: int) -> None:
             local.peers.mark_away(rank, JOINING)
             states.setdefault(rank, None)
         if (before := known[rank]) is not None:
-            process_fabric().distrust(before.rpc_name)
+            process_agent().distrust(before.rpc_name)
         _part(local, name, "it left and came back")
     add_peers(joined, [peer.member for peer in difference.coming])
     add_peers(
@@ -572,7 +567,7 @@ def _apply(joined: Membership, difference: Difference, version: int) -> None:
 def _lose(local: LocalMember, member: Member, absence: Absence) -> None:
     """Calls in flight to this member fail, later ones fail at once, and what it held is released."""
     local.peers.mark_away(member.rank, absence)
-    process_fabric().distrust(member.rpc_name)
+    process_agent().distrust(member.rpc_name)
     _part(local, member.name, absence.cause)
 
 
@@ -581,7 +576,7 @@ def _settle(joined: Membership, version: int) -> None:
     local, table, spec = joined.local, joined.table, joined.spec
     settings = settings_of(spec, table.info)
     if not joined.is_client:
-        process_fabric().admit(settings.agent.admitted)
+        process_agent().admit(settings.agent.admitted)
     addresses: dict[str, Any] = {}
     try:
         open_lanes(spec, settings, local, addresses)

@@ -29,6 +29,7 @@ from raytorchrpc.errors import BootstrapError, ConfigurationError, NotAMember, P
 from raytorchrpc.group import join, tickets
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
 from raytorchrpc.group.here import place
+from raytorchrpc.group.join import Membership
 from raytorchrpc.group.messages import GroupInfo, JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.group.restarted import Record, connections_for, record_of
 from raytorchrpc.group.tickets import Ticket
@@ -42,8 +43,8 @@ logger = logging.getLogger(__name__)
 #: For the supervisor to report that it has not carried out a request in time, and for it to let a process leave
 #: (seconds).
 _GRACE_S, _LEAVE_S = 1.0, 5.0
-#: For a client to connect to a member beyond the time of what it does there first (seconds).
-_CONNECT_S = 2.0
+#: For a client to connect to a member beyond the time of what it does there first, and to join again (seconds).
+_CONNECT_S, _AGAIN_S = 2.0, 2.0
 
 
 _entering = Turn()
@@ -217,8 +218,13 @@ class Client:
         return None
 
     def current(self) -> LocalMember | None:
-        local = self._joined()
-        return local if local is not None and join.client(self._generation) is local else None
+        membership = self._membership()
+        return None if membership is None or membership.supervision.is_over else membership.local
+
+    def _membership(self) -> Membership | None:
+        """What this process is since it has joined, unless it has left; the supervisor may have dropped it."""
+        local, membership = self._joined(), join.client(self._generation)
+        return membership if membership is not None and membership.local is local else None
 
     def check_wait(self) -> None:
         self._turn.once("a call that joins a group")
@@ -228,24 +234,37 @@ class Client:
         if not turn.acquire(timeout=max(0.0, until - time.monotonic())):
             raise RpcTimeout(f"another operation has been joining group {self._host.last_info.name!r} all the time")
         try:
-            return self.current() or self._join(until)
+            if (membership := self._membership()) is None:
+                return self._join(until)
+            return membership.local if not membership.supervision.is_over else self._join_again(membership, until)
         finally:
             turn.release()
 
+    def _join_again(self, dropped: Membership, until: float) -> LocalMember:
+        """Members can be called also if the supervisor has died, or cannot be reached."""
+        try:
+            return self._join(min(until, time.monotonic() + _AGAIN_S))
+        except RayTorchRpcError as error:
+            if self._membership() is not dropped:  # the supervisor has sent it off
+                raise
+            logger.info("group %s may have changed, as this process cannot join it again: %s", self._generation, error)
+            dropped.supervision.go_on()
+            return dropped.local
+
     def _join(self, until: float) -> LocalMember:
         """Raises NotAMember only if the group has ended."""
-        self._watches.clear()
         group = f"group {self._host.last_info.name!r}"
         try:
             become_client(self._host.admit_client, self._generation, until)
-            if (local := join.client(self._generation)) is None:
+            if (membership := join.client(self._generation)) is None:
                 raise BootstrapError(f"{group} has sent this process off just now")
+            self._watches.clear()
+            self._joined = weakref.ref(membership.local)
+            return membership.local
         except (BootstrapError, NotAMember) as error:
             if self._has_ended():
                 raise NotAMember(f"this process is in no group, and {group}, which it used, has ended") from error
             raise BootstrapError(f"this process cannot join {group} now, but a later call may: {error}") from error
-        self._joined = weakref.ref(local)
-        return local
 
     def _has_ended(self) -> bool:
         """Whether the group has ended for all that is known: Ray may not answer either."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.rejoin import Owner
 from raytorchrpc.config import GroupConfig
-from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.torchrpc.agent import AgentIdentity
 from raytorchrpc.routing.routes import RoutePlan

@@ -23,7 +23,7 @@ from raytorchrpc.calls.rejoin import Owner, Rejoin
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.group.control_connections import SUPERVISOR, ControlConnections
 from raytorchrpc.group.here import endpoint, listening_address
-from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.topology.endpoint import Endpoint
 

@@ -21,7 +21,7 @@ from raytorchrpc.group.here import listening_address
 from raytorchrpc.group.messages import JoinedProcess, JoinRequest, LeaveRequest
 from raytorchrpc.group.restarted import Process, Record, post_record
 from raytorchrpc.group.roster import MemberRecord, Roster, is_actor
-from raytorchrpc.lanes.common.connections import SocketAddress
+from raytorchrpc.lanes.common.acceptor import SocketAddress
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.process.fan_out import Answers
 

@@ -23,7 +23,7 @@ from raytorchrpc.calls.peers import FIRST_CLIENT, process_token
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import BootstrapError, NotAMember, PeerLost, RayTorchRpcError, RpcTimeout
 from raytorchrpc.group import core, join, ray_calls, restarted
-from raytorchrpc.group.changes import Change, EventBus, RequestedChange
+from raytorchrpc.group.changes import Change, ChangeFeed, ChangeLog, RequestedChange
 from raytorchrpc.group.control_connections import ControlConnections
 from raytorchrpc.group.core import Core, Step
 from raytorchrpc.group.formation import (
@@ -104,7 +104,9 @@ class Supervisor:
         """Notified when members may be ready, and at the end."""
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reported: deque[core.Event] = deque()
-        self._events = EventBus(roster.name)
+        self.changes = ChangeLog()
+        """What is reported to listeners."""
+        self._feed = ChangeFeed(roster.name, self.changes.after, self.changes.lasts)
         self._making, self._process_groups = Turn(), 0
         """Held while a process group is created; how many were."""
         self._client_ranks = itertools.count(FIRST_CLIENT)
@@ -119,7 +121,6 @@ class Supervisor:
             self._dial(roster.records, _CONNECT_S)  # a loss by then is found when it has connected
             fork.register(self)
             self._threads.append(threads.start(self._run, name=f"raytorchrpc-group-{roster.name}"))
-            self._threads.append(self._events.start())
             post = (self.status, roster.generation, self._no_more_posts, self._goes_on)
             self._threads.append(threads.start(post_status, *post, name=f"raytorchrpc-post-{roster.generation}"))
             register(self)
@@ -334,7 +335,7 @@ class Supervisor:
     def listen(self, listener: Callable[[Change], object]) -> Callable[[], None]:
         """Call ``listener`` with every change, on a thread; returns a function that ends it."""
         self._check_running()
-        return self._events.listen(listener)
+        return self._feed.listen(listener)
 
     def end(self, timeout_s: float) -> None:
         """End the group. Idempotent, never raises."""
@@ -343,8 +344,8 @@ class Supervisor:
         self._send_off([*self.roster.handles, *self.roster.clients], for_good=True)
         self.stop()
         dismissed = self._dismiss(until, but=())
-        for thread in (*self._threads, *self._readmissions):
-            if thread is not threading.current_thread():  # a callback may end the group
+        for thread in (*self._threads, *self._readmissions, self._feed.thread):
+            if thread is not None and thread is not threading.current_thread():  # a callback may end the group
                 thread.join(min(_STOP_S, max(0.1, until - time.monotonic())))
         self._dismiss(until, but=dismissed)  # those that the thread was admitting
         # Last, so that an end which is interrupted (Ctrl-C) can be begun again. The handles keep the actors alive.
@@ -385,7 +386,7 @@ class Supervisor:
             self._tasks.put(None)
             self._no_more_posts.set()
             self._connections.close()
-            self._events.stop()
+            self.changes.close()
             self._restarts.end(self._session_lasts())
 
     def after_fork(self) -> tuple[()]:
@@ -507,7 +508,7 @@ class Supervisor:
             case core.Report(change):
                 if change.kind in ("lost", "dead"):
                     logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
-                self._events.put(change)
+                self.changes.put(change)
 
     def _announce(self, delta: Delta, members: Mapping[str, core.ProcessId]) -> None:
         def answered(name: str, outcome: Callable[[], Answer]) -> None:

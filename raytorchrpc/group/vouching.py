@@ -101,7 +101,7 @@ def _guesses(
 
 def _whom_to_ask(local: LocalMember, connections: set[Connection]) -> Iterator[tuple[PeerRoute, list[Connection]]]:
     """The members on the hosts that the connections come from; all of them about a host where none listens."""
-    hosts = next(lane for lane in local.lanes if lane.name == registry.FABRIC).hosts  # type: ignore[attr-defined]
+    hosts = next(lane for lane in local.lanes if lane.name == registry.TORCHRPC).hosts  # type: ignore[attr-defined]
     known = set(hosts.values())
     for member in local.peers.members:
         if member.rank != local.me.rank:

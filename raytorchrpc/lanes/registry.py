@@ -77,7 +77,7 @@ _BUILT_IN = {lane.name: lane for lane in LANES}
 
 #: The lane from a member to itself, and the one that carries RRefs.
 LOOPBACK = next(lane.name for lane in LANES if not lane.carries)
-FABRIC = next(lane.name for lane in LANES if lane.rrefs)
+TORCHRPC = next(lane.name for lane in LANES if lane.rrefs)
 #: The message lane that joins all members, whatever their routes are.
 CONTROL = next(lane.name for lane in LANES if lane.always and lane.carries_descriptors)
 

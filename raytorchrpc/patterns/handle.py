@@ -234,7 +234,7 @@ class Handle:
         """
         check_longest_wait(timeout)
         refuse_on_loop(f"{cls.__name__}.find", f"`await asyncio.to_thread(raytorchrpc.{cls.__name__}.find, {name!r})`")
-        local = current_local()
+        local, since = current_local(), time.monotonic()
         unjoined: list[Exception] = []
         if local is not None:
             searched = [local]
@@ -243,7 +243,8 @@ class Handle:
             searched = searched or [process_member(timeout)]
         silent: list[str] = []
         for local in searched:
-            if (handle := cls._find_in(local, name, timeout, silent)) is not None:
+            remaining_s = None if timeout is None else max(0.0, timeout - (time.monotonic() - since))
+            if (handle := cls._find_in(local, name, remaining_s, silent)) is not None:
                 return handle
         if unjoined:  # one of those groups may have it
             raise again(unjoined[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError
-from raytorchrpc.lanes.registry import FABRIC, TRAFFIC, TRAFFIC_TEXT
+from raytorchrpc.lanes.registry import TORCHRPC, TRAFFIC, TRAFFIC_TEXT
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
 from raytorchrpc.routing.pairs import Candidate, Judge, Kind, PairRoute, candidates
 from raytorchrpc.text import list_cell, paragraph, table, terminal_columns
@@ -202,7 +202,7 @@ class RoutePlan:
             lines.append(f"  share=True shares the memory of cuda:{ours} of {a}, which is cuda:{theirs} of {b}")
         for no in rejected:
             lines.append(f"  not {no.lane} for {TRAFFIC_TEXT[no.traffic]}: {no.reason}")
-        if route.lanes("cpu")[0].lane == FABRIC:
+        if route.lanes("cpu")[0].lane == TORCHRPC:
             lines += [
                 f"  note: large CPU tensors reach {name} at a fraction of the possible speed: {why}"
                 for name in (a, b)

@@ -27,7 +27,7 @@ from raytorchrpc.errors import PeerLost
 from raytorchrpc.lanes import registry
 from raytorchrpc.lanes.base import Copies, Export, Message, MessageLane, PeerAddress, Pending, Reply, TensorLane
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.connections import listener_identity
+from raytorchrpc.lanes.common.acceptor import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity, SessionKeys
 from raytorchrpc.lanes.common.protection import make_identity
 from raytorchrpc.lanes.cuda_ipc.lane import CudaIpcLane
@@ -35,7 +35,7 @@ from raytorchrpc.lanes.nccl.carrier import carrier as nccl_carrier
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from raytorchrpc.lanes.nixl.lane import NixlLane
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.agent import AgentSpec, process_fabric
+from raytorchrpc.lanes.torchrpc.agent import AgentSpec, process_agent
 from raytorchrpc.process.guard import process_guard
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, as_copyable
@@ -69,7 +69,7 @@ TLS = bytes.fromhex(os.environ.setdefault("CONFORMANCE_TLS", make_identity("conf
 def prepare_agent(name: str, rank: int) -> None:
     spec = AgentSpec(f"rtr:{name}", rank + 1, "lo", "127.0.0.1", ("uv",), ("basic",), 4, 60.0, {}, ())
     process_guard().vouch = iter  # all are members here
-    process_fabric().prepare(spec)
+    process_agent().prepare(spec)
 
 
 def unasked() -> Endpoint:
@@ -471,5 +471,5 @@ def close_tensors() -> None:
     tensors().lane.close()
     if (carrier := tensors().carrier) is not None:
         carrier.close()
-        process_fabric().rest()
+        process_agent().rest()
     _tensors = None

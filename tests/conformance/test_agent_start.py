@@ -14,11 +14,11 @@ import torch.distributed.rpc as rpc
 
 from raytorchrpc._compat import torch_internals
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.lanes.torchrpc.agent import AgentSpec, FabricPeer, process_fabric
+from raytorchrpc.lanes.torchrpc.agent import AgentPeer, AgentSpec, process_agent
 from tests.conformance.peers import Process
 
 SPEC = AgentSpec("rtr:a", 1, "lo", "127.0.0.1", ("uv",), ("basic", "mpt_uv"), 4, 60.0, {}, ())
-PEER = FabricPeer("rtr:b", 2, "uv://127.0.0.1:1", {})
+PEER = AgentPeer("rtr:b", 2, "uv://127.0.0.1:1", {})
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def start_beside_a_server() -> list[str]:
         return start(*args, **settings)
 
     torch_internals.start_agent = start_agent
-    fabric = process_fabric()
-    fabric.prepare(SPEC)
-    fabric.start()
-    assert len(fabric._doors) > 1, "channels listen too"
+    agent = process_agent()
+    agent.prepare(SPEC)
+    agent.start()
+    assert len(agent._doors) > 1, "channels listen too"
     seen = []
     for server in servers:
         server.settimeout(5)
@@ -62,9 +62,9 @@ def test_another_thread_uses_the_agent_only_when_it_knows_its_peers(process: Pro
 
 
 def use_while_it_starts() -> str:
-    fabric = process_fabric()
-    fabric.prepare(SPEC)
-    fabric.add_peers([PEER])
+    agent = process_agent()
+    agent.prepare(SPEC)
+    agent.add_peers([PEER])
     add = torch_internals.add_peer
 
     def add_peer(*args: Any, **settings: Any) -> None:
@@ -72,7 +72,7 @@ def use_while_it_starts() -> str:
         add(*args, **settings)
 
     torch_internals.add_peer = add_peer
-    threading.Thread(target=fabric.start).start()
+    threading.Thread(target=agent.start).start()
     while not torch_internals.agent_is_set():
         time.sleep(0.001)
     return rpc.get_worker_info("rtr:b").name
@@ -85,11 +85,11 @@ def test_a_peer_is_not_forgotten_while_a_request_is_sent(process: Process) -> No
 
 def return_while_sending() -> list[int]:
     """The worker ids by which torch knows a peer that is removed and returns: while a request is sent, and after it."""
-    fabric = process_fabric()
-    fabric.prepare(SPEC._replace(at_once=True))
-    fabric.add_peers([PEER])
-    returning = threading.Thread(target=fabric.add_peers, args=([PEER._replace(worker_id=3)],))
-    with fabric.sending:
+    agent = process_agent()
+    agent.prepare(SPEC._replace(at_once=True))
+    agent.add_peers([PEER])
+    returning = threading.Thread(target=agent.add_peers, args=([PEER._replace(worker_id=3)],))
+    with agent.sending:
         returning.start()
         returning.join(0.2)
         seen = [rpc.get_worker_info("rtr:b").id]
@@ -104,12 +104,12 @@ def test_none_starts_after_the_end_of_a_group(process: Process) -> None:
 
 def start_after_the_end() -> tuple[bool, bool]:
     """Whether that was refused, and whether an agent runs."""
-    fabric = process_fabric()
-    fabric.prepare(SPEC)
-    fabric.rest()
+    agent = process_agent()
+    agent.prepare(SPEC)
+    agent.rest()
     with pytest.raises(BootstrapError, match="it is in no group"):
-        fabric.start()
-    return True, fabric.is_running
+        agent.start()
+    return True, agent.is_running
 
 
 def test_a_start_that_fails_leaves_no_thread_and_no_open_listener(process: Process) -> None:
@@ -123,11 +123,11 @@ def fail_to_start() -> tuple[int, bool]:
         raise RuntimeError("not today")
 
     torch_internals.start_agent = start_agent
-    fabric = process_fabric()
+    agent = process_agent()
     with pytest.raises(BootstrapError, match="not today"):
-        fabric.prepare(SPEC._replace(at_once=True))
+        agent.prepare(SPEC._replace(at_once=True))
     guards = sum(thread.name == "raytorchrpc-guard" for thread in threading.enumerate())
-    assert fabric._front is not None
+    assert agent._front is not None
     with socket.socket() as stranger:
         stranger.settimeout(0.2)
-        return guards, stranger.connect_ex(fabric._front.getsockname()) == 0
+        return guards, stranger.connect_ex(agent._front.getsockname()) == 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from raytorchrpc.errors import PeerLost, RpcTimeout
-from raytorchrpc.lanes.common import connections
+from raytorchrpc.lanes.common import acceptor, connections
 from tests.conformance import peers
 from tests.conformance.peers import EMPTY, PATIENCE_S, Message, Node, answer
 from tests.conformance.test_idle_connections import in_thread, spied_connects
@@ -42,23 +42,21 @@ def pair(kind: str) -> Iterator[tuple[Node, Node]]:
 
 def breaks_off(monkeypatch: pytest.MonkeyPatch, times: int) -> list[BaseException]:
     """The accepting ends of the next handshakes break off at once; returns what is left of the failures."""
-    failing = Failing([ConnectionResetError()] * times, connections._Arrival.proceed)
-    monkeypatch.setattr(connections._Arrival, "proceed", lambda arrival: failing(arrival))
+    failing = Failing([ConnectionResetError()] * times, acceptor._Arrival.proceed)
+    monkeypatch.setattr(acceptor._Arrival, "proceed", lambda arrival: failing(arrival))
     return failing.errors
 
 
 def once_a_proof_comes(monkeypatch: pytest.MonkeyPatch, then: Callable[..., Any]) -> None:
     """Accepting ends go on so, given the socket, the handshake and what it has received: two bytes of that proof."""
-    secure = connections.secure
+    secure = acceptor.secure
 
-    def changed(sock: socket.socket, credentials: Any, me: Any, *rest: Any) -> Any:
-        steps = secure(sock, credentials, me, *rest)
-        if rest:  # the connecting end
-            return (yield from steps)
+    def changed(*accepting: Any) -> Any:
+        sock, steps = accepting[0], secure(*accepting)
         received = yield steps.send((yield next(steps)))
         return (yield from then(sock, steps, received))
 
-    monkeypatch.setattr(connections, "secure", changed)
+    monkeypatch.setattr(acceptor, "secure", changed)
 
 
 def finish(_: socket.socket, steps: Any, received: bytes) -> Any:
@@ -85,7 +83,7 @@ def reset(sock: socket.socket, *_: Any) -> Any:
 
 
 def test_who_proves_nothing_is_hung_up_on_in_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(acceptor, "CONNECT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(connections, "SWEEP_S", 0.05)
     with Node(kind, "b", 1) as callee, dial(callee) as one, dial(callee) as other:
         with suppress(ConnectionError):  # it may have been hung up on already
@@ -99,8 +97,8 @@ def test_who_proves_nothing_is_hung_up_on_in_time(kind: str, monkeypatch: pytest
 @pytest.fixture
 def accepts(pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The callee has no time for handshakes until this is set."""
-    accepts, handle = threading.Event(), connections.Acceptor.handle
-    monkeypatch.setattr(connections.Acceptor, "handle", lambda acceptor: accepts.wait(PATIENCE_S) and handle(acceptor))
+    accepts, handle = threading.Event(), acceptor.Acceptor.handle
+    monkeypatch.setattr(acceptor.Acceptor, "handle", lambda one: accepts.wait(PATIENCE_S) and handle(one))
     yield accepts
     accepts.set()
 

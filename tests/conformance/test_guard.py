@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from raytorchrpc.lanes.torchrpc.agent import process_fabric
+from raytorchrpc.lanes.torchrpc.agent import process_agent
 from raytorchrpc.process import fork, guard
 from raytorchrpc.process.guard import Connection, Guard, Takeover
 from tests.conformance import peers
@@ -428,5 +428,5 @@ def test_hosts_that_were_admitted_before_the_agent_started_stay_admitted() -> No
 
 
 def admit_and_start(host: str) -> None:
-    process_fabric().admit([host])
-    process_fabric().start()
+    process_agent().admit([host])
+    process_agent().start()

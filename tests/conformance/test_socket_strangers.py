@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raytorchrpc.errors import PeerLost
-from raytorchrpc.lanes.common import connections
+from raytorchrpc.lanes.common import acceptor
 from tests.conformance import peers
 from tests.conformance.peers import PATIENCE_S, Node, PeerAddress
 from tests.shortage import no_descriptors
@@ -134,7 +134,7 @@ class Recorder:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is hung up on because a handshake takes long."""
-    monkeypatch.setattr(connections, "CONNECT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(acceptor, "CONNECT_TIMEOUT_S", 1000.0)
 
 
 def test_connections_that_say_nothing_keep_no_member_out(patient: None, member: Node) -> None:

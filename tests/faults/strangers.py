@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import raytorchrpc as rtr
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.lanes.common import handshake
-from raytorchrpc.lanes.common.connections import listener_identity
+from raytorchrpc.lanes.common.acceptor import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials, Identity
 
 HELLO = b"raytorchrpc/2\0\0\0"

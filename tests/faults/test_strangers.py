@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raytorchrpc.lanes.base import PeerAddress
-from raytorchrpc.lanes.common.connections import listener_identity
+from raytorchrpc.lanes.common.acceptor import listener_identity
 from raytorchrpc.lanes.common.handshake import Credentials
 from raytorchrpc.lanes.nccl.lane import NcclLane
 from tests.conformance.peers import SECRET, forkserver, nccl_lane

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 import raytorchrpc as rtr
+from raytorchrpc.calls import clients
 from tests.polling import wait_until
 from tests.ray.actors import Peer
 from tests.ray.conftest import Spawn
@@ -145,14 +146,17 @@ def test_a_later_driver_finds_a_group_and_its_members_come_back_meanwhile(
         assert count(a)[1] == 3
 
 
-def test_members_outlive_the_host_and_can_form_another_group(spawn: Spawn) -> None:
+def test_members_outlive_the_host_and_can_form_another_group(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = spawn(Returning), spawn(Returning)
     group = rtr.init_group({"a": a, "b": b}, name="lasting", detached=True)
-    before = count(a)
+    before, pid = count(a), rtr.rpc_sync("a").count()[0]
     (host,) = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"] == "lasting"]
     ray.kill(ray.get_actor(**host))
     assert wait_until(lambda: _has_ended(group), 60)  # ray.kill returns before
     assert count(a) == (before[0], before[1] + 1)
+    monkeypatch.setattr(clients, "_UNSUPERVISED_S", -1.0)
+    assert rtr.rpc_sync("a").count()[0] == pid, "a client, which cannot join again, goes on too"
+    monkeypatch.undo()
     with pytest.raises(rtr.BootstrapError, match=r"group 'lasting' has ended: .*; init_group can form another group"):
         group.stats()
     with pytest.raises(rtr.NotAMember, match="in no group 'lasting'"):

@@ -10,7 +10,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights import chained_pull, pull_plan, source_pull
+from raytorchrpc.patterns.weights import chained_pull, pull_plan
 from raytorchrpc.patterns.weights.published import KIND
 from tests import insides
 from tests.insides import in_actor
@@ -26,7 +26,7 @@ BYTES = 4 * 4 * SIZE
 
 def take_turns(patience_s: float = 30.0) -> None:
     pull_plan.IN_TURN, pull_plan.WORTH_A_TURN = {"cpu"}, 1
-    source_pull.ON_A_HOST = chained_pull.Pace(1 << 20, 64, 6)
+    chained_pull.ON_A_HOST = chained_pull.Pace(1 << 20, 64, 6)
     chained_pull.PATIENCE_S = patience_s
 
 

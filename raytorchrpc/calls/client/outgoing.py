@@ -135,7 +135,9 @@ class OutgoingCall:
             calls.peers.check_present(route, timeout)
         peer, scope = route.member, current_scope.get()
         body, seconds, in_context = calls.encoded(route, method, args, kwargs, timeout, scope)
-        deadline, size = began + seconds, sum(map(nbytes_of, body.tensors), len(body.payload))
+        deadline, size = began + seconds, len(body.payload)
+        if body.tensors:
+            size = sum(map(nbytes_of, body.tensors), size)
         limit, number = scope.limit, next(calls.numbers)
         windows = calls.credit.by_rank if limit is None or limit.over else limit.windows
         window = windows.get(peer.rank) or calls.credit.open(windows, peer.rank)
@@ -343,7 +345,9 @@ class OutgoingCall:
         if message.manifests or options.keep or into is not None:
             body, value, size, came_by = self._receive(message, into, came_by)
         else:
-            size = sum(map(nbytes_of, body.tensors), len(body.payload))
+            size = len(body.payload)
+            if body.tensors:
+                size = sum(map(nbytes_of, body.tensors), size)
         if kind == protocol.RAISED:
             return None, decode_exception(self._calls.codec, body, self.label), size, came_by
         if kind == protocol.STREAM:
@@ -525,7 +529,7 @@ class OutgoingCalls:
         body, seconds, _ = self.encoded(route, method, args, kwargs, timeout, scope)
         until = began + seconds if route.same_clock else None
         header = RequestHeader(protocol.REMOTE, self.rank, route.token, method, scope.path, seconds, until)
-        lane: Any = route.fabric
+        lane: Any = route.torchrpc
         message = Message(tuple(header), host_device_copy.outbound(body, route.devices))
         rref = lane.remote(route.member.name, message, seconds)
         self.counters.sent(route.member.name, lane.name, method, body_bytes(body))

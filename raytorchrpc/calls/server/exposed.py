@@ -10,7 +10,7 @@ from types import CellType
 from typing import Any, NamedTuple
 
 from raytorchrpc._compat import ray_internals
-from raytorchrpc.calls.scope import current_scope, on_loop, token_of_threads
+from raytorchrpc.calls.scope import HELD, current_scope, on_loop, token_of_threads
 from raytorchrpc.calls.server.gates import Admission, Gate
 from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.process.locks import Lock
@@ -177,7 +177,7 @@ class _Turn:
     def of(cls, note: Exposed, instance: Any) -> _Turn:
         """That of a call through Ray or from another method of the actor."""
         group, admission = note.concurrency_group, current_scope.get().admission
-        if note.concurrent or (admission is not None and admission.held):
+        if note.concurrent or (admission is not None and admission.state is HELD):
             return cls(None, "")  # a method that calls another method of its own object is admitted already
         attribute = ray_internals.untraced(getattr(type(instance), note.function.__name__, None))
         inner = exposed(attribute)

@@ -20,7 +20,7 @@ from collections import deque
 from functools import partial
 from typing import Any, NamedTuple
 
-from raytorchrpc.calls.scope import Token, new_token
+from raytorchrpc.calls.scope import GIVEN_UP, HELD, LENT, AdmissionState, Token, new_token
 from raytorchrpc.errors import RayTorchRpcError, RpcTimeout
 from raytorchrpc.process.completion import Completion
 from raytorchrpc.process.locks import Lock
@@ -48,11 +48,11 @@ class _Waiter(Completion):
     """What a thread or coroutine queues in place of a job. Complete once it has the admission."""
 
     __slots__ = ("admission", "deadline", "label", "path")
+    admission: Admission
 
     def __init__(self, label: str, path: tuple[Token, ...] = ()) -> None:
         super().__init__()
         self.label, self.path, self.deadline = label, path, None
-        self.admission: Admission | None = None
 
     def check_wait(self) -> None:
         """An admission that was lent comes back, whatever was interrupted: without it nothing can go on."""
@@ -61,10 +61,6 @@ class _Waiter(Completion):
         self.admission = admission
         self.complete()
         return False  # a thread or coroutine waits for it: it needs no other
-
-    def leave(self) -> None:
-        assert self.admission is not None
-        self.admission.leave()
 
 
 class _Queued(NamedTuple):
@@ -85,19 +81,22 @@ class _Queued(NamedTuple):
 
 
 class Admission:
-    """Admission to a gate: held while one method runs, perhaps lent and regained meanwhile, and given up at its end."""
+    """Admission to a gate, of one method. It may be lent and regained, any number of times, before it is given up."""
 
-    __slots__ = ("direct", "gate", "held", "label", "monitor", "owner", "since", "token")
+    __slots__ = ("direct", "gate", "label", "monitor", "owner", "since", "state", "token")
 
     def __init__(self, gate: Gate, token: Token, label: str, direct: bool) -> None:
         self.gate, self.token, self.label, self.direct = gate, token, label, direct
         self.owner: int | None = None
         """Ident of the thread the method runs on; None on an event loop."""
-        self.held = True
-        """False while it is lent, and once it was given up."""
+        self.state: AdmissionState = HELD
         self.since = time.monotonic()
+        """When its method began, or went on."""
         self.monitor: Gate | None = gate if gate.lends else None
         """In which its method runs; made when it is first needed."""
+
+    def __repr__(self) -> str:
+        return f"<admission of {self.label}: {self.state.value}>"
 
     def lend(self) -> None:
         """Let others run in the monitor until ``regain``. On the thread that owns it."""
@@ -116,7 +115,7 @@ class Admission:
             with monitor.lock:
                 if not monitor._running:
                     monitor._give_back(self)
-            if not self.held:
+            if self.state is not HELD:
                 monitor._await(_Waiter(self.label), back=self)
         finally:
             self.owner = threading.get_ident()
@@ -146,7 +145,9 @@ class Gate:
         self.lock = Lock() if lock is None else lock
         self.lends = lends
         self._limit, self._named, self._token = limit, named, token
-        self._running = self._direct = self._lent = 0  # _direct: those of the running ones that are direct calls
+        # Admissions that are held, those of them that direct calls hold, and those that are lent. While this is locked
+        # they agree with the states of the admissions, and nothing is queued that may be admitted.
+        self._running = self._direct = self._lent = 0
         self._admitted: dict[Token, Admission] = {}  # not in a monitor, where calls of chains queue like others
         self._queue: deque[_Queued] = deque()
         self._latest: Admission | None = None
@@ -215,9 +216,8 @@ class Gate:
             await admitted.wait()
         except asyncio.CancelledError:
             if not self.withdraw(waiter):  # it has its admission, or is about to
-                waiter.add_done_callback(waiter.leave)
+                waiter.add_done_callback(lambda: waiter.admission.leave())
             raise
-        assert waiter.admission is not None
         return waiter.admission
 
     def _await(self, waiter: _Waiter, back: Admission | None = None) -> Admission:
@@ -230,7 +230,6 @@ class Gate:
                     self.review()
             except BaseException as error:
                 interrupt = error
-        assert waiter.admission is not None
         if interrupt is not None:
             if back is None:
                 waiter.admission.leave()
@@ -241,8 +240,7 @@ class Gate:
         with self.lock:
             self._queue.append(_Queued(waiter, time.monotonic(), back))
             ready = self._admit_next()
-        if (following := _hand_over(ready)) is not None:
-            following.spawn()
+        _hand_over(ready)  # no job that needs a thread: those that may be admitted are not in the queue
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +251,8 @@ class Gate:
         """
         with self.lock:
             self._running -= 1
-            admission.held = False  # no call in between: a signal handler finds all of this done, or nothing
+            # No call in between: a signal handler finds all of this done, or nothing.
+            admission.state = LENT if lends else GIVEN_UP
             if lends:
                 self._lent += 1
             else:
@@ -308,7 +307,7 @@ class Gate:
     def _give_back(self, admission: Admission) -> None:
         self._lent -= 1
         self._running += 1
-        admission.held = True
+        admission.state = HELD
         self._latest, admission.since = admission, time.monotonic()
 
     def _admit(self, label: str, *, direct: bool) -> Admission:
@@ -375,7 +374,7 @@ class Gate:
         due, refused, slow = math.inf, [], None
         with self.lock:
             now, latest = time.monotonic(), self._latest
-            runs_s = now - latest.since if latest is not None and latest.held else 0.0
+            runs_s = now - latest.since if latest is not None and latest.state is HELD else 0.0
             for queue in self._queues():
                 for queued in list(queue):
                     if now >= queued.refused_at:

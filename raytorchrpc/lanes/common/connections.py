@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import itertools
 import logging
-import os
-import select
 import socket
 import struct
 import threading
@@ -20,10 +16,18 @@ from enum import Enum
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError, RpcTimeout, no_memory
+from raytorchrpc.errors import LaneUnavailable, PeerLost, RpcTimeout, no_memory
 from raytorchrpc.lanes.base import GONE, Message, MessageLane, PeerAddress, Pending, Released
 from raytorchrpc.lanes.common import frames
-from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Identity, Instance, Refused, Steps, Unfinished, run
+from raytorchrpc.lanes.common.acceptor import (
+    CONNECT_TIMEOUT_S,
+    NO_ROOM,
+    Acceptor,
+    SocketAddress,
+    family_of,
+    listener_identity,
+)
+from raytorchrpc.lanes.common.handshake import Credentials, HungUp, Refused, Unfinished, run
 from raytorchrpc.lanes.common.polling import Timer
 from raytorchrpc.lanes.common.protection import Protection, secure
 from raytorchrpc.process import fork, threads
@@ -33,11 +37,6 @@ from raytorchrpc.tensors.dtypes import copied
 
 logger = logging.getLogger(__name__)
 
-#: Longest time of one attempt to connect and authenticate (seconds); the deadline of a call may shorten it.
-CONNECT_TIMEOUT_S = 10.0
-#: Handshakes that may be pending, beyond one for each peer: all peers may connect at once, for instance to a member
-#: that has restarted.
-_HANDSHAKES = 16
 #: How long a caller's own thread waits for a connection (seconds). A peer that is busy answers sooner.
 PATIENCE_S = 0.02
 #: Pause before the second attempt to connect, and the longest one (seconds): each is twice as long as the last.
@@ -49,191 +48,6 @@ SWEEP_S, IDLE_S = 10.0, 60.0
 MOST_IDLE = 256
 _IDLE = "it was idle"
 _TIMEVAL = struct.Struct("@ll")
-_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-
-
-class SocketAddress(NamedTuple):
-    """Where a process listens."""
-
-    unix: str
-    """Name in Linux's abstract socket namespace, which leaves no file behind."""
-    tcp: tuple[str, int] | None
-    instance: Instance
-    """The process that listens there."""
-
-
-def listener_identity(service: str, credentials: Credentials, address: SocketAddress, family: int) -> Identity:
-    """Return the identity of a listener as seen by a process that connects over this socket family."""
-    where = address.unix if family == socket.AF_UNIX else f"{address.unix} {address.tcp}"
-    return credentials.peer(address.instance, f"{service} {where}")
-
-
-class _Arrival:
-    """An accepted connection whose other end has not authenticated itself yet."""
-
-    def __init__(self, sock: socket.socket, steps: Steps[Protection | None]) -> None:
-        self.sock, self._steps, self.since = sock, steps, time.monotonic()
-        _, self._size = next(steps)  # the accepting end listens first
-        self.protection: Protection | None = None
-
-    def proceed(self) -> bool:
-        """Run the handshake as far as its data has arrived; returns whether to its end. Never blocks.
-
-        Raises Refused or OSError.
-        """
-        while True:
-            received = b""
-            if self._size:
-                try:
-                    received = self.sock.recv(self._size, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    return False
-                if not received:
-                    raise HungUp("it hung up")
-            try:
-                sending, self._size = self._steps.send(received)
-            except StopIteration as done:
-                self.protection = done.value
-                return True
-            if (data := b"".join(sending)) and self.sock.send(data, _AT_ONCE) < len(data):
-                raise Refused("it does not read")
-
-
-class Acceptor:
-    """The listening sockets of one lane, and accepted connections whose other end has not authenticated itself yet.
-
-    One thread runs all their handshakes, each as far as its data has arrived. Beyond a limit the oldest is dropped, so
-    that strangers which send nothing cannot keep members out. Thread-safe.
-    """
-
-    def __init__(
-        self,
-        service: str,
-        me: str,
-        credentials: Credentials,
-        peers: Callable[[], int],
-        admit: Callable[[socket.socket, Protection | None], object],
-    ) -> None:
-        """``service``: names the lane in handshakes. ``me``: this member, for logs. ``peers``: returns how many members
-        may connect at once. ``admit``: takes over an authenticated connection without blocking; may raise to refuse it.
-        """
-        self._service, self._me, self._credentials = service, me, credentials
-        self._peers, self._admit = peers, admit
-        self._lock = Lock()
-        self._arrivals: dict[int, _Arrival] = {}  # by descriptor, oldest first
-        self._listeners: dict[int, socket.socket] = {}  # by descriptor
-        self._epoll = select.epoll()
-        self.fd = self._epoll.fileno()
-        """Call ``handle`` when it is readable."""
-        self.closed = False
-        self.address = SocketAddress("", None, credentials.instance)
-
-    def open(self, tcp_host: str | None) -> SocketAddress:
-        """Listen on a Unix socket and, if ``tcp_host`` is given, on that address for other hosts. Raises OSError."""
-        unix = fork.ABSTRACT + os.urandom(12).hex()
-        self._listen(socket.AF_UNIX, "\0" + unix)
-        self.address = self.address._replace(unix=unix)
-        return self.address if tcp_host is None else self.open_tcp(tcp_host)
-
-    def open_tcp(self, host: str) -> SocketAddress:
-        """Also listen on that address of this host, on a port that the kernel chooses. Raises OSError."""
-        bound = self._listen(_family(host), (host, 0)).getsockname()[:2]
-        self.address = self.address._replace(tcp=bound)
-        return self.address
-
-    def _listen(self, family: int, address: Any) -> socket.socket:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind(address)
-            listener.listen(socket.SOMAXCONN)
-            listener.setblocking(False)
-            self._listeners[listener.fileno()] = listener
-            self._epoll.register(listener, select.EPOLLIN)
-        except OSError as error:
-            self._listeners.pop(listener.fileno(), None)
-            listener.close()
-            raise OSError(error.errno, f"cannot listen on {address!r}: {error.strerror or error}") from error
-        return listener
-
-    def handle(self) -> bool:
-        """Accept connections, and run handshakes. Never blocks.
-
-        Returns False if the process has no descriptor for a connection, which then stays in the backlog.
-        """
-        has_room = True
-        with self._lock:
-            for fd, _ in () if self.closed else self._epoll.poll(0):
-                if fd in self._listeners:
-                    has_room = self._accept(self._listeners[fd]) and has_room
-                elif (arrival := self._arrivals.get(fd)) is not None:
-                    self._proceed(arrival)
-        return has_room
-
-    def _accept(self, listener: socket.socket) -> bool:
-        try:
-            sock, _ = listener.accept()
-        except OSError as error:  # also if the other end has closed it already
-            return error.errno not in _NO_ROOM
-        while len(self._arrivals) >= _HANDSHAKES + self._peers():
-            oldest = next(iter(self._arrivals.values()))
-            if not self._proceed(oldest):
-                self.refuse(oldest.sock, HungUp("others are waiting"))
-        try:
-            me = listener_identity(self._service, self._credentials, self.address, sock.family)
-            arrival = _Arrival(sock, secure(sock, self._credentials, me))
-            self._epoll.register(sock, select.EPOLLIN)
-            self._arrivals[sock.fileno()] = arrival
-        except Exception as error:
-            self.refuse(sock, error)
-        else:
-            self._proceed(arrival)
-        return True
-
-    def _proceed(self, arrival: _Arrival) -> bool:
-        """Returns whether it is no longer pending."""
-        try:
-            if not arrival.proceed():
-                return False
-            self._remove(arrival.sock)
-            self._admit(arrival.sock, arrival.protection)
-        except Exception as error:
-            self.refuse(arrival.sock, error)
-        return True
-
-    def _remove(self, sock: socket.socket) -> None:
-        if self._arrivals.pop(sock.fileno(), None) is not None:
-            self._epoll.unregister(sock)
-
-    def refuse(self, sock: socket.socket, error: Exception) -> None:
-        """Close an accepted connection."""
-        self._remove(sock)
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # else TCP reports a reset if it has sent more, and not that no reply came
-        sock.close()
-        if isinstance(error, (OSError, RayTorchRpcError)):
-            logger.debug("%s refused a connection: %s", self._me, error)
-        else:
-            threads.report(error, f"{self._me} refused a connection")
-
-    def drop_late(self) -> bool:
-        """Drop connections whose handshake takes too long. Returns whether others are pending."""
-        with self._lock:
-            for arrival in list(self._arrivals.values()):
-                if time.monotonic() - arrival.since < CONNECT_TIMEOUT_S:
-                    return True
-                self.refuse(arrival.sock, Refused("it did not complete the handshake in time"))
-        return False
-
-    def close(self) -> None:
-        """Stop listening, and drop pending handshakes. Idempotent."""
-        with self._lock:
-            self.closed = True
-            for arrival in list(self._arrivals.values()):
-                self.refuse(arrival.sock, HungUp("this member left the group"))
-            for listener in self._listeners.values():
-                listener.close()
-            self._epoll.close()
 
 
 class Phase(Enum):
@@ -526,7 +340,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         self._aside: dict[str, list[C]] = {}  # by peer: those that were in use when a signal handler made a call
         self._waiting: dict[str, _Queue] = {}  # by peer: while a connection to it is made, what waits, in order
         self._made_lock = Lock()
-        self._sweeps, self._is_sweep_due = Timer(SWEEP_S), False
+        self._sweeps = Timer(SWEEP_S)
         self._acceptor = Acceptor(self.name, me, credentials, self._addresses.__len__, self._admit)
 
     def _readable(self, fd: int) -> bool:
@@ -617,8 +431,7 @@ class ConnectedLane(MessageLane, Generic[C]):
 
     def _sweep_later(self) -> None:
         with self._made_lock:
-            if not self._is_sweep_due and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
-                self._is_sweep_due = True
+            if not self._sweeps.is_set and self._sweeps.fd >= 0:  # else the lane was closed meanwhile
                 self._sweeps.set()
 
     def _sweep(self) -> None:
@@ -627,7 +440,6 @@ class ConnectedLane(MessageLane, Generic[C]):
             if self._sweeps.fd < 0:
                 return
             self._sweeps.clear()
-            self._is_sweep_due = False
             made = self._own()
         if self._acceptor.drop_late() or made:
             self._sweep_later()
@@ -747,7 +559,7 @@ class ConnectedLane(MessageLane, Generic[C]):
                 if time.monotonic() + pause_s >= request.deadline:
                     raise RpcTimeout(f"no connection to {peer!r} by the deadline: {error}") from error
             except (OSError, Refused) as error:
-                if getattr(error, "errno", None) not in _NO_ROOM or not self._close_idle():
+                if getattr(error, "errno", None) not in NO_ROOM or not self._close_idle():
                     raise PeerLost(peer, f"no connection to it: {error}", may_have_run=False) from error
             threads.pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -761,7 +573,7 @@ class ConnectedLane(MessageLane, Generic[C]):
         if by_tcp and address.tcp is None:
             raise Refused("it does not listen for other hosts")
         where: Any = address.tcp if by_tcp else "\0" + address.unix
-        family = _family(where[0]) if by_tcp else socket.AF_UNIX
+        family = family_of(where[0]) if by_tcp else socket.AF_UNIX
         own = self._acceptor.address
         me, listener = (listener_identity(self.name, self._credentials, each, family) for each in (own, address))
         deadline = min(request.deadline, time.monotonic() + CONNECT_TIMEOUT_S)
@@ -817,10 +629,6 @@ class ConnectedLane(MessageLane, Generic[C]):
         """Return the addresses of all connections over TCP, for ``after_fork``."""
         known = (self._acceptor.address, *self._addresses.values())
         return [address.tcp for address in known if address.tcp is not None]
-
-
-def _family(host: str) -> int:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def timeval(seconds: float) -> bytes:

@@ -116,15 +116,18 @@ class Timer:
         if self.fd < 0:
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
-        self._usual = _setting(after_s)
+        self._usual, self.is_set = _setting(after_s), False
+        """``is_set``: since it was last cleared."""
 
     def set(self, after_s: float | None = None) -> None:
         """``after_s``: another time than the usual one."""
+        self.is_set = True
         setting = self._usual if after_s is None else _setting(after_s)
         _libc.timerfd_settime(self.fd, 0, ctypes.byref(setting), None)
 
     def clear(self) -> None:
         """Make the descriptor unreadable again."""
+        self.is_set = False
         if _libc.read(self.fd, _expired, 8) < 0:
             _or_raise()
 

@@ -19,7 +19,8 @@ from typing import Any, ClassVar
 from raytorchrpc.errors import LaneUnavailable, PeerLost
 from raytorchrpc.lanes.base import Capabilities, Message, Pending, Released, Serve, Spawn
 from raytorchrpc.lanes.common import connections, frames
-from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, SocketAddress, WouldBlock
+from raytorchrpc.lanes.common.acceptor import SocketAddress
+from raytorchrpc.lanes.common.connections import ConnectedLane, ReplyFrame, Request, WouldBlock
 from raytorchrpc.lanes.common.handshake import Credentials, HungUp
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection
 from raytorchrpc.lanes.nng import sockets

@@ -2,8 +2,8 @@
 
 The leader reads what has arrived on any connection, and runs the methods of the requests itself, one after another.
 While it runs brief methods nobody polls, because a second thread would only compete for the interpreter lock. A
-follower takes over when a method has run for ``BRIEF_S``, or at once if the methods of late have not been brief. So a
-request costs one wake-up, and a long method delays no other request for long.
+follower takes over when a method has run for ``BRIEF_S``, or at once if the methods of late have not been brief; see
+``leadership``. So a request costs one wake-up, and a long method delays no other request for long.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from raytorchrpc.lanes.common import polling
 from raytorchrpc.lanes.common.polling import AnyReadable, Timer
+from raytorchrpc.lanes.socket.leadership import BRIEF_S, Leadership, Listener
 from raytorchrpc.process import threads
 from raytorchrpc.process.locks import Lock
 
-#: A leader whose method takes longer is replaced. A reply that no caller comes to read is read after this time, or
-#: twice as long (seconds).
-BRIEF_S = 0.001
+#: A reply that no caller comes to read is read after this time, or twice as long (seconds).
+_UNREAD_S = BRIEF_S
 #: Callers do not spin for this time after a request was served (seconds).
 _SERVING_S = 0.001
 #: Pause between attempts to accept while the process has no descriptor left (seconds).
@@ -51,17 +50,6 @@ Task = Callable[[], None]
 
 #: A connection of the lane: a ``lane.Connection``, in the module above this one.
 Connection = Any
-
-
-class _Listener:
-    """One thread of a selector, and the task that it runs outside ``Selector._step``, if any."""
-
-    __slots__ = ("began", "keeps", "runs")
-
-    def __init__(self) -> None:
-        self.runs = self.keeps = False
-        """``keeps``: it has kept leading for the task."""
-        self.began = 0.0
 
 
 class Spinner:
@@ -115,33 +103,32 @@ class Selector:
         """
         self._me, self._read, self._accept = me, read, accept
         self._lock = Lock()
+        """Held to write the fields down to ``_tasks``. A single one is read without."""
         self.closed = False
+        """Written once."""
         self.connections: dict[int, Connection] = {}
-        """By descriptor."""
-        self._listening: set[int] = set()
-        self._threads = 0
-        self._idle = 0  # those that lead or follow
-        self._leader: _Listener | None = None
-        self._leading_thread = 0
+        """By descriptor. Written by who adds or ends one."""
+        self._unread: list[Connection] = []
+        """See ``enable_later``. Callers add to it, and the leader empties it."""
+        self._threads = self._idle = 0
+        """``_idle``: of these, the leader and its followers, unless they run methods. Each thread counts itself."""
         self._tasks: deque[Task] = deque()
-        self._began = 0.0  # when the leader began the method that it runs; 0.0 if it runs none
-        self._brief = True  # whether the last method was; then a leader keeps leading while it runs one
-        self._served = self._polled = 0.0
-        self._served_lately = False  # since the last look at the takeover timer
+        """The methods to run. The leader adds what it reads, without the lock; the leader, or one that ends, takes."""
+        self._polled = 0.0
+        """When the leader last polled. It alone uses this, and the spinner."""
         self._spinner = Spinner()
-        self._epoll, self._followers = select.epoll(), select.epoll()
-        self.fd = self._epoll.fileno()
-        self._has_events = AnyReadable(self.fd)
+        # The rest is fixed before the threads start.
+        self._listening: set[int] = set()
+        """Descriptors for ``accept``."""
         self._end = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # level-triggered: it wakes every thread
-        self._vacancy = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._takeover, self._takeover_runs = Timer(BRIEF_S), False
-        self._enabling = Timer(BRIEF_S)
-        self._unread: list[Connection] = []  # for enable_if_unread
+        self._enabling = Timer(_UNREAD_S)
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
         self._epoll.register(self._end, select.EPOLLIN)
         self._epoll.register(self._enabling.fd, select.EPOLLIN)
-        self._followers.register(self._end, select.EPOLLIN)
-        for fd in (self._vacancy, self._takeover.fd):  # edge-triggered: each event wakes one thread
-            self._followers.register(fd, select.EPOLLIN | select.EPOLLET)
+        self._has_events = AnyReadable(self.fd)
+        self._lead = Leadership(self._lock, self._end)
+        self.step_down = self._lead.step_down
 
     # --- what is polled --------------------------------------------------------------------------------------
 
@@ -193,9 +180,10 @@ class Selector:
         """Whether another thread serves requests, is about to, or did a moment ago. A thread that spins would compete
         with it for the interpreter lock.
         """
-        if self._leading_thread == threading.get_ident():
+        if self._lead.is_mine:
             return False
-        return self._began != 0.0 or time.monotonic() - self._served < _SERVING_S or self._has_events()
+        lead = self._lead
+        return lead.began != 0.0 or time.monotonic() - lead.served < _SERVING_S or self._has_events()
 
     # --- begin and end ---------------------------------------------------------------------------------------
 
@@ -224,14 +212,14 @@ class Selector:
         """Close this process's descriptors. The epoll sets and their content belong to the parent."""
         self.closed = True
         self._lock = Lock()
+        self._lead.after_fork(self._lock)
         self._free()
 
     def _free(self) -> None:
         end, self._end = self._end, -1
         if end >= 0:
-            for part in (self._epoll, self._followers, self._enabling, self._takeover):
+            for part in (self._epoll, self._enabling, self._lead):
                 part.close()
-            os.close(self._vacancy)
             os.close(end)
 
     # --- how many threads ------------------------------------------------------------------------------------
@@ -243,7 +231,7 @@ class Selector:
             self._threads += 1
             self._idle += 1
             number = self._threads
-        step, name = partial(self._step, _Listener()), f"raytorchrpc-{self._me}-listener-{number}"
+        step, name = partial(self._step, Listener()), f"raytorchrpc-{self._me}-listener-{number}"
         try:
             threads.start(threads.serve, step, f"a listener of {self._me}", name=name)
         except threads.ThreadShortage:
@@ -252,24 +240,24 @@ class Selector:
 
     # --- one thread ------------------------------------------------------------------------------------------
 
-    def _step(self, me: _Listener) -> bool | Task:
+    def _step(self, me: Listener) -> bool | Task:
         """Lead, or follow, until something has happened. Returns the next task for this thread to run, if any; False
         if it is to end.
         """
         if me.runs:
-            self._end_task(me)
-            if self._leader is not me and self._is_surplus():
+            with self._lock:
+                self._idle += 1
+                self._lead.end(me)
+            if self._lead.leader is not me and self._is_surplus():
                 return False
         while not self.closed:
-            if self._leader is None:
-                with self._lock:
-                    if self._leader is None:
-                        self._become_leader(me)
-            if self._leader is me:
+            if self._lead.leader is None:
+                self._lead.take(me)
+            if self._lead.leader is me:
                 if not self._tasks or time.monotonic() - self._polled >= BRIEF_S:  # methods have kept it from polling
                     self._poll(wait=not self._tasks)
                 return self._next_task(me) if self._tasks else True
-            self._follow(me)
+            self._lead.follow(me)
         with self._lock:
             if self._tasks:  # their methods may be admitted, and would keep others out for ever
                 return self._tasks.popleft()
@@ -283,30 +271,6 @@ class Selector:
             self._idle -= 1
             self._threads -= 1
             return True
-
-    def _become_leader(self, me: _Listener) -> None:
-        """Under the lock."""
-        self._leader, self._leading_thread, self._began = me, threading.get_ident(), 0.0
-
-    def _follow(self, me: _Listener) -> None:
-        """Wait until there is no leader, or until the present one has been running a method for too long."""
-        with contextlib.suppress(InterruptedError):
-            if any(fd == self._takeover.fd for fd, _ in self._followers.poll(-1, 1)):
-                self._take_over(me)
-
-    def _take_over(self, me: _Listener) -> None:
-        with self._lock:
-            if self.closed:
-                return
-            self._takeover.clear()
-            began, served, self._served_lately = self._began, self._served_lately, False
-            late = began and time.monotonic() - began >= BRIEF_S
-            self._takeover_runs = not late and (served or bool(began))
-            if self._takeover_runs:  # also for the calls to come, which then need not set it on their way
-                self._takeover.set(BRIEF_S if began else 2 * BRIEF_S)
-            if late:
-                self._become_leader(me)
-                self._brief = False
 
     def _poll(self, *, wait: bool) -> None:
         events: list[tuple[int, int]] = []
@@ -333,51 +297,16 @@ class Selector:
                 self._tasks.append(partial(self._accept_from, fd))
         self._polled = time.monotonic()
 
-    def _next_task(self, me: _Listener) -> bool | Task:
+    def _next_task(self, me: Listener) -> bool | Task:
         """As the leader, take the next task. While it runs another thread may become the leader."""
         if self._idle <= 1:  # this thread is about to do what may block
             self._add_thread()
-        me.began = time.monotonic()
         with self._lock:
             if not self._tasks:  # another thread has taken it, as the selector was closed
                 return True
-            me.keeps = self._brief
-            if me.keeps:
-                if not self._takeover_runs:
-                    self._takeover.set()
-                    self._takeover_runs = True
-                self._began = me.began
-            else:
-                self._vacate()
+            self._lead.begin(me)
             self._idle -= 1
-            me.runs = True
             return self._tasks.popleft()
-
-    def _end_task(self, me: _Listener) -> None:
-        me.runs = False
-        with self._lock:
-            self._idle += 1
-            self._served_lately = True
-            if self._leader is me:
-                self._began = 0.0
-        self._served = time.monotonic()
-        if self._served - me.began < BRIEF_S:
-            self._brief = True
-        elif not me.keeps:  # else _take_over has noted it, unless the method stepped down
-            self._brief = False
-
-    def _vacate(self) -> None:
-        """Under the lock: have a follower lead instead of this thread."""
-        self._leader, self._began = None, 0.0
-        if not self.closed:
-            polling.signal(self._vacancy)
-
-    def step_down(self) -> None:
-        """The calling thread is about to wait for something. If it is the leader, another one leads."""
-        if self._leading_thread == threading.get_ident():
-            with self._lock:
-                if self._began and self._leading_thread == threading.get_ident():
-                    self._vacate()
 
     def _accept_from(self, fd: int) -> None:
         try:

@@ -85,7 +85,7 @@ class AgentSpec(NamedTuple):
     """Start it with the member."""
 
 
-class FabricPeer(NamedTuple):
+class AgentPeer(NamedTuple):
     """A peer's agent, as the peer describes it."""
 
     name: str
@@ -113,48 +113,86 @@ class AgentIdentity(NamedTuple):
 class KnownPeer:
     """A peer that calls can reach."""
 
-    peer: FabricPeer
+    peer: AgentPeer
     worker: Any
     """torch's WorkerInfo."""
     opened: bool = False
     """Otherwise the next call opens its connections."""
 
 
-class Fabric:
-    """The agent of this process, and its peers. Thread-safe."""
+class _Started:
+    """An agent that torch has started, and its peers. Its owner's ``_changing`` is held to change it."""
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.sending = threading.RLock()  # pickling a request may run a finalizer, which sends one itself
-        """Held while torch sends a request. Taken after ``_lock``.
-
-        torch looks up the peer's URL then, in a table from which it erases others without a lock.
-        """
-        self._pid = os.getpid()
-        self._agent: Any = None
-        self._store: Any = None
-        self._spec: AgentSpec | None = None
-        self._devices: tuple[int, ...] = ()
-        self._url = ""
-        self._peers: dict[str, KnownPeer] = {}
+    def __init__(self, owner: ProcessAgent, agent: Any, store: Any, devices: tuple[int, ...], me: AgentPeer) -> None:
+        self.agent, self._owner, self._store, self._devices = agent, owner, store, devices
+        self.me = KnownPeer(me, agent.get_worker_info(), opened=True)
+        """This process, for RRefs to its own results."""
+        self.peers: dict[str, KnownPeer] = {}
         self._removed: set[str] = set()
         """Names of removed peers that the agent still has."""
-        self._me: KnownPeer | None = None
-        """This process, for RRefs to its own results."""
-        self._numbers = iter(OWN_NUMBERS)
-        self._spoilt: set[int] = set()
+        self.spoilt: set[int] = set()
         """Worker ids under which the agent keeps a broken connection."""
         self._urls: dict[int, str] = {}
         """By worker id: the one peer that the agent connects to under it."""
-        self._highest_id = -1
-        self.shares_autograd_id = False
-        """Another member may have the same id in distributed autograd, which has one id for the life of a process."""
-        self._coming: dict[str, FabricPeer] = {}
-        """Peers of an agent that has not started yet."""
+
+    def add(self, peer: AgentPeer, *, renew: bool = False) -> None:
+        """``renew``: calls open new connections."""
+        # torch would send to the process that it has connected to under this id before.
+        is_elsewhere = self._urls.setdefault(peer.worker_id, peer.url) != peer.url
+        if renew or is_elsewhere or peer.worker_id in self.spoilt:
+            if (fresh := next(self._owner.own_numbers, None)) is None:
+                text = "%s: its connections broke %d times; they cannot be renewed again"
+                logger.warning(text, peer.name, len(OWN_NUMBERS))
+            else:
+                peer = peer._replace(worker_id=fresh)
+        name, number, url, inverse = peer
+        if name in self._removed:
+            self._removed.discard(name)
+            maps = {other: each.peer.inverse_map for other, each in self.peers.items() if each.peer.inverse_map}
+            with self._owner.sending:
+                torch_internals.forget_name(self.agent, name, devices=self._devices, inverse_maps=maps)
+        torch_internals.add_peer(self.agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
+        self.peers[name] = KnownPeer(peer, self.agent.get_worker_info(name))
+
+    def remove(self, name: str) -> None:
+        known = self.peers.pop(name, None)
+        if known is None:
+            return
+        if known.opened and known.peer.worker_id in self.spoilt:
+            close_connections(known.worker, known.peer.url, [each.peer.url for each in self.peers.values()])
+        torch_internals.remove_peer(name)
+        self._removed.add(name)
+
+
+class ProcessAgent:
+    """The TensorPipe agent of this process: prepared, so that peers can know its address, started, or neither.
+
+    Thread-safe. It has two locks, of which a thread takes ``_changing`` first. Both are re-entrant, since what torch
+    does under them may run a finalizer that sends a request, or starts the agent for one.
+    """
+
+    def __init__(self) -> None:
+        self._changing = threading.RLock()
+        """Orders what changes this object, the agent and its peers. Held for up to seconds, to start or stop it: a call
+        takes it only if its peer is not there."""
+        self.sending = threading.RLock()
+        """Orders requests and the removal of names: torch looks up the URL of a request's peer in a table from which it
+        erases others without a lock. Held while torch sends a request."""
+        self._pid = os.getpid()
+        self._spec: AgentSpec | None = None
+        """None before ``prepare``."""
+        self._started: _Started | None = None
+        self._url = ""
         self._front: socket.socket | None = None
         """Listens at ``_url``."""
         self._doors: list[guard.Takeover] = []
         """The agent's own listeners and its channels'; the first is that of calls."""
+        self._coming: dict[str, AgentPeer] = {}
+        """Peers of an agent that has not started yet, or is about to add them."""
+        self.own_numbers = iter(OWN_NUMBERS)
+        self._highest_id = -1
+        self.shares_autograd_id = False
+        """Another member may have the same id in distributed autograd, which has one id for the life of a process."""
         self._agents_started = 0
         self._is_resting = True
         """No group uses it."""
@@ -170,16 +208,16 @@ class Fabric:
         return AgentIdentity(self._spec.name, self._spec.worker_id, self._highest_id) if self._spec else None
 
     @property
-    def address(self) -> FabricPeer:
+    def address(self) -> AgentPeer:
         """How peers reach the agent; each fills in its own map. Raises LaneUnavailable if there is none."""
         if self._spec is None:
             raise LaneUnavailable("torchrpc", "this process has no torchrpc agent")
-        return FabricPeer(self._spec.name, self._spec.worker_id, self._url, {})
+        return AgentPeer(self._spec.name, self._spec.worker_id, self._url, {})
 
     @property
     def is_running(self) -> bool:
         """Whether the agent has started."""
-        return self._agent is not None
+        return self._started is not None
 
     def prepare(self, spec: AgentSpec, *, renew: bool = False) -> str:
         """Have a place for an agent that fits ``spec``, and listen for it: the idle agent, with its own id, if it fits.
@@ -188,7 +226,7 @@ class Fabric:
         ``renew``: no agent of before will do. Raises BootstrapError if torch cannot start one. An interrupt (Ctrl-C)
         ends the wait, but not the start: torch would otherwise keep an agent unknown to this object.
         """
-        with self._lock:
+        with self._changing:
             self._prepare(spec, renew)
         if spec.at_once:
             try:
@@ -199,14 +237,13 @@ class Fabric:
         return self._url
 
     def _prepare(self, spec: AgentSpec, renew: bool) -> None:
-        if self._agent is not None and not torch_internals.agent_is_set():
+        if self._started is not None and not torch_internals.agent_is_set():
             logger.warning(
                 "the program has called torch.distributed.rpc.shutdown(): starting another torchrpc agent; RRefs "
                 "of this process no longer work, because torch uses the first agent for them"
             )
             self._forget_agent()
-        # An agent without a spec is one whose start failed halfway.
-        if self._agent is not None and (renew or self._spec is None or not _fits(self._spec, spec)):
+        if self._started is not None and self._spec is not None and (renew or not _fits(self._spec, spec)):
             logger.warning(
                 "restarting the torchrpc agent %s: the new group needs %s; RRefs of this process no longer work, "
                 "because torch uses the first agent for them",
@@ -215,7 +252,7 @@ class Fabric:
             )
             self._stop()
         self.shares_autograd_id |= renew
-        if self._agent is None:
+        if self._started is None:
             self._check_alone()
             if torch_internals.autograd_id() is not None and self._spec is None and self._agents_started == 0:
                 self._agents_started = 1  # the program had its own agent before, which RRefs stay with
@@ -252,14 +289,14 @@ class Fabric:
 
     def start(self) -> None:
         """Start the agent, if it does not run yet. Blocks for about 50 ms. Raises BootstrapError."""
-        if self._agent is not None and not self._coming:
+        if self._started is not None and not self._coming:
             return
         begun: Future[None] = Future()
 
         def begin() -> None:
-            with self._lock:
+            with self._changing:
                 self._starter = threading.get_ident()
-                if self._agent is None:
+                if self._started is None:
                     self._start()
 
         threads.start(threads.settle, begun, begin, name="raytorchrpc-start")
@@ -291,16 +328,15 @@ class Fabric:
         except (RuntimeError, ValueError) as error:
             raise BootstrapError(f"torchrpc could not start its agent: {error}") from error
         self._guard_listeners(before, polled, set(fork.addresses_in(url)))
-        self._store, self._devices = store, spec.devices
-        me = FabricPeer(spec.name, spec.worker_id, self._url, {})
-        self._me = KnownPeer(me, agent.get_worker_info(), opened=True)
+        me = AgentPeer(spec.name, spec.worker_id, self._url, {})
+        started = _Started(self, agent, store, spec.devices, me)
         self._agents_started += 1
         if self._agents_started == 1:
             atexit.register(self._stop_at_exit)
-        self._agent = agent
+        self._started = started
         try:
             for peer in self._coming.values():
-                self._add_peer(peer, renew=peer.worker_id in self._spoilt)
+                started.add(peer)
         finally:
             self._coming = {}  # from now on other threads need not wait
 
@@ -343,76 +379,54 @@ class Fabric:
 
     def after_fork(self) -> list[fork.Address]:
         """See fork.ForkAware. The agent is never freed in the child, where that would wait for missing threads."""
-        self._lock, self.sending = threading.RLock(), threading.RLock()
-        if self._agent is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._agent))
-        urls = (self._url, *(known.peer.url for known in self._peers.values()))
+        self._changing, self.sending = threading.RLock(), threading.RLock()
+        urls = [self._url]
+        if self._started is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._started.agent))
+            urls += [known.peer.url for known in self._started.peers.values()]
         return [address for url in urls for address in fork.addresses_in(url)]
 
-    def add_peers(self, peers: Sequence[FabricPeer]) -> None:
+    def add_peers(self, peers: Sequence[AgentPeer]) -> None:
         """Make peers callable. Quick: the first call opens connections."""
-        with self._lock:
+        with self._changing:
+            numbers = [peer.worker_id for peer in peers if peer.worker_id not in OWN_NUMBERS]
+            self._highest_id = max(self._highest_id, *numbers, -1)
             for peer in peers:
-                if (known := self._peers.get(peer.name)) is not None and known.peer == peer:
-                    continue
-                if self._agent is None:
+                if self._started is None:
                     self._coming[peer.name] = peer
-                    self._note_id(peer)
-                else:
-                    self.remove_peer(peer.name)
-                    self._add_peer(peer, renew=peer.worker_id in self._spoilt)
-
-    def _note_id(self, peer: FabricPeer) -> None:
-        if peer.worker_id not in OWN_NUMBERS:
-            self._highest_id = max(self._highest_id, peer.worker_id)
-
-    def _add_peer(self, peer: FabricPeer, *, renew: bool) -> None:
-        self._note_id(peer)
-        # torch would send to the process that it has connected to under this id before.
-        renew |= self._urls.setdefault(peer.worker_id, peer.url) != peer.url
-        if renew:
-            if (fresh := next(self._numbers, None)) is None:
-                text = "%s: its connections broke %d times; they cannot be renewed again"
-                logger.warning(text, peer.name, len(OWN_NUMBERS))
-            else:
-                peer = peer._replace(worker_id=fresh)
-        agent, (name, number, url, inverse) = self._agent, peer
-        if name in self._removed:
-            self._removed.discard(name)
-            maps = {other: each.peer.inverse_map for other, each in self._peers.items() if each.peer.inverse_map}
-            with self.sending:
-                torch_internals.forget_name(agent, name, devices=self._devices, inverse_maps=maps)
-        torch_internals.add_peer(agent, self._store, name, number, url, devices=self._devices, inverse_map=inverse)
-        self._peers[name] = KnownPeer(peer, agent.get_worker_info(name))
+                elif (known := self._started.peers.get(peer.name)) is None or known.peer != peer:
+                    self._started.remove(peer.name)
+                    self._started.add(peer)
 
     def renew(self, name: str, broken: Any) -> None:
         """Have the next call to a peer open new connections. ``broken``: the WorkerInfo with the broken ones.
 
         torch keeps a broken pipe under its worker id without end, so the peer gets another id, in this process only.
         """
-        with self._lock:
-            known = self._peers.get(name)
-            if known is not None and known.worker is broken:  # else it was removed, or another thread has renewed it
-                self._spoilt.add(known.peer.worker_id)
-                self.remove_peer(name)
-                self._add_peer(known.peer, renew=True)
+        with self._changing:
+            if (started := self._started) is None or (known := started.peers.get(name)) is None:
+                return
+            if known.worker is broken:  # else another thread has renewed it
+                started.spoilt.add(known.peer.worker_id)
+                started.remove(name)
+                started.add(known.peer, renew=True)
 
     def distrust(self, name: str) -> None:
         """Note that a peer is unreachable: its connections may be broken once it returns, so it gets new ones then."""
-        with self._lock:
-            known = self._peers.get(name)
-            if known is not None and known.opened:
-                self._spoilt.add(known.peer.worker_id)
+        with self._changing:
+            started = self._started
+            if started is not None and (known := started.peers.get(name)) is not None and known.opened:
+                started.spoilt.add(known.peer.worker_id)
 
     def admit(self, hosts: Sequence[str]) -> None:
         """Listen to these hosts alone; see AgentSpec.admitted. Existing connections stay."""
-        with self._lock:
+        with self._changing:
             self._is_resting, self._admitted = False, hosts
             self._filter(tcp.networks(hosts or ("0.0.0.0/0", "::/0")))
 
     def rest(self) -> None:
         """The group has ended: listen to nobody until the next one."""
-        with self._lock:
+        with self._changing:
             self._is_resting = True
             self._coming.clear()
             self._filter(())
@@ -430,33 +444,36 @@ class Fabric:
 
         Raises PeerLost; or LaneUnavailable if descriptors are short, or the program has stopped the agent.
         """
-        if self._agent is not None and not torch_internals.agent_is_set():
+        if self._started is None:
+            try:
+                self.start()
+            except BootstrapError as error:
+                raise LaneUnavailable("torchrpc", str(error)) from error
+        elif not torch_internals.agent_is_set():
             raise LaneUnavailable(
                 "torchrpc",
                 "this process has called torch.distributed.rpc.shutdown(), which a member must not do: leave that out, "
                 "and form the group again",
             )
-        if self._agent is None:
-            try:
-                self.start()
-            except BootstrapError as error:
-                raise LaneUnavailable("torchrpc", str(error)) from error
-        known = self._peers.get(name)
+        known = self._find(name)
         if known is None:
-            with self._lock:  # another thread may be about to add those of before the start
-                known = self._peers.get(name)
+            with self._changing:  # another thread may be about to add those of before the start
+                known = self._find(name)
         if known is None:
-            if self._me is not None and name == self._me.peer.name:
-                return self._me
             raise PeerLost(name, "it is not a peer of this process", may_have_run=False)
         if not known.opened:
             check_can_open(name, known.peer.url)
             known.opened = True
         return known
 
+    def _find(self, name: str) -> KnownPeer | None:
+        if (started := self._started) is None:
+            return None
+        return started.peers.get(name) or (started.me if name == started.me.peer.name else None)
+
     def rref_obstacle(self, known: KnownPeer) -> str | None:
         """Why torch's RRefs to a peer do not work; None if they do."""
-        if self._agent is None or self._agents_started != 1:
+        if self._started is None or self._agents_started != 1:
             return (
                 "torch's RRefs only work with the first agent of a process, and this process restarted its agent for "
                 "another group (other devices, transports, interface or worker id); restart the actor"
@@ -470,19 +487,14 @@ class Fabric:
 
     def remove_peer(self, name: str) -> None:
         """Remove a peer. Calls to it in flight end by their deadline."""
-        with self._lock:
+        with self._changing:
             self._coming.pop(name, None)
-            known = self._peers.pop(name, None)
-            if known is None:
-                return
-            if known.opened and known.peer.worker_id in self._spoilt:
-                close_connections(known.worker, known.peer.url, [each.peer.url for each in self._peers.values()])
-            torch_internals.remove_peer(name)
-            self._removed.add(name)
+            if self._started is not None:
+                self._started.remove(name)
 
     def _stop_at_exit(self) -> None:
         # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.
-        if os.getpid() == self._pid and self._agent is not None:
+        if os.getpid() == self._pid and self._started is not None:
             torch_internals.stop_agent()
 
     def _stop(self) -> None:
@@ -495,10 +507,8 @@ class Fabric:
         self._forget_agent()
 
     def _forget_agent(self) -> None:
-        self._agent = self._store = self._spec = self._me = None
+        self._started = self._spec = None
         self._forget_doors()
-        for table in (self._peers, self._removed, self._spoilt, self._urls):
-            table.clear()
 
     def _forget_doors(self) -> None:
         for door in self._doors:
@@ -670,14 +680,14 @@ class RpcPickler(pickle.Pickler):
         return self._by_value.reducer_override(obj)
 
 
-_fabric: Fabric | None = None
-_fabric_lock = Lock()
+_process_agent: ProcessAgent | None = None
+_process_lock = Lock()
 
 
-def process_fabric() -> Fabric:
-    """Return the Fabric of this process. A forked child gets a new one."""
-    global _fabric
-    with _fabric_lock:
-        if _fabric is None or _fabric._pid != os.getpid():
-            _fabric = Fabric()
-        return _fabric
+def process_agent() -> ProcessAgent:
+    """Return the TensorPipe agent of this process. A forked child gets a new one."""
+    global _process_agent
+    with _process_lock:
+        if _process_agent is None or _process_agent._pid != os.getpid():
+            _process_agent = ProcessAgent()
+        return _process_agent

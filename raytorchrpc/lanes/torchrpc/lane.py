@@ -42,7 +42,7 @@ from raytorchrpc.lanes.base import (
     never_fetched,
 )
 from raytorchrpc.lanes.setup import LaneSetup
-from raytorchrpc.lanes.torchrpc.agent import Fabric, FabricPeer, KnownPeer, process_fabric
+from raytorchrpc.lanes.torchrpc.agent import AgentPeer, KnownPeer, ProcessAgent, process_agent
 from raytorchrpc.process.completion import nothing
 from raytorchrpc.process.this_process import MallocTrimmer
 from raytorchrpc.tensors.codec import NOTHING, Encoded
@@ -65,7 +65,7 @@ _trimmer = MallocTrimmer()
 
 class TorchRpcLane(MessageLane):
     """Blocks only in ``Pending.wait``. Arguments are sent without a copy, so they must not change until the call is
-    done. Addresses are FabricPeer tuples.
+    done. Addresses are AgentPeer tuples.
     """
 
     name: ClassVar[str] = "torchrpc"
@@ -76,13 +76,13 @@ class TorchRpcLane(MessageLane):
     def __init__(
         self,
         me: str,
-        fabric: Fabric,
+        agent: ProcessAgent,
         devices: Sequence[int],
         maps: Mapping[str, Mapping[int, int]],
         fetch_timeout_s: float = 60.0,
     ) -> None:
         """``me``: this member's name. ``maps``: by the peer's member name, own GPU -> its GPU."""
-        self._me, self._fabric = me, fabric
+        self._me, self._agent = me, agent
         self._beside = TorchRpcTensors(self, fetch_timeout_s)
         self.devices: list[int | str | torch.device] = [torch.device("cuda", index) for index in devices]
         self._maps = maps
@@ -99,20 +99,20 @@ class TorchRpcLane(MessageLane):
         """See MessageLane."""
         return self._beside
 
-    def open(self, serve: Serve, spawn: Spawn) -> FabricPeer:
+    def open(self, serve: Serve, spawn: Spawn) -> AgentPeer:
         global _serving
         self.serve, self.spawn = serve, spawn
         _serving = self
-        return self._fabric.address
+        return self._agent.address
 
     def connect(self, peers: Sequence[PeerAddress]) -> None:
-        if (identity := self._fabric.identity) is not None:
+        if (identity := self._agent.identity) is not None:
             self._rpc_names[self._me] = identity.name
         self._rpc_names.update({peer.peer: peer.address.name for peer in peers})
         self.hosts.update({peer.peer: peer.address.host for peer in peers})
         self._beside.maps.update({peer.peer: peer.devices_back for peer in peers})
         addresses = ((peer.address, peer.devices_back) for peer in peers)
-        self._fabric.add_peers([address._replace(inverse_map=back) if back else address for address, back in addresses])
+        self._agent.add_peers([address._replace(inverse_map=back) if back else address for address, back in addresses])
 
     def call(
         self, peer: str, message: Message, timeout_s: float, *, caller_waits: bool = False, on_released: Released = None
@@ -131,7 +131,7 @@ class TorchRpcLane(MessageLane):
         """Have the peer run a function of this module, whose result is what ``_as_torch`` returns."""
         worker = self._known(peer, tensors).worker
         try:
-            with self._fabric.sending:
+            with self._agent.sending:
                 future = torch_internals.invoke_async(worker, function, args, timeout_s)
         except RuntimeError as error:
             raise self._failed(error, peer, worker, sent=False) from error
@@ -140,17 +140,17 @@ class TorchRpcLane(MessageLane):
     def remote(self, peer: str, message: Message, timeout_s: float) -> Any:
         """Like ``call``, but the result stays at the peer. Returns torch's RRef to it at once."""
         known = self._known(peer, message.body.tensors)
-        if (obstacle := self._fabric.rref_obstacle(known)) is not None:
+        if (obstacle := self._agent.rref_obstacle(known)) is not None:
             raise LaneUnavailable(self.name, f"no RRef to {peer!r}: {obstacle}")
         try:
-            with self._fabric.sending:
+            with self._agent.sending:
                 return rpc.remote(known.worker, _serve_value, args=_as_torch(message), timeout=timeout_s)
         except RuntimeError as error:
             raise self._failed(error, peer, known.worker, sent=False) from error
 
     def _known(self, peer: str, tensors: Sequence[torch.Tensor]) -> KnownPeer:
         check_mapped(tensors, peer, self._maps.get(peer, {}), self.name)
-        if self._fabric.shares_autograd_id and torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
+        if self._agent.shares_autograd_id and torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT:
             raise LaneUnavailable(
                 self.name,
                 "distributed autograd keeps the id of a process for life, and another member may have the same; "
@@ -166,9 +166,9 @@ class TorchRpcLane(MessageLane):
             if now - self._renewed_at.get(peer, -math.inf) >= _RENEW_EVERY_S:
                 self._renewed_at[peer] = now
                 self._broken.pop(peer, None)
-                self._fabric.renew(name, broken)
+                self._agent.renew(name, broken)
         try:
-            return self._fabric.peer(name)
+            return self._agent.peer(name)
         except PeerLost as lost:
             raise PeerLost(peer, lost.cause, may_have_run=False) from lost
 
@@ -190,7 +190,7 @@ class TorchRpcLane(MessageLane):
         self.hosts.pop(peer, None)
         name = self._rpc_names.pop(peer, None)
         if name is not None and peer != self._me:  # the agent outlives the group, and keeps its own entry
-            self._fabric.remove_peer(name)
+            self._agent.remove_peer(name)
 
     def close(self) -> None:
         global _serving
@@ -446,4 +446,4 @@ def _remote_exception(error: BaseException) -> RemoteException:
 def make(setup: LaneSetup) -> TorchRpcLane:
     """See registry.Lane.make. The process's agent must be running."""
     timeout_s = setup.config.rpc_timeout_s
-    return TorchRpcLane(setup.member, process_fabric(), setup.devices, setup.device_maps, timeout_s)
+    return TorchRpcLane(setup.member, process_agent(), setup.devices, setup.device_maps, timeout_s)

@@ -7,15 +7,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.errors import LaneUnavailable, NotFound, PeerLost, RpcTimeout
 from raytorchrpc.patterns.weights import feeds, published
 from raytorchrpc.patterns.weights.feeds import Feed, Feeds
-from raytorchrpc.patterns.weights.pull_plan import Selection
+from raytorchrpc.patterns.weights.published import VersionLease
+from raytorchrpc.patterns.weights.pull_plan import Selection, SourceCopies
 from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.snapshots import TensorSpec
 from raytorchrpc.patterns.weights.source_lease import SourceLease, stream
 from raytorchrpc.process.completion import nothing
+from raytorchrpc.process.cuda_driver import identity_of
 
 
 class Pace(NamedTuple):
@@ -37,13 +41,17 @@ _ATTEMPTS = 3
 _FAILURES = (PeerLost, NotFound, LaneUnavailable, RpcTimeout)
 
 
+def feeds_of(lease: SourceLease) -> Feeds:
+    """What this member feeds to others. To be called before the home hears of a pull that might feed some."""
+    return feeds.feeds_of(lease.requests.local, lease.store, lease.requests.counter.store)
+
+
 class ChainedPull:
     """One pull of a chain, by the thread that uses it."""
 
     def __init__(
         self,
         lease: SourceLease,
-        fed: Feeds,
         signature: str,
         selection: Selection,
         pace: Pace,
@@ -52,7 +60,6 @@ class ChainedPull:
         """
         Args:
             lease: at the home.
-            fed: what this member feeds to others.
             signature: see ``Selection``.
             selection: what to bring.
             pace: in which pieces.
@@ -62,7 +69,7 @@ class ChainedPull:
         self._version, self._signature = lease.leased.version, signature
         self._selection, self._pace, self._fetch = selection, pace, fetch
         self._size = max(pace.piece_bytes, selection.nbytes // pace.pieces)
-        self.feeds = fed
+        self.feeds = feeds_of(lease)
 
     def bring_between_hosts(self) -> None:
         """Bring the tensors from another host. The member of a host that leads keeps them for all others."""
@@ -175,3 +182,52 @@ class ChainedPull:
         """Tell the home that a leader feeds no more."""
         report = *self._lease.store._address, (self._version, self._signature), leader
         self._requests.notify(self._lease.home, published.REPORT, report)
+
+
+class HostTurn:
+    """What one of several GPUs of a host asks of a home that they all pull the same from, by the thread that pulls.
+
+    The home tells it with the lease which GPU to copy from; then it either copies, or gives its turn back, because
+    others may wait to be fed by it.
+    """
+
+    def __init__(self, lease: SourceLease, signature: str, device: torch.device) -> None:
+        """``signature``: what those that pull the same have in common. ``device``: of this pull."""
+        self._lease, self._signature, self._is_over = lease, signature, False
+        gpu = identity_of(device.index) if device.type == "cuda" else ""
+        self.wanted = signature, gpu or f"rank {lease.requests.local.me.rank}"
+        """What the home is told."""
+
+    @classmethod
+    def of(cls, lease: SourceLease, planned: SourceCopies | None) -> HostTurn | None:
+        """For a pull for which others on this host may be nearer than the home; None for any other."""
+        if lease.is_home or planned is None or planned.alike is None:
+            return None
+        signature, device = planned.alike
+        same_gpus = {own for own, _ in lease.requests.local.peers.route(lease.home).same_gpus}
+        if not lease.requests.is_readable(lease.home, device.type) or device.index in same_gpus:
+            return None
+        feeds_of(lease)  # before the home hears of it: others come at once
+        return cls(lease, signature, device)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there are others, and this member has neither copied nor given its turn back."""
+        return self._lease.leased.turn is not None and not self._is_over
+
+    def take(self, selection: Selection, fetch: Callable[[Selection], Future[Any]]) -> bool:
+        """Copy from the one that is before this member; False if that is not possible. ``fetch``: from the home."""
+        assert self._lease.leased.turn is not None
+        self._is_over = True
+        chained = ChainedPull(self._lease, self._signature, selection, ON_A_HOST, fetch)
+        return chained.bring_on_a_host(Advice(*self._lease.leased.turn).source)
+
+    def give_back(self, lease: VersionLease) -> None:
+        """Tell those that would be fed by this member that they have to look elsewhere."""
+        if lease.turn is None or self._is_over:
+            return
+        self._is_over = True
+        feeds_of(self._lease).fail(self._signature, lease.version, None)
+        requests = self._lease.requests
+        report = (*self._lease.store._address, (lease.version, self._signature), requests.local.me.rank)
+        requests.notify(self._lease.home, published.REPORT, report)

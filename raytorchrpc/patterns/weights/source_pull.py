@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -16,16 +15,13 @@ from raytorchrpc.calls.peers import is_client
 from raytorchrpc.calls.receive_into import Window
 from raytorchrpc.errors import NotFound, PeerLost
 from raytorchrpc.patterns.handle import Handle
-from raytorchrpc.patterns.weights import feeds, published
-from raytorchrpc.patterns.weights.chained_pull import BETWEEN_HOSTS, ON_A_HOST, ChainedPull
-from raytorchrpc.patterns.weights.deltas import TINY, apply, bounds_of, delta_bytes
-from raytorchrpc.patterns.weights.feeds import Feeds
+from raytorchrpc.patterns.weights import published
+from raytorchrpc.patterns.weights.chained_pull import BETWEEN_HOSTS, ChainedPull, HostTurn
+from raytorchrpc.patterns.weights.delta_pull import DeltaPull, divide
 from raytorchrpc.patterns.weights.published import VersionLease
 from raytorchrpc.patterns.weights.pull_plan import Selection, SourceCopies
-from raytorchrpc.patterns.weights.relays import Advice
 from raytorchrpc.patterns.weights.slices import KnownLayout
 from raytorchrpc.patterns.weights.source_lease import Requests, SourceLease
-from raytorchrpc.process.cuda_driver import identity_of
 
 #: Most bytes of one message: tensors that lanes bring in memory of their own need this much of it.
 MESSAGE_BYTES = 256 << 20
@@ -39,7 +35,7 @@ class Way(Enum):
     NOTHING = "nothing has changed"
     OWN = "copied from this process's own snapshot"
     ARRIVED = "copied from memory that came with the lease"
-    REQUESTED = "requested under the lease"
+    REQUESTED = "requested under the lease: deltas first, and then what comes whole"
 
 
 class SourcePull:
@@ -61,14 +57,12 @@ class SourcePull:
         self.lease = SourceLease(store, requests, layout, device_type, self._give_turn_back)
         self.planned, self.home = planned, store.home
         self.failure: NotFound | PeerLost | None = None  # what this source has raised
+        self.selection = Selection((), ())  # as soon as it is requested: what the pull brings
         self._requests, self._local = requests, requests.local
         self._way = Way.NOTHING
-        self._had_turn = False
-        self.selection = Selection((), ())  # as soon as it is requested: what the pull brings
-        self._is_all = False  # whether that is all that is planned
-        self._deltas: list[Selection] = []
+        self._turn: HostTurn | None = None  # that is asked for with the lease
+        self._deltas: DeltaPull | None = None
         self._whole: Selection | None = None  # what comes whole, if it is requested
-        self._sent_deltas: Future[Any] | None = None
         self._sent_pieces: Future[Any] | None = None
 
     @contextmanager
@@ -94,19 +88,8 @@ class SourcePull:
 
     def ask(self, version: int | None, since: int | None, caller_waits: bool = False) -> None:
         """Ask the home for a lease. Then call ``answer`` or ``release``."""
-        self.lease.ask(version, since, None if self.lease.is_home else self._turn_wanted(), caller_waits)
-
-    def _turn_wanted(self) -> tuple[str, str] | None:
-        """The signature and the GPU of a pull for which others on this host may be nearer than the home."""
-        if self.planned is None or self.planned.alike is None:
-            return None
-        signature, device = self.planned.alike
-        same_gpus = {own for own, _ in self._local.peers.route(self.home).same_gpus}
-        if not self._requests.is_readable(self.home, device.type) or device.index in same_gpus:
-            return None
-        self.feeds()  # before the home hears of it: others come at once
-        gpu = identity_of(device.index) if device.type == "cuda" else ""
-        return signature, gpu or f"rank {self._local.me.rank}"
+        self._turn = HostTurn.of(self.lease, self.planned)
+        self.lease.ask(version, since, None if self._turn is None else self._turn.wanted, caller_waits)
 
     def answer(self) -> VersionLease | None:
         """The lease; None if nothing is published yet."""
@@ -126,6 +109,10 @@ class SourcePull:
         self.lease.release()
         self.failure = None  # which holds the frames that hold this
 
+    def _give_turn_back(self, lease: VersionLease) -> None:
+        if self._turn is not None:
+            self._turn.give_back(lease)
+
     # --- moving tensors ------------------------------------------------------------------------------------------
 
     def expect(self) -> int:
@@ -139,7 +126,7 @@ class SourcePull:
         assert self.planned is not None
         lease, converts = self.lease, self.planned.converts
         selection = self.planned.into(tensors)
-        self.selection, self._is_all = selection.only(lease.leased.changed), lease.leased.changed is None
+        self.selection = selection.only(lease.leased.changed)
         if not self.selection.transfers:
             self._way = Way.NOTHING
         elif lease.is_home:
@@ -151,9 +138,9 @@ class SourcePull:
             lease.memory = Window()  # what came with the lease, if anything, is in another form
             self._deltas, self._whole = self._divide(self.selection)
             with self._moving():
-                if self._deltas:
-                    self._sent_deltas = self._request_deltas(self._deltas[0], caller_waits)
-                self._sent_pieces = self._request_in_place(self._whole, caller_waits and not self._deltas)
+                if self._deltas is not None:
+                    self._deltas.begin(caller_waits)
+                self._sent_pieces = self._request_in_place(self._whole, caller_waits and self._deltas is None)
 
     def receive(self) -> None:
         """Bring the tensors into the model. Raises PeerLost also if the home has lost the version."""
@@ -177,7 +164,8 @@ class SourcePull:
                 self.lease.memory.make(selection.copies)
                 self._requests.count(self.home, selection.nbytes)
             case Way.REQUESTED:
-                self._receive_deltas()
+                if self._deltas is not None:
+                    self._deltas.receive()
                 self._receive_whole()
         self.lease.check()
 
@@ -187,9 +175,7 @@ class SourcePull:
             return
         if self._is_relayed(whole):
             signature = whole.signature(self.leased.layout)
-            ChainedPull(
-                self.lease, self.feeds(), signature, whole, BETWEEN_HOSTS, self._request_message
-            ).bring_between_hosts()
+            ChainedPull(self.lease, signature, whole, BETWEEN_HOSTS, self._request_message).bring_between_hosts()
             return
         if self._has_turn and self._take_turn(whole):
             return
@@ -224,32 +210,16 @@ class SourcePull:
     def _request_message(self, message: Selection) -> Future[Any]:
         return self.lease.request(published.TENSORS, message.places, message.regions, into=message.targets)
 
-    # --- deltas --------------------------------------------------------------------------------------------------
-
-    def _divide(self, selection: Selection) -> tuple[list[Selection], Selection]:
-        """The messages of what comes as deltas, and what comes whole."""
+    def _divide(self, selection: Selection) -> tuple[DeltaPull | None, Selection]:
+        """What comes as deltas, and what comes whole."""
         deltas, planned = self.leased.deltas, self.planned
         assert planned is not None
         if not deltas or self._requests.is_readable(self.home, planned.device_type):
-            return [], selection
+            return None, selection
         # The home sends deltas to each reader, and whole tensors to other hosts once.
         times = 1 if self._requests.is_near(self.home) else max(1, self._count_far_members())
-        return divide(selection, dict(deltas), planned.layout, times)
-
-    def _receive_deltas(self) -> None:
-        sent, self._sent_deltas = self._sent_deltas, None
-        for number, message in enumerate(self._deltas):
-            answer = (sent or self._request_deltas(message, caller_waits=True)).wait()
-            more = number + 1 < len(self._deltas)
-            sent = self._request_deltas(self._deltas[number + 1]) if more else None
-            apply(message.regions, message.targets, answer)
-            size = sum(tensor.nbytes for tensor in answer[1])
-            self._requests.counter.expect(self.leased.version, size - message.nbytes)
-            self._requests.count(self.home, size)
-
-    def _request_deltas(self, message: Selection, caller_waits: bool = False) -> Future[Any]:
-        spans = [(transfer.place[0], *bounds_of(transfer.region)) for transfer in message.transfers]
-        return self.lease.request(published.DELTAS, spans, caller_waits=caller_waits)
+        messages, whole = divide(selection, dict(deltas), planned.layout, times, MESSAGE_BYTES)
+        return DeltaPull(self.lease, messages) if messages else None, whole
 
     # --- by way of others ----------------------------------------------------------------------------------------
 
@@ -267,55 +237,15 @@ class SourcePull:
         node = peers.member(self.home).node_id
         return sum(member.node_id != node for member in peers.members)
 
-    def feeds(self) -> Feeds:
-        """What this member feeds to others. To be called before the home hears of a pull that might."""
-        return feeds.feeds_of(self._local, self.lease.store, self._requests.counter.store)
-
     @property
     def _has_turn(self) -> bool:
         """Whether other GPUs of this host pull the same, and the home has told this member from which it copies."""
-        return self.leased.turn is not None and not self._had_turn
+        return self._turn is not None and self._turn.is_given
 
-    def _take_turn(self, selection: Selection) -> bool:
-        """Copy from the one that is before this member; False if that is not possible."""
-        assert self.leased.turn is not None
-        if self.planned is None or self.planned.alike is None or not self._is_all or self._deltas:
-            self._give_turn_back(self.leased)
+    def _take_turn(self, whole: Selection) -> bool:
+        """Copy from the GPU that is before this one; False if that is not possible."""
+        assert self._turn is not None and self.planned is not None
+        if self.leased.changed is not None or self._deltas is not None:  # the others bring something else
+            self._turn.give_back(self.leased)
             return False
-        self._had_turn, (signature, device) = True, self.planned.alike
-        fetch = partial(self._request_pieces, device.type)
-        chained = ChainedPull(self.lease, self.feeds(), signature, selection, ON_A_HOST, fetch)
-        return chained.bring_on_a_host(Advice(*self.leased.turn).source)
-
-    def _give_turn_back(self, lease: VersionLease) -> None:
-        """Tell those that would be fed by this member that they have to look elsewhere."""
-        if lease.turn is None or self._had_turn or self.planned is None or self.planned.alike is None:
-            return
-        self._had_turn, (signature, _) = True, self.planned.alike
-        self.feeds().fail(signature, lease.version, None)
-        report = (*self.lease.store._address, (lease.version, signature), self._local.me.rank)
-        self._requests.notify(self.home, published.REPORT, report)
-
-
-def divide(
-    selection: Selection, deltas: Mapping[int, int], layout: KnownLayout, times: int
-) -> tuple[list[Selection], Selection]:
-    """Divide what a pull brings: the messages of what comes as deltas, and what comes whole.
-
-    ``times``: how often the source sends a delta for each time that it would send the whole tensors.
-    """
-    sizes: dict[int, int] = {}  # of what comes as deltas
-    is_worth_a_request = False
-    for index, (transfer, target) in enumerate(zip(selection.transfers, selection.targets, strict=True)):
-        place, conversion = transfer.place
-        if conversion is None and place in deltas and target.numel():
-            elements = math.prod(layout.rows[place][2])
-            is_tiny = elements * target.itemsize < TINY
-            size = delta_bytes(transfer.region, elements, target.itemsize, deltas[place])
-            if is_tiny or size * times < target.nbytes:
-                sizes[index] = size
-                is_worth_a_request |= not is_tiny
-    if not is_worth_a_request:
-        return [], selection
-    rest = [index for index in range(len(selection.transfers)) if index not in sizes]
-    return selection.at(list(sizes)).messages(MESSAGE_BYTES, list(sizes.values())), selection.at(rest)
+        return self._turn.take(whole, partial(self._request_pieces, self.planned.device_type or ""))

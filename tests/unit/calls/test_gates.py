@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from raytorchrpc.calls.scope import Limit, Scope, allow_calls, current_scope, keep_admission, wait_serving
+from raytorchrpc.calls.scope import HELD, Limit, Scope, allow_calls, current_scope, keep_admission, wait_serving
 from raytorchrpc.calls.server import gates as execution
 from raytorchrpc.calls.server.gates import Admission, Gate
 from raytorchrpc.process.workers import DeferredCleanup, Workers
@@ -219,7 +219,7 @@ def test_others_run_in_order_while_a_method_waits_and_it_goes_on_after_them(admi
     join = on_thread(others)
     assert wait_serving(waiting, PATIENCE_S)
     assert log == ["0", "end of 0", "1", "end of 1", "2", "end of 2"]
-    assert admission.held and admission.owner == threading.get_ident()
+    assert admission.state is HELD and admission.owner == threading.get_ident()
     join()
 
 
@@ -283,7 +283,7 @@ def test_only_so_many_methods_of_a_sync_actor_wait_and_chains_still_come_back(mo
 def test_a_wait_that_runs_out_says_so_and_can_be_repeated(admission: Admission) -> None:
     waiting = Waiting()
     assert not wait_serving(waiting, 0.01)
-    assert admission.held
+    assert admission.state is HELD
     waiting.finish()
     assert wait_serving(waiting, 0.0)
 
@@ -345,7 +345,7 @@ def test_an_operation_may_keep_its_admission_while_it_waits(admission: Admission
         release = on_thread(lambda: _leave_when_admitted(method))
         assert lending(wait_serving)(waiting, PATIENCE_S)
         release()
-    assert log == ["other"] and admission.held
+    assert log == ["other"] and admission.state is HELD
 
 
 def _leave_when_admitted(method: Method) -> None:

@@ -7,13 +7,14 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from raytorchrpc.errors import BootstrapError
-from raytorchrpc.group import detached
-from raytorchrpc.group.changes import Change, ChangeLog, EventBus, RequestedChange
-from raytorchrpc.group.detached import ChangeFeed
+from raytorchrpc.group import changes, detached
+from raytorchrpc.group.changes import Change, ChangeFeed, ChangeLog, RequestedChange
 from tests.polling import wait_until
 from tests.shortage import shortage
 
@@ -54,16 +55,18 @@ def test_callbacks_hear_of_a_change_though_others_fail(
     def fail(change: Change) -> None:
         raise error
 
-    bus, told = EventBus("g"), queue.SimpleQueue[Change]()
-    bus.listen(fail)
-    bus.listen(told.put)
-    thread = bus.start()
-    bus.put(Change("lost", ("a",)))
-    bus.put(Change("back", ("a",)))
-    assert [told.get(timeout=PATIENCE_S).kind for _ in range(2)] == ["lost", "back"]
-    bus.stop()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive() and "a callback of group 'g' raised" in caplog.text
+    log, told = ChangeLog(), queue.SimpleQueue[Change]()
+    feed = ChangeFeed("g", log.after, log.lasts)
+    feed.listen(fail)
+    feed.listen(told.put)
+    log.put(Change("lost", ("a",)))
+    assert told.get(timeout=PATIENCE_S).kind == "lost"
+    log.put(Change("back", ("a",)))
+    log.close()
+    assert told.get(timeout=PATIENCE_S).kind == "back", "it came before the end"
+    assert feed.thread is not None
+    feed.thread.join(PATIENCE_S)
+    assert not feed.thread.is_alive() and "a callback of group 'g' raised" in caplog.text
 
 
 # --- changes whose supervisor runs in another process ---------------------------------------------------------------
@@ -77,22 +80,31 @@ class Host:
     """Answers on threads of its own, as Ray does."""
 
     def __init__(self) -> None:
-        self.log, self.dead, self.lasts = ChangeLog(), False, True
+        self.log, self.dead, self.lasts, self.silent = ChangeLog(), False, True, iter(())
         self._threads = ThreadPoolExecutor(4)
-        self.feed = ChangeFeed("group", self.fetch, lambda: self.lasts)
+        self.info = self.changes = self
+        self._made = detached.DetachedHost("group", self)
+        self.feed = self._made._feed
 
-    def fetch(self, after: int | None, wait_s: float) -> Future[tuple[int, list[Change]]]:
-        def work() -> tuple[int, list[Change]]:
+    def remote(self, *request: Any) -> Any:
+        """Of ``info`` without arguments, of ``changes`` with two."""
+        return SimpleNamespace(future=lambda: self._answer(*request))
+
+    def _answer(self, after: int | None = None, wait_s: float = 0.0) -> Future[Any]:
+        def work() -> Any:
             if self.dead:
                 raise ConnectionError("it died")
             return self.log.after(after, wait_s)
 
-        return self._threads.submit(work)
+        return Future() if after is not None and next(self.silent, False) else self._threads.submit(work)
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    monkeypatch.setattr(detached, "_POLL_S", 0.2)
+    monkeypatch.setattr(changes, "POLL_S", 0.2)
+    monkeypatch.setattr(detached, "_CHECK_S", 0.05)
+    monkeypatch.setattr(detached, "_answer", lambda name, reference, patience_s: reference.future().result(PATIENCE_S))
+    monkeypatch.setattr(detached.ray_internals, "session_check", lambda: lambda: made.lasts)
     made = Host()
     yield made
     made.feed.stop()
@@ -147,17 +159,9 @@ def test_the_thread_ends_with_the_group_and_with_the_cluster(host: Host, caplog:
 
 
 def test_an_answer_that_never_comes_is_asked_for_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detached, "_CHECK_S", 0.05)
+    monkeypatch.setattr(detached, "_GRACE_S", 0.3)
     seen: queue.SimpleQueue[Change] = queue.SimpleQueue()
-    answered, silent = host.feed._fetch, iter([False, True])
-    host.feed._last = 0
-
-    def fetch(after: int | None, wait_s: float) -> Future[tuple[int, list[Change]]]:
-        is_silent = next(silent, False)
-        monkeypatch.setattr(detached, "_GRACE_S", 0.3 if is_silent else 30.0)
-        return Future() if is_silent else answered(after, wait_s)
-
-    monkeypatch.setattr(host.feed, "_fetch", fetch)
+    host.silent = iter([False, True])
     host.feed.listen(seen.put)
     host.log.put(change("late"))
     assert seen.get(timeout=PATIENCE_S) == change("late")

@@ -198,7 +198,12 @@ def test_a_client_that_the_supervisor_has_dropped_joins_again(
     assert groups.joined("a") is before
     second.complete()
     assert groups.joined("a") is None
-    assert find_local(groups, "a") is not before and host.asked == 2
+    host.error = rtr.BootstrapError("its host has died")
+    for ended in (False, True):
+        host.ended = ended
+        assert find_local(groups, "a") is before, "members can be called all the same"
+    host.error = None
+    assert find_local(groups, "a") is not before and host.asked == 4
 
 
 def test_a_member_is_found_in_the_group_that_is_known_to_have_it(groups: OwnGroups) -> None:

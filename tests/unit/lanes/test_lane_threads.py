@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from raytorchrpc.lanes.common.polling import Timer
-from raytorchrpc.lanes.socket.selector import BRIEF_S, SPIN_S, Selector, Spinner
+from raytorchrpc.lanes.socket.leadership import BRIEF_S
+from raytorchrpc.lanes.socket.selector import SPIN_S, Selector, Spinner
 from tests.polling import wait_until
 
 PATIENCE_S = 20.0
