@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -49,10 +48,16 @@ def steps() -> list[Step]:
 
 
 def _whole(known: str, given: str) -> str:
-    """A part of the program, with the lines that ``# ...`` stands for: those between its neighbours, as they were."""
-    old = known.splitlines()
+    """A part of the program, with what ``# ...`` stands for: in the body of a class, the methods that are not given;
+    in a function, the lines between its neighbours, as they were.
+    """
+    old, new = known.splitlines(), given.splitlines()
+    if f"    {_AS_BEFORE}" in new and any(line.startswith("class ") for line in new):
+        before, after = _methods(known), _methods(given)
+        methods = {**before, **{name: _whole(before.get(name, ""), text) for name, text in after.items()}}
+        return "\n".join([*new[: new.index(f"    {_AS_BEFORE}")], "\n\n".join(methods.values())])
     chunks: list[list[str]] = [[]]
-    for line in given.splitlines():
+    for line in new:
         if line.strip() == _AS_BEFORE:
             chunks.append([])
         else:
@@ -60,21 +65,31 @@ def _whole(known: str, given: str) -> str:
     whole, at = list(chunks[0]), 0
     for above, below in pairwise(chunks):
         first = old.index(above[-1], at) + 1
-        at = old.index(below[0], first)
+        at = old.index(below[0], first) if below else len(old)
         whole += old[first:at] + below
     return "\n".join(whole)
 
 
+def _methods(text: str) -> dict[str, str]:
+    found = {}
+    for method in re.findall(r"^    (?:@.*\n    )?def .*\n(?:(?: {8}.*)?\n)*", f"{text}\n", re.MULTILINE):
+        name = re.search(r"def (\w+)", method)
+        assert name is not None
+        found[name[1]] = method.rstrip("\n")
+    return found
+
+
 def _parts(code: str) -> dict[str, str]:
-    """The docstring, the imports, each class and function, and the end, with the blank lines above them."""
+    """The docstring, the imports, each class and function, and the end, with the blank lines above them.
+
+    What stands below ``# ...`` may be indented further than Python allows.
+    """
     found: dict[str, str] = {}
-    lines, above = code.splitlines(), 0
-    for node in ast.parse(code).body:
-        imports = isinstance(node, ast.Import | ast.ImportFrom)
-        name = "imports" if imports else getattr(node, "name", type(node).__name__)
-        text = "\n".join(lines[above : node.end_lineno])
-        found[name] = f"{found[name]}\n{text}" if name in found else text
-        above = node.end_lineno or 0
+    for text in re.findall(r"\n*(?:@.*\n)*\S.*(?:\n+[ #].*)*", code):
+        first = re.sub(r"^(@.*\n)+", "", text.strip("\n"))
+        named = re.match(r"(?:class|def) (\w+)", first)
+        name = named[1] if named else "imports" if re.match("import|from", first) else first.split()[0]
+        found[name] = f"{found[name]}{text}" if name in found else text.removeprefix("\n")
     return found
 
 
@@ -89,7 +104,7 @@ def _merged(known: dict[str, str], given: dict[str, str]) -> dict[str, str]:
     }
     added = {name: text for name, text in replaced.items() if name not in known}
     merged = {name: replaced.get(name, text) for name, text in known.items()}
-    ends = {name: merged.pop(name) for name in ("main", "If")}
+    ends = {name: merged.pop(name) for name in ("main", "if")}
     return {**merged, **added, **ends}
 
 

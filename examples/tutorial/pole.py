@@ -1,4 +1,4 @@
-"""A pole to balance on a cart, sixteen carts at a time, and a policy that learns to push them."""
+"""Poles to balance, each on a cart, and a policy that learns to push the carts."""
 
 import torch
 
@@ -7,21 +7,25 @@ CARTS, LONGEST, DISCOUNT = 16, 200, 0.99
 
 def make_policy():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 2))
+    first, last = torch.nn.Linear(4, 32), torch.nn.Linear(32, 2)
+    return torch.nn.Sequential(first, torch.nn.Tanh(), last)
 
 
 def move(state, action):
-    """Returns the states 0.02 s later: position, speed, angle, turning. Action 1 pushes right, 0 left."""
+    """Moves position, speed, angle and turning on by 0.02 s. Action 1 pushes right."""
     _, speed, angle, turning = state.unbind(1)
     push = (20 * action - 10 + 0.05 * turning**2 * angle.sin()) / 1.1
-    turn = (9.8 * angle.sin() - angle.cos() * push) / (0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1))
-    return state + 0.02 * torch.stack([speed, push - 0.05 * turn * angle.cos() / 1.1, turning, turn], 1)
+    inertia = 0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1)
+    turn = (9.8 * angle.sin() - angle.cos() * push) / inertia
+    faster = push - 0.05 * turn * angle.cos() / 1.1
+    return state + 0.02 * torch.stack([speed, faster, turning, turn], 1)
 
 
 @torch.no_grad()
 def play(policy):
-    """Plays one episode with each cart. An episode's reward is the number of steps that its pole stays up."""
-    state, up, steps = torch.rand(CARTS, 4) * 0.1 - 0.05, torch.ones(CARTS, dtype=torch.bool), []
+    """Plays an episode with each cart. The reward: the steps that its pole stays up."""
+    state, up = torch.rand(CARTS, 4) * 0.1 - 0.05, torch.ones(CARTS, dtype=torch.bool)
+    steps = []
     while up.any() and len(steps) < LONGEST:
         action = policy(state).softmax(1).multinomial(1).squeeze(1)
         steps.append((state, action, up))
@@ -31,14 +35,17 @@ def play(policy):
     returns = played.float()
     for step in reversed(range(len(steps) - 1)):
         returns[step] += DISCOUNT * returns[step + 1]
-    better = returns - returns.sum(1, keepdim=True) / played.sum(1, keepdim=True)  # than the other carts
+    others = returns.sum(1, keepdim=True) / played.sum(1, keepdim=True)
+    better = (returns - others)[played]
     reward = float(played.sum(0).float().mean())
-    return {"states": states[played], "actions": actions[played], "better": better[played], "reward": reward}
+    states, actions = states[played], actions[played]
+    return {"states": states, "actions": actions, "better": better, "reward": reward}
 
 
 def improve(policy, optimizer, batch):
-    """Makes the actions more likely that did better than others (REINFORCE). Returns the mean reward."""
-    chosen = policy(batch["states"]).log_softmax(1).gather(1, batch["actions"][:, None]).squeeze(1)
+    """Makes better actions more likely (REINFORCE). Returns the mean reward."""
+    likely = policy(batch["states"]).log_softmax(1)
+    chosen = likely.gather(1, batch["actions"][:, None]).squeeze(1)
     loss = -(chosen * batch["better"] / (batch["better"].std() + 1)).mean()
     optimizer.zero_grad()
     loss.backward()

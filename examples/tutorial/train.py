@@ -14,16 +14,18 @@ from pole import improve, make_policy, play
 import raytorchrpc as rtr
 
 
-@ray.remote(max_restarts=-1, max_task_retries=-1)  # Ray starts the process and run() again
+@ray.remote(max_restarts=-1, max_task_retries=-1)  # Ray starts it and run() again
 class Player:
     def __init__(self, seed):
         self.policy = make_policy()
         torch.manual_seed(seed)  # each player plays other episodes
 
     def run(self, weights, batches):
-        name, version = rtr.current_member(timeout=60).name, 0  # a new process waits until the group has it back
+        # A new process waits until the group has it back.
+        name, version = rtr.current_member(timeout=60).name, 0
         while True:
-            version = weights.pull(self.policy, since=version)  # in place, and only if there is a newer one
+            # In place, and only if there is a newer version.
+            version = weights.pull(self.policy, since=version)
             batch = play(self.policy) | {"player": name, "version": version}
             try:
                 batches.put(batch)  # blocks while the queue is full
@@ -37,8 +39,21 @@ class Learner:
         self.policy = make_policy()
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=0.01)
 
+    def publish(self, weights):
+        return weights.publish(self.policy)  # copies it, returns the version's number
+
+    def update(self, weights, batches):
+        batch = batches.get(timeout=60)  # of whichever player was first
+        reward = improve(self.policy, self.optimizer, batch)
+        newest = self.publish(weights)
+        return reward, batch["player"], newest - 1 - batch["version"]
+
     def save(self, path, update):
-        state = {"policy": self.policy.state_dict(), "optimizer": self.optimizer.state_dict(), "update": update}
+        state = {
+            "policy": self.policy.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "update": update,
+        }
         torch.save(state, f"{path}.new")
         os.replace(f"{path}.new", path)  # a crash leaves the old file or the new one
 
@@ -50,30 +65,22 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         return state["update"]
 
-    def publish(self, weights):
-        return weights.publish(self.policy)  # copies it, and returns the number of the version
-
-    def update(self, weights, batches):
-        batch = batches.get(timeout=60)  # of whichever player was first
-        reward, newest = improve(self.policy, self.optimizer, batch), self.publish(weights)
-        return reward, batch["player"], newest - 1 - batch["version"]
-
 
 def options():
     parser = argparse.ArgumentParser()
     parser.add_argument("--players", type=int, default=2)
     parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--kill-at", type=int, default=0, help="kill player_0 after this update")
+    parser.add_argument("--kill-at", type=int, default=0, help="kill after this update")
     parser.add_argument("--trace", help="write a trace for Perfetto to this file")
-    parser.add_argument("--checkpoint", default="pole.pt", help="on several nodes, a file that all of them see")
-    parser.add_argument("--goal", type=int, default=60, help="steps that the pole has to stay up in the end")
+    parser.add_argument("--checkpoint", default="pole.pt", help="all nodes see it")
+    parser.add_argument("--goal", type=int, default=60, help="steps in the end")
     return parser.parse_args()
 
 
 def train(given, group, learner, players):
     batches = rtr.Queue("batches", home="learner", maxsize=2)
     weights = rtr.WeightStore("policy", home="learner")
-    checkpoint = os.path.abspath(given.checkpoint)  # an actor may have another working directory
+    checkpoint = os.path.abspath(given.checkpoint)  # actors may work elsewhere
     done = ray.get(learner.load.remote(checkpoint))
     print(f"{done} updates are done")
     ray.get(learner.publish.remote(weights))
@@ -84,7 +91,8 @@ def train(given, group, learner, players):
         rewards.append(reward)
         played[name] += 1
         if update % 10 == 0:
-            print(f"update {update}: the pole stays up for {mean(rewards[-10:]):.0f} steps, {behind} behind")
+            steps = f"the pole stays up for {mean(rewards[-10:]):.0f} steps"
+            print(f"update {update}: {steps}, {behind} behind")
             report(group)
             ray.get(learner.save.remote(checkpoint, update))
         if update == given.kill_at:
@@ -93,7 +101,8 @@ def train(given, group, learner, players):
     print(group.stats())
     batches.close(force=True)  # ends the players' loops
     ray.get(playing)
-    print(*(f"{name}: {count} batches" for name, count in sorted(played.items())), sep="\n")
+    for name, count in sorted(played.items()):
+        print(f"{name}: {count} batches")
     return mean(rewards[-10:])
 
 
@@ -104,7 +113,8 @@ def show(change):
 def report(group):
     stats = group.stats()  # asks every member
     for row in stats.queues:
-        print(f"  {row.name}: {row.items} wait, {len(row.putting)} players wait for room, {row.taken} taken")
+        waiting = f"{row.items} wait, {len(row.putting)} players wait for room"
+        print(f"  {row.name}: {waiting}, {row.taken} taken")
     for row in stats.weights:
         if row.member != row.home:
             print(f"  {row.member}: {row.pulled} versions pulled, {row.lag} behind")
@@ -113,18 +123,20 @@ def report(group):
 def main():
     given = options()
     ray.init(log_to_driver=False, runtime_env=rtr.runtime_env())
-    learner, spread = Learner.remote(), Player.options(scheduling_strategy="SPREAD")  # over the nodes
-    players = {f"player_{number}": spread.remote(number) for number in range(given.players)}
-    config = rtr.GroupConfig(metrics_period_s=5)  # to Ray's metrics, for Prometheus and Grafana
-    with rtr.init_group({"learner": learner, **players}, config=config) as group, contextlib.ExitStack() as stack:
-        if given.trace:
-            stack.enter_context(group.trace(given.trace))
+    learner = Learner.remote()
+    spread = Player.options(scheduling_strategy="SPREAD")  # over the nodes
+    numbers = range(given.players)
+    players = {f"player_{number}": spread.remote(number) for number in numbers}
+    config = rtr.GroupConfig(metrics_period_s=5)  # for Prometheus and Grafana
+    with rtr.init_group({"learner": learner, **players}, config=config) as group:
         group.on_change(show)  # called on a thread of the group
-        steps = train(given, group, learner, players)
+        with group.trace(given.trace) if given.trace else contextlib.nullcontext():
+            steps = train(given, group, learner, players)
         nodes = len({member.node_id for member in group.members})
     if steps < given.goal:
-        sys.exit(f"the pole stays up for {steps:.0f} steps, but the goal is {given.goal}")
-    print(f"{given.players} players on {nodes} node(s): the goal of {given.goal} steps is reached")
+        sys.exit(f"{steps:.0f} steps are fewer than the goal of {given.goal}")
+    where = f"{given.players} players on {nodes} node(s)"
+    print(f"{where}: the goal of {given.goal} steps is reached")
 
 
 if __name__ == "__main__":

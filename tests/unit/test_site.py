@@ -136,6 +136,12 @@ def test_a_page_begins_with_its_title(page: str) -> None:
     assert len(re.findall(r"^# ", outside, re.MULTILINE)) == 1, "one title, or the menu of the page is wrong"
 
 
+def test_readme_and_quickstart_show_one_program() -> None:
+    pages = (text.read_text(encoding="utf-8") for text in (ROOT / "README.md", DOCS / "quickstart.md"))
+    readme, quickstart = (re.findall(r"^```python\n.*?^```$", text, re.MULTILINE | re.DOTALL) for text in pages)
+    assert readme == quickstart and len(readme) == 1
+
+
 def test_nothing_is_fetched_by_who_reads_it() -> None:
     assert SITE["theme"]["font"] is False
     assert "extra_javascript" not in SITE

@@ -144,7 +144,7 @@ def test_a_tensor_lane_needs_a_lane_for_calls_that_carries_its_descriptors() -> 
 def test_the_page_shows_the_example_as_it_is() -> None:
     page = (PACKAGE.parent / "docs" / "howto" / "write-a-lane.md").read_text()
     for file in ("own_lanes/rows.py", "own_lanes/memfd.py", "pyproject.toml"):
-        assert (OWN_LANES / file).is_file() and f"<!-- file examples/own_lanes/{file} -->" in page, file
+        assert (OWN_LANES / file).is_file() and f"<!-- begin file examples/own_lanes/{file} -->" in page, file
 
 
 # --- broken distributions ------------------------------------------------------------------------------------------
