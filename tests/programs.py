@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import io
 import os
 import pickle
 import runpy
@@ -66,20 +65,19 @@ class Program:
         if not self.stdin.closed:
             with suppress(BrokenPipeError), self.stdin:
                 self.stdin.write(input)
-        texts = {self.stdout.fileno(): b"", self.stderr.fileno(): b""}
-        waiting = [*texts]
+        texts = {self.stdout: b"", self.stderr: b""}
+        waiting = [stream for stream in texts if not stream.closed]
         while waiting:
             readable = select.select(waiting, [], [], timeout)[0]
             if not readable:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            for fd in readable:
-                part = os.read(fd, 1 << 16)
-                texts[fd] += part
+            for stream in readable:
+                part = os.read(stream.fileno(), 1 << 16)
+                texts[stream] += part
                 if not part:
-                    waiting.remove(fd)
+                    waiting.remove(stream)
         self.wait(timeout)
-        out, err = (io.TextIOWrapper(io.BytesIO(text)).read() for text in texts.values())
-        return out, err
+        return texts[self.stdout].decode(), texts[self.stderr].decode()
 
     def send_signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -143,6 +141,7 @@ def _serve(listener: socket.socket, ends: int) -> list[str]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if (pid := os.fork()) == 0:
                 os.setsid()
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # also where these tests run in the background
                 for number, fd in zip(_STREAMS, streams, strict=True):
                     os.dup2(fd, number)
                 os.closerange(3, 1024)

@@ -508,6 +508,8 @@ class Supervisor:
             case core.Report(change):
                 if change.kind in ("lost", "dead"):
                     logger.warning("group %r: lost %s: %s", self.roster.name, change.members[0], change.cause)
+                elif change.kind == "back":  # as loud: who has read of the loss waits for it
+                    logger.warning("group %r: %s is back", self.roster.name, ", ".join(change.members))
                 self.changes.put(change)
 
     def _announce(self, delta: Delta, members: Mapping[str, core.ProcessId]) -> None:

@@ -634,7 +634,7 @@ def test_a_deadline_that_passes_ends_every_kind_of_wait(pair: tuple[Any, Any], l
     for elapsed, error in waits:
         assert isinstance(error, rtr.RpcTimeout)
         assert isinstance(error, TimeoutError)
-        assert "b.hold did not answer by its deadline" in str(error) or "b.hold was running" in str(error)
+        assert "b.hold did not answer within " in str(error) or "b.hold was running" in str(error)
         assert 0.15 < elapsed < 20
     assert ray.get(a.run.remote(error_of_the_call)) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def kill(handle: Any) -> int:
     return pid
 
 
-def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
+def test_a_restarted_actor_is_back_by_itself(spawn: Spawn, caplog: pytest.LogCaptureFixture) -> None:
     a, b, c = (spawn(Returning, max_restarts=-1) for _ in range(3))
     with rtr.init_group({"a": a, "b": b, "c": c}) as group:
         before = group.members[1]
@@ -62,6 +63,7 @@ def test_a_restarted_actor_is_back_by_itself(spawn: Spawn) -> None:
         assert (lost.kind, lost.members) == ("lost", ("b",))
         back = news.get(timeout=60)
         assert (back.kind, back.members) == ("back", ("b",))
+        assert re.search("lost b: .*'default': b is back", caplog.text, re.DOTALL)
         group.wait_ready(60)
         after = group.members[1]
         assert (after.name, after.rank, after.incarnation) == ("b", 1, 1)

@@ -184,7 +184,8 @@ class Future(Generic[T]):
             refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
         while not self._arrives(timeout_s):
             if self._call.remaining() > 0:
-                raise RpcTimeout(f"{self._call.label} has not answered within {timeout_s:.3g} s")
+                waited = f"within {timeout_s:.3g} s; the call goes on: ask again"
+                raise RpcTimeout(f"{self._call.label} has not answered {waited}")
 
     def _arrives(self, timeout_s: float) -> bool:
         """Wait, and take the outcome; False if it has not arrived in time."""

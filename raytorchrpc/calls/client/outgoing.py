@@ -413,7 +413,14 @@ class OutgoingCall:
         if self._phase is SENT and self.pending.unsent:
             return RpcTimeout(f"no connection to {self._route.member.name!r} by the deadline of {self.label}")
         why = f"at the last attempt: {self._error}" if self._phase is LOST else "it may still run there"
-        return RpcTimeout(f"{self.label} did not answer by its deadline; {why}")
+        timeout, deadline = self._options.timeout, current_scope.get().deadline
+        if deadline is not None and deadline <= self._deadline + _SOON_S:
+            limit = "by the deadline of the call that this method serves"
+        elif timeout is None:
+            limit = f"within {self._calls.timeout_s:g} s (rpc_timeout_s); for another limit pass timeout="
+        else:
+            limit = f"within {round(timeout, 3):g} s (timeout)"
+        return RpcTimeout(f"{self.label} did not answer {limit}; {why}")
 
     # --- without an outcome --------------------------------------------------------------------------------------
 
@@ -481,7 +488,7 @@ class OutgoingCalls:
     def __init__(self, local: Any) -> None:
         """``local``: the LocalMember with the parts that the calls use."""
         self.rank: int = local.me.rank
-        self._timeout_s: float = local.config.rpc_timeout_s
+        self.timeout_s: float = local.config.rpc_timeout_s
         self.peers: PeerTable = local.peers
         self.payloads: Payloads = local.payloads
         self.codec: Codec = local.codec
@@ -567,7 +574,7 @@ class OutgoingCalls:
         """The body of a request, the seconds until its deadline, and whether it belongs to a distributed autograd
         context.
         """
-        seconds = self._timeout_s
+        seconds = self.timeout_s
         if timeout is not None or scope.limit is not None:
             seconds = self.budget(route.member.name, method, timeout)
         keep_graph = self._autograd_context() != torch_internals.NO_CONTEXT
@@ -583,7 +590,7 @@ class OutgoingCalls:
 
     def budget(self, peer: str, method: str, timeout: float | None) -> float:
         """Seconds until the deadline of a call that is made now."""
-        budget = self._timeout_s if timeout is None else checked_timeout(timeout)
+        budget = self.timeout_s if timeout is None else checked_timeout(timeout)
         if (deadline := current_scope.get().deadline) is not None:
             budget = min(budget, deadline - time.monotonic())
         if budget <= 0:

@@ -75,6 +75,20 @@ class Slow:
         return Slow, (self.seconds,)
 
 
+def test_a_timeout_names_its_limit_and_the_remedy() -> None:
+    released = threading.Event()
+    members = Members(rtr.GroupConfig(rpc_timeout_s=0.2), {"wait": exposed(lambda *_: released.wait(LONG))})
+    try:
+        with members.acting("a"):
+            with pytest.raises(rtr.RpcTimeout, match=r"home.wait .* within 0\.2 s \(rpc_timeout_s\); .* pass timeout="):
+                rtr.rpc_sync("home").wait()
+            with pytest.raises(rtr.RpcTimeout, match=r"home.wait did not answer within 0\.1 s \(timeout\); it"):
+                rtr.rpc_sync("home", timeout=0.1).wait()
+    finally:
+        released.set()
+        members.close()
+
+
 def test_a_timeout_begins_before_its_arguments_are_packed() -> None:
     ran = list[Any]()
     members = Members(rtr.GroupConfig(rpc_timeout_s=LONG), {"answer": exposed(lambda _, it: ran.append(it))})
