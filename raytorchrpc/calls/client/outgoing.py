@@ -414,7 +414,7 @@ class OutgoingCall:
             return RpcTimeout(f"no connection to {self._route.member.name!r} by the deadline of {self.label}")
         why = f"at the last attempt: {self._error}" if self._phase is LOST else "it may still run there"
         timeout, deadline = self._options.timeout, current_scope.get().deadline
-        if deadline is not None and deadline <= self._deadline + _SOON_S:
+        if deadline is not None and deadline <= self.deadline + _SOON_S:
             limit = "by the deadline of the call that this method serves"
         elif timeout is None:
             limit = f"within {self._calls.timeout_s:g} s (rpc_timeout_s); for another limit pass timeout="
