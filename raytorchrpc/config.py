@@ -6,6 +6,7 @@ import functools
 import ipaddress
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -155,6 +156,8 @@ def _refuse(config: GroupConfig, name: str, value: Any) -> None:
 
 GroupConfig.__setattr__ = _refuse  # type: ignore[method-assign, assignment]
 FIELDS = tuple(field.name for field in fields(GroupConfig))
+#: Numbers, and true or false.
+_NUMBERS = {each.name for each in fields(GroupConfig) if re.match(r"Annotated\[(float|int)|bool", str(each.type))}
 
 
 def _checked(values: Mapping[str, Any], given: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -162,9 +165,13 @@ def _checked(values: Mapping[str, Any], given: Mapping[str, str] | None = None) 
     from pydantic import ValidationError
 
     try:
-        return dict(_model()(**values))
+        checked = dict(_model()(**values))
     except ValidationError as error:  # pydantic's own error cannot be raised or caught as one of ours
         raise ConfigurationError(f"GroupConfig: {explain(error, FIELDS, given)}") from error
+    for name, value in values.items():  # pydantic reads text, but only variables of the environment are text
+        if isinstance(value, str) and name in _NUMBERS.difference(given or ()):
+            raise ConfigurationError(f"GroupConfig: {name}={value!r} is text: write {name}={checked[name]!r}")
+    return checked
 
 
 @functools.cache

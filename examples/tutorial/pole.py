@@ -12,7 +12,7 @@ def make_policy():
 
 
 def move(state, action):
-    """Moves position, speed, angle and turning on by 0.02 s. Action 1 pushes right."""
+    """Position, speed, angle and turning 0.02 s later. Action 1 pushes right."""
     _, speed, angle, turning = state.unbind(1)
     push = (20 * action - 10 + 0.05 * turning**2 * angle.sin()) / 1.1
     inertia = 0.5 * (4 / 3 - 0.1 * angle.cos() ** 2 / 1.1)
@@ -23,7 +23,7 @@ def move(state, action):
 
 @torch.no_grad()
 def play(policy):
-    """Plays an episode with each cart. The reward: the steps that its pole stays up."""
+    """Plays an episode with each cart. The reward: the steps that a pole stays up."""
     state, up = torch.rand(CARTS, 4) * 0.1 - 0.05, torch.ones(CARTS, dtype=torch.bool)
     steps = []
     while up.any() and len(steps) < LONGEST:

@@ -70,7 +70,7 @@ def options():
     parser = argparse.ArgumentParser()
     parser.add_argument("--players", type=int, default=2)
     parser.add_argument("--updates", type=int, default=60)
-    parser.add_argument("--kill-at", type=int, default=0, help="kill after this update")
+    parser.add_argument("--kill-at", type=int, default=0, help="kill at this update")
     parser.add_argument("--trace", help="write a trace for Perfetto to this file")
     parser.add_argument("--checkpoint", default="pole.pt", help="all nodes see it")
     parser.add_argument("--goal", type=int, default=60, help="steps in the end")

@@ -14,7 +14,7 @@ import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.bench.cases import Device, Failed
-from raytorchrpc.bench.links import LINKS, Calls, Link, take
+from raytorchrpc.bench.links import LINKS, Calls, take
 from raytorchrpc.bench.patterns import Busy, Pattern
 
 #: Share of a turn that its uncounted lead-in takes: other contestants have displaced the caches.
@@ -120,7 +120,8 @@ class Ready(NamedTuple):
 class Member:
     """Calls and is called. The methods that drive it are called by the driver, through Ray."""
 
-    _link: Link
+    _link: Any = None
+    """See ``open``; None where the driver holds the only end."""
     _payload: tuple[tuple[Device, int, int], Any] | None = None
 
     def __init__(self, cuda: bool) -> None:
@@ -174,7 +175,8 @@ class Member:
     def drop(self) -> None:
         """Free the memory of the last payload."""
         self._payload = None
-        self._link.drop()
+        if self._link is not None:
+            self._link.drop()
         if self._cuda:
             torch.cuda.empty_cache()
 

@@ -85,7 +85,8 @@ class Team:
         self._group: rtr.Group | None = None
         self._link: Link | None = None
         """If the driver holds it."""
-        self._is_open = False
+        self._problem: str | None = None
+        """Why the actors could not connect; empty if they could."""
         self._around: AbstractContextManager[Any] = ExitStack()
         self._by_torchrpc = one.options.get("tensor_transport") == rtr.rdt.TRANSPORT
         if self._by_torchrpc:
@@ -126,14 +127,14 @@ class Team:
 
     def open(self, timeout_s: float) -> None:
         """Connect the actors, once. Raises Failed."""
-        if self._is_open:
-            return
-        try:
-            self._open(timeout_s)
-            self._is_open = True
-        except Failed as failure:
-            self.end(str(failure))
-            raise
+        if self._problem is None:
+            self._problem = ""
+            try:
+                self._open(timeout_s)
+            except Failed as failure:
+                self._problem = str(failure)
+        if self._problem:
+            raise Failed(self._problem)
 
     def _open(self, timeout_s: float) -> None:
         one, link = self.one, LINKS[self.one.link]

@@ -22,6 +22,14 @@ MAX_TIMEOUT_S = 86400
 OFTEN = 1 << 30
 #: For those who know the arguments of queue.Queue and of Ray's Queue.
 _INSTEAD_OF_BLOCK = "for block=False pass timeout=0, and for block=True nothing"
+#: By function, for those who know Ray and torch: what to write instead of arguments that it does not take.
+_INSTEAD = {
+    "init_group": "pass the actors in one list or dict, init_group([a, b]), and the rest by name",
+    **{
+        verb: f"write {verb}(target).method(...): a call names a method of the actor's class, with @raytorchrpc.method"
+        for verb in ("rpc_sync", "rpc_async", "remote")
+    },
+}
 
 
 class CallOptions(NamedTuple):
@@ -73,7 +81,9 @@ def check_timeout(timeout: Any, name: str = "timeout") -> None:
 
 
 def takes_timeout(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function that takes ``timeout=`` name it when another spelling is passed, or ``block=``."""
+    """Have a function that takes ``timeout=`` name it when another spelling is passed, or ``block=``; and name the
+    remedy for other arguments that it does not take.
+    """
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -85,7 +95,13 @@ def takes_timeout(function: Callable[P, R]) -> Callable[P, R]:
                     where = "GroupConfig has rpc_timeout_s" if name == "rpc_timeout_s" else "only settings end in _s"
                     right = "timeout" if name == "rpc_timeout_s" else name.removesuffix("_s")
                     raise TypeError(f"{function.__name__} takes {right}= in seconds, not {name}=; {where}")
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            began = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if began or (instead := _INSTEAD.get(function.__name__)) is None:
+                raise
+            raise TypeError(f"{error}: {instead}") from None
 
     return checked
 

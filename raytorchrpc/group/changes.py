@@ -37,38 +37,6 @@ class Change(NamedTuple):
     """Why, for ``lost`` and ``dead``."""
 
 
-class Listeners:
-    """The callbacks of one group's changes. Thread-safe."""
-
-    def __init__(self, group: str) -> None:
-        self._group = group
-        self._lock = Lock()
-        self._entries: tuple[tuple[Callable[[Change], object]], ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def add(self, listener: Callable[[Change], object]) -> Callable[[], None]:
-        """Add a callback. Returns a function that removes it."""
-        entry = (listener,)
-        with self._lock:
-            self._entries = (*self._entries, entry)
-
-        def remove() -> None:
-            with self._lock:
-                self._entries = tuple(each for each in self._entries if each is not entry)
-
-        return remove
-
-    def call(self, change: Change) -> None:
-        """Call all callbacks on this thread. Their exceptions are logged."""
-        for (listener,) in self._entries:
-            try:
-                listener(change)
-            except BaseException:  # such as sys.exit(): this thread goes on
-                logger.exception("a callback of group %r raised", self._group)
-
-
 class ChangeLog:
     """Keeps the latest changes of a group, numbered from 1, for those that follow them. Thread-safe."""
 
@@ -119,7 +87,7 @@ class ChangeFeed:
     def __init__(self, group: str, fetch: Fetch, lasts: Callable[[int], bool]) -> None:
         """``lasts``: whether there may be changes after a number."""
         self._group, self._fetch, self._lasts = group, fetch, lasts
-        self._listeners = Listeners(group)
+        self._listeners: dict[object, Callable[[Change], object]] = {}
         self._lock = Lock()
         self._runs = self._stopped = False
         self._last = 0
@@ -131,10 +99,15 @@ class ChangeFeed:
 
         Raises what ``fetch`` raises, and ThreadShortage.
         """
+        key = object()  # it may be given twice
+
+        def remove() -> None:
+            self._listeners.pop(key, None)
+
         with self._lock:
             if not self._listeners or not self._runs:
                 self._last, _ = self._fetch(None, 0.0) or (0, [])
-            remove = self._listeners.add(listener)
+            self._listeners[key] = listener
             if not self._runs:
                 about, name = f"the changes of group {self._group!r}", f"raytorchrpc-changes-{self._group}"
                 try:
@@ -169,8 +142,12 @@ class ChangeFeed:
         new = changes[max(0, self._last - begin) :]
         self._last = max(self._last, last)  # a listener that came meanwhile has asked for a later one
         for change in new:
-            if not self._stopped:
-                self._listeners.call(change)
+            for listener in list(self._listeners.values()):
+                try:
+                    if not self._stopped:
+                        listener(change)
+                except BaseException:  # such as sys.exit(): this thread goes on
+                    logger.exception("a callback of group %r raised", self._group)
         return True
 
 

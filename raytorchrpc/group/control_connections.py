@@ -138,9 +138,9 @@ class ControlConnections:
 
         return lambda ended: pending.add_done_callback(partial(over, ended))
 
-    def dial(self, work: Mapping[str, Callable[[], None]]) -> list[threading.Thread]:
-        """Run what connects to each of these, on threads that may block: several at a time. Raises ThreadShortage."""
-        waiting = deque(work.values())
+    def dial(self, work: Iterable[Callable[[], None]]) -> list[threading.Thread]:
+        """Run what connects to processes, on threads that may block: several at a time. Raises ThreadShortage."""
+        waiting = deque(work)
 
         def run() -> None:
             while True:
@@ -150,10 +150,7 @@ class ControlConnections:
                     return
                 connect()
 
-        threads_of_work = [threads.start(run, name=f"raytorchrpc-dial-{next(iter(work))}")]
-        for _ in range(min(len(work), _AT_A_TIME) - 1):
-            threads_of_work.append(threads.start(run, name="raytorchrpc-dial"))
-        return threads_of_work
+        return [threads.start(run, name="raytorchrpc-dial") for _ in range(min(len(waiting), _AT_A_TIME))]
 
     def ask(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], names: Iterable[str], done: Answered

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from ray.actor import ActorHandle
 
@@ -49,6 +49,18 @@ STATS_TIMEOUT_S = 5.0
 Host = Supervisor | DetachedHost
 
 
+class _Members(tuple[Member, ...]):
+    """``Group.members``."""
+
+    __slots__ = ()
+
+    def __call__(self) -> NoReturn:
+        raise TypeError("Group.members is no method: write group.members")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
+
+
 class Group:
     """A set of Ray actors that can call each other directly. Created by ``init_group``; a context manager.
 
@@ -67,7 +79,7 @@ class Group:
         """``host``: in the process that formed the group; None for a copy. ``joined``: what ``join`` returns."""
         self._first_info = info
         self._host, self._joined = host, joined
-        self._session_lasts = ray_internals.session_check()
+        self._session_lasts, self._has_ended = ray_internals.session_check(), False
         if host is not None:
             own_groups.add(info.generation, Client(host, info.generation))
 
@@ -98,10 +110,10 @@ class Group:
     @property
     def members(self) -> tuple[Member, ...]:
         """All members, in rank order."""
-        return self._info.members
+        return _Members(self._info.members)
 
     def routes(self) -> _routes.RoutePlan:
-        """The lanes between each pair of members, and why they were chosen. ``print`` shows a table."""
+        """The lanes between each pair of members, and why they were chosen; shown as a table."""
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
@@ -114,7 +126,7 @@ class Group:
 
     @takes_timeout
     def stats(self, timeout: float = STATS_TIMEOUT_S) -> GroupStats:
-        """Calls, bytes and seconds by pair and lane, since the group was formed. ``print`` shows tables.
+        """Calls, bytes and seconds by pair and lane, since the group was formed; shown as tables.
 
         ``GroupStats.methods``, ``queues`` and ``weights`` show the calls by method, queues and topics, and versions of
         weights. Members answer beside their methods, so a busy one is not waited for. A member that is away, or does
@@ -160,6 +172,7 @@ class Group:
         if name in _groups and _groups[name]._host is host:
             del _groups[name]
             formed_here.pop(name, None)
+        self._has_ended = True
         own_groups.remove(self._first_info.generation)
         host.end(timeout)
 
@@ -325,7 +338,8 @@ class Group:
         more = f", ... {len(self) - 6} more" if len(self) > 6 else ""
         hosts = len({member.node_id for member in self.members})
         where = f"{hosts} node{'s' if hosts > 1 else ''}"
-        return f"<raytorchrpc.Group {self.name!r}: {len(self)} members on {where}: {names}{more}>"
+        state = "ended, had " if self._has_ended or not self._session_lasts() else ""
+        return f"<raytorchrpc.Group {self.name!r}: {state}{len(self)} members on {where}: {names}{more}>"
 
 
 _groups: dict[str, Group] = {}  # formed by this process and not shut down
@@ -477,7 +491,8 @@ def _reserved(name: Any) -> Iterator[None]:
         if _forming.setdefault(name, token) is not token:
             raise BootstrapError(f"group {name!r} is being formed by another thread; choose another name=")
         if name in _groups:
-            raise BootstrapError(f"group {name!r} exists; end it with its shutdown(), or choose another name=")
+            ended_by = f"raytorchrpc.get_group({name!r}).shutdown()"
+            raise BootstrapError(f"group {name!r} exists; end it with {ended_by}, or choose another name=")
         yield
     finally:
         if _forming.get(name) is token:

@@ -152,7 +152,7 @@ class RestartedActors:
                 actor.is_dialled = False
 
         actor.is_dialled = True
-        connections.dial({actor_id: dial})
+        connections.dial([dial])
 
     def _ask(self, handle: Any, actor: _Restarted) -> None:
         actor.ask_at = math.inf

@@ -550,14 +550,14 @@ class Supervisor:
         """Connect to members, on threads; each reports what came of it."""
         roster, prepared = self.roster, self._core.listening()
         prepared.update({name: client.prepared for name, client in self._core.clients.items()})
-        work = dict[str, Callable[[], None]]()
+        work: list[Callable[[], None]] = []
         for name in names:
             record = roster.record(name)
             member = record.member
             token = process_token(roster.generation, member.rank, member.incarnation)
             address, by_tcp = prepared[name].addresses["socket"], roster.reached_by_tcp(name)
             self._connections.set_address(name, token, address, by_tcp)
-            work[name] = partial(self._connect, record.handle, name, record.process, patience_s)
+            work.append(partial(self._connect, record.handle, name, record.process, patience_s))
         self._connections.dial(work)
 
     def _connect(self, handle: Any, name: str, process: core.ProcessId, patience_s: float) -> None:

@@ -1,19 +1,23 @@
-"""What the workers of inference engines share: their group, the deadline of an update, and what its failure says."""
+"""What the workers of inference engines share: their group, the deadline of an update, and how models load tensors."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, get_origin, get_type_hints
+from contextlib import suppress
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.group.tickets import find_ticket
 
 T = TypeVar("T")
+
+_joined: rtr.Group | None = None
+"""The group that this process has joined by itself."""
 
 
 def become_member(group: str | None, timeout: float) -> None:
@@ -22,12 +26,13 @@ def become_member(group: str | None, timeout: float) -> None:
     With a name, a process that no member has started connects to Ray first, at ``RAY_ADDRESS`` or on this host.
     """
     try:
-        rtr.current_member()
+        rtr.current_member(timeout)
         return
     except rtr.NotAMember:
         pass
+    global _joined
     try:
-        rtr.join(group, timeout=timeout)
+        _joined = rtr.join(group, timeout=timeout)
     except rtr.NotAMember as error:
         if group is None or ray.is_initialized():
             raise
@@ -38,7 +43,22 @@ def become_member(group: str | None, timeout: float) -> None:
                 f"{error}. No Ray runs on this host: start the engine in the cluster of group {group!r}, with "
                 f"RAY_ADDRESS, or as a child of a member"
             ) from unreachable
-        rtr.join(group, timeout=timeout)
+        _joined = rtr.join(group, timeout=timeout)
+
+
+def follow_group(group: str | None, timeout: float) -> None:
+    """Become a member, or move to the group that has the name now, if this process has joined one by itself before.
+
+    A group whose supervisor has ended lasts for its members.
+    """
+    global _joined
+    become_member(group, timeout)
+    if _joined is not None:
+        with suppress(rtr.NotAMember):  # there is no other one
+            ticket = find_ticket(group, time.monotonic() + timeout)
+            if ticket.record.credentials.generation != _joined.generation:
+                _joined.leave()
+                become_member(group, timeout)
 
 
 def check_fields(info: Any) -> None:
@@ -48,7 +68,9 @@ def check_fields(info: Any) -> None:
     """
     for name, kind in get_type_hints(type(info)).items():
         value: Any = getattr(info, name)
-        fits = get_origin(kind) is ClassVar or isinstance(value, kind) or (type(value) is int and isinstance(0.0, kind))
+        kinds = tuple(get_origin(each) or each for each in get_args(kind) or (kind,))
+        fits = get_origin(kind) is ClassVar or isinstance(value, kinds)
+        fits = fits or (type(value) is int and isinstance(0.0, kinds))
         if not fits or isinstance(value, bool):
             wanted = kind.__name__ if isinstance(kind, type) else kind
             raise rtr.ConfigurationError(f"{name}={value!r} of {type(info).__name__} has to be of type {wanted}")
@@ -57,6 +79,9 @@ def check_fields(info: Any) -> None:
 class Progress:
     """One update: its deadline, and whether it has written to the model."""
 
+    held: int | None = None
+    """The version of this store that the model has; None: none, or it is not known."""
+
     def __init__(self, timeout: float) -> None:
         self._until = time.monotonic() + timeout
         self.has_written = False
@@ -64,21 +89,6 @@ class Progress:
     def left(self) -> float:
         """Seconds to the deadline."""
         return max(0.0, self._until - time.monotonic())
-
-
-@contextmanager
-def updating(engine: str, version: int, timeout: float) -> Iterator[Progress]:
-    """Have an error say whether the model has tensors of two versions: a pull that it names has written nothing."""
-    progress = Progress(timeout)
-    try:
-        yield progress
-    except Exception as error:
-        if not progress.has_written and isinstance(error, (rtr.ConfigurationError, rtr.NotFound, rtr.Empty)):
-            raise
-        raise rtr.RayTorchRpcError(
-            f"the update of {engine}'s model to version {version} failed midway, so it may have tensors of two "
-            f"versions: update it again before it generates ({type(error).__name__}: {error})"
-        ) from error
 
 
 def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:

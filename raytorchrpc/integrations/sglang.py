@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import become_member, divide, load_whole, updating
+from raytorchrpc.integrations.engines import Progress, become_member, divide, load_whole
+from raytorchrpc.integrations.follower import Follower, may_be_torn
 from raytorchrpc.integrations.recording import NoPlan, Parts, check_filled, memory_of, record
 from raytorchrpc.integrations.versions import report
 
@@ -41,7 +42,10 @@ class Updates:
     def __init__(
         self, engine: Any, store: str = "policy", *, group: str | None = None, into: str = "auto", timeout: float = 60
     ) -> None:
-        """Describe the updates; blocks for nothing.
+        """Describe the updates; blocks for nothing, also before this process is a member.
+
+        Until an update has succeeded, ``engine.generate`` makes one first, and raises what it raises. It generates with
+        the weights that were loaded as long as the store has no version.
 
         Args:
             engine: a ``sglang.Engine``, or what has its methods for updates.
@@ -51,21 +55,26 @@ class Updates:
                 do more than to copy parts of them.
             timeout: seconds for each update.
 
-        Raises:
-            ConfigurationError: ``into`` is unknown.
-            NotAMember: this process is in no group.
+        Raises ConfigurationError if ``into`` is unknown.
         """
         if into not in ("auto", "load_weights"):
             raise rtr.ConfigurationError(f"into={into!r} has to be 'auto' or 'load_weights'")
-        self._engine, self._store, self._timeout = engine, rtr.WeightStore.find(store, timeout=timeout), timeout
-        self._reports = rtr.Queue(f"sglang/{uuid.uuid4().hex}", home=rtr.current_member().name, maxsize=_MOST_REPORTS)
-        self._request = {"store": store, "group": group, "into": into, "reports": self._reports.name}
-        self._request["home"] = rtr.current_member().name
+        self._engine, self._flush_cache = engine, True
+        self._request = {"store": store, "group": group, "into": into}
+        self._follower = Follower("SGLang", store, self._send, timeout=timeout)
+        if (generate := getattr(engine, "generate", None)) is not None:
+
+            def generate_with_newest(*args: Any, **options: Any) -> Any:
+                self._follower.ensure()
+                return generate(*args, **options)
+
+            engine.generate = generate_with_newest
 
     def bring(self, version: int | None = None, *, flush_cache: bool = True) -> int:
         """Bring a version (None: the newest) into the engine's model; returns its number. Blocks until it is there.
 
-        SGLang waits for its running requests before, unless ``engine.pause_generation`` was called.
+        SGLang waits for its running requests before, unless ``engine.pause_generation`` was called. An update that
+        fails midway is repeated with the newest version, until the timeout.
 
         Args:
             version: of the store.
@@ -74,47 +83,56 @@ class Updates:
         Raises:
             ConfigurationError: the published tensors are not those of the model. Nothing was written.
             NotFound: the version is not there. Nothing was written.
-            RayTorchRpcError: SGLang reports a failure, or the update failed midway: the text says so, and the model
-                has to be updated again before it generates.
+            RayTorchRpcError: SGLang reports a failure, or the update failed midway: the text says so, and
+                ``engine.generate`` repeats it before it generates.
         """
-        version = self._store.wait(timeout=self._timeout) if version is None else version
-        self._take_reports()  # of an update that was interrupted
-        request = json.dumps({**self._request, "version": version, "timeout": self._timeout})
-        _check("begin_weight_update", self._engine.begin_weight_update())
+        self._flush_cache = flush_cache
+        return self._follower.update(version)
+
+    def _send(self, store: rtr.WeightStore, version: int, progress: Progress) -> None:
+        """Have all processes of the engine bring a version."""
+        reports = rtr.Queue(f"sglang/{uuid.uuid4().hex}", maxsize=_MOST_REPORTS)
+        request = {**self._request, "version": version, "instance": store.instance, "timeout": progress.left()}
+        request |= {"reports": reports.name, "home": reports.home}
         try:
-            # A tensor without elements travels by value, so the engine may be on another host.
-            answer = self._engine.update_weights_from_tensor(
-                [(request, torch.empty(0))], load_format=LOADER, flush_cache=flush_cache
-            )
+            _check("begin_weight_update", self._engine.begin_weight_update())
+            try:
+                # A tensor without elements travels by value, so the engine may be on another host.
+                answer = self._engine.update_weights_from_tensor(
+                    [(json.dumps(request), torch.empty(0))], load_format=LOADER, flush_cache=self._flush_cache
+                )
+            finally:
+                ended = self._engine.end_weight_update()
+            given: list[Any] = []
+            with suppress(rtr.Empty):
+                given = reports.get_many(_MOST_REPORTS, timeout=0)
+            self._raise_failures(version, given, progress)
         finally:
-            ended = self._engine.end_weight_update()
-        self._raise_failures(version)
+            reports.delete()
         _check("update_weights_from_tensor", answer)
         _check("end_weight_update", ended)
-        return version
 
-    def _raise_failures(self, version: int) -> None:
-        """Raise what the engine's processes report; they have done so before SGLang has answered."""
-        reports = self._take_reports()
-        failures = [(rank, failure) for rank, _, failure in reports if failure is not None]
-        # Where some ranks have written and others have not, what matters is that the model has two versions.
-        failures.sort(key=lambda failed: isinstance(failed[1], (rtr.ConfigurationError, rtr.NotFound, rtr.Empty)))
+    def _raise_failures(
+        self, version: int, reports: Sequence[tuple[int, int, Exception | None, bool]], progress: Progress
+    ) -> None:
+        """Raise what the engine's processes report; they have done so before SGLang has answered.
+
+        ``reports``: of each its rank, the number of ranks, its failure, and whether its model may be torn.
+        """
+        failures = [(rank, failure) for rank, _, failure, _ in reports if failure is not None]
+        progress.has_written |= any(failure is None or is_torn for *_, failure, is_torn in reports)
+        # One that is no loss of the trainer would come again.
+        failures.sort(key=lambda failed: isinstance(failed[1], (rtr.NotFound, rtr.PeerLost, rtr.RpcTimeout)))
         for rank, failure in failures:
             logger.error("rank %d of SGLang has not taken version %d: %s", rank, version, failure)
         if failures:
             raise failures[0][1]
-        ranks, world = {rank for rank, *_ in reports}, max((world for _, world, _ in reports), default=1)
+        ranks, world = {rank for rank, *_ in reports}, max((world for _, world, *_ in reports), default=1)
         if len(ranks) < world:
             raise rtr.RayTorchRpcError(
                 f"{len(ranks)} of {world} processes of SGLang have reported that they took version {version}: start "
                 f"the engine with custom_weight_loader=[{LOADER!r}], in a member of the group; its log has more"
             )
-
-    def _take_reports(self) -> list[tuple[int, int, Exception | None]]:
-        """Rank, number of ranks and failure of each."""
-        with suppress(rtr.Empty):
-            return self._reports.get_many(_MOST_REPORTS, timeout=0)
-        return []
 
 
 def _check(step: str, answer: tuple[bool, str]) -> None:
@@ -132,19 +150,22 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """
     failure: Exception | None = None
     request: dict[str, Any] = {}
+    progress, is_torn = Progress(0), False
     try:
         request = json.loads(named_tensors[0][0])
+        progress = Progress(request["timeout"])
         become_member(request["group"], request["timeout"])
-        _bring(model, request)
+        _bring(model, request, progress)
     except Exception as error:
         logger.exception("raytorchrpc could not update the model of SGLang")
         failure = error if isinstance(error, rtr.RayTorchRpcError) else rtr.RayTorchRpcError(f"{error!r}")
+        is_torn = may_be_torn(error, progress)
     try:
         ranks = torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if ranks else 0
         world = torch.distributed.get_world_size() if ranks else 1
         reports = rtr.Queue(request["reports"], home=request["home"], maxsize=_MOST_REPORTS)
-        reports.put((rank, world, failure), timeout=request["timeout"])
+        reports.put((rank, world, failure, is_torn), timeout=request["timeout"])
     except Exception:
         logger.exception("raytorchrpc could not report how an update of SGLang's model went")
 
@@ -195,24 +216,25 @@ def _key(model: Any, layout: Any, into: str) -> Any:
     return into, [(name, tensor.dtype, tensor.shape) for name, tensor in layout.items()], there
 
 
-def _bring(model: Any, request: Mapping[str, Any]) -> None:
+def _bring(model: Any, request: Mapping[str, Any], progress: Progress) -> None:
     version, into = request["version"], request["into"]
-    with updating("SGLang", version, request["timeout"]) as progress:
-        store = rtr.WeightStore.find(request["store"], timeout=progress.left())
-        layout = store.layout(version, timeout=progress.left())
-        plan = _plans.get(model)
-        if plan is None:
-            report("sglang", *FOLLOWS, logger)
-        if plan is None or plan.key != _key(model, layout, into):
-            plan = _plans[model] = _Plan(model, layout, into)
-        device = next(iter(model.parameters())).device
-        if plan.shards is None:
-            groups = divide(layout, lambda name: layout[name].nbytes, _GROUP_BYTES)
-            load_whole(model, store, layout, version, groups, device, progress)
-        else:
-            plan.parts.pull(store, plan.shards, version, progress.left())
-            progress.has_written = True
-            if hasattr(model, "post_load_weights"):  # computes others of them, as load_weights would have had it do
-                model.post_load_weights()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()  # a version that is reported is there
+    store = rtr.WeightStore.find(request["store"], timeout=progress.left())
+    if store.instance != request["instance"]:
+        raise rtr.NotFound(f"version {version} of store {store.name!r} is not there: its home was restarted meanwhile")
+    layout = store.layout(version, timeout=progress.left())
+    plan = _plans.get(model)
+    if plan is None:
+        report("sglang", *FOLLOWS, logger)
+    if plan is None or plan.key != _key(model, layout, into):
+        plan = _plans[model] = _Plan(model, layout, into)
+    device = next(iter(model.parameters())).device
+    if plan.shards is None:
+        groups = divide(layout, lambda name: layout[name].nbytes, _GROUP_BYTES)
+        load_whole(model, store, layout, version, groups, device, progress)
+    else:
+        plan.parts.pull(store, plan.shards, version, progress.left())
+        progress.has_written = True
+        if hasattr(model, "post_load_weights"):  # computes others of them, as load_weights would have had it do
+            model.post_load_weights()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()  # a version that is reported is there

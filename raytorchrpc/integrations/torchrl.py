@@ -19,6 +19,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import Progress
+from raytorchrpc.integrations.follower import Follower
 from raytorchrpc.integrations.team import Team
 from raytorchrpc.integrations.versions import adapted_to
 
@@ -68,8 +70,8 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
         self._actors: list[ActorHandle[Any]] = []
         self._names: list[str] = []
         self._store: rtr.WeightStore | None = None
-        self._version = 0
-        """Of the weights that a receiver has."""
+        self._follower: Follower | None = None
+        """Of a receiver."""
 
     # --- in the process of the RayCollector ----------------------------------------------------------------------
 
@@ -117,8 +119,7 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
             self._deliver([worker_ids] if isinstance(worker_ids, int) else worker_ids)
 
     def _deliver(self, workers: Sequence[int]) -> None:
-        take = f"_receiver_schemes['{self._model_id}'].take"
-        names = {self._actors[worker].cascade_execute.remote(take): self._names[worker] for worker in workers}
+        names = {self._actors[worker].__ray_call__.remote(_take, self): self._names[worker] for worker in workers}
         done, waiting = ray.wait(list(names), num_returns=len(names), timeout=self._timeout)
         failures: list[Exception] = []
         for answer in done:
@@ -151,13 +152,15 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
     # --- in a remote collector -----------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_actors": [], "_names": [], "_receiver_transport": None}
+        return {**super().__getstate__(), "_actors": [], "_names": [], "_receiver_transport": None, "_follower": None}
 
     def _init_on_receiver_impl(
         self, *, model_id: str, context: Any = None, worker_idx: int | None = None, model: Any = None, **_: Any
     ) -> None:
         self.model_id, self.context, self._worker_idx = model_id, context, worker_idx
         self.model = model
+        assert self._store is not None
+        self._follower = Follower("a collector", self._store.name, self._write, timeout=self._timeout)
         self._register_transport_receiver()
 
     @property
@@ -200,16 +203,26 @@ class RayTorchRpcWeightSyncScheme(WeightSyncScheme):
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> Any | None:
         """Bring the newest weights into ``weights``, which are the model's; None if it has them, or there are none."""
-        assert self._store is not None
-        if not self._version and not self._store.version():
-            return None  # of another model of this collector, whose sender has something to send
-        since = self._version or None
-        version = self._store.pull(_by_name(weights), since=since, convert=self._convert, timeout=timeout)
-        if version == self._version:
+        follower = self._follower
+        assert follower is not None
+        before = follower.held
+        # None is published yet of another model of this collector, whose sender has something to send.
+        if not follower.update(timeout=timeout, least=0) or follower.held == before:
             return None
-        self._version = version
         self._strategy.apply_weights(model, weights)  # what is not in the model's own memory, such as extra state
         return weights if isinstance(weights, TensorDictBase) else TensorDict.from_module(model)
+
+    def _write(self, store: rtr.WeightStore, version: int, progress: Progress) -> None:
+        weights = _by_name(self.weights)
+        store.pull(weights, version, since=progress.held, convert=self._convert, timeout=progress.left())
+
+
+def _take(collector: Any, scheme: RayTorchRpcWeightSyncScheme) -> Exception | None:
+    """In a remote collector, take the newest weights. One that Ray has restarted gets a receiver before."""
+    if scheme.model_id not in getattr(collector, "_receiver_schemes", {}):
+        collector.register_scheme_receiver({scheme.model_id: scheme})
+    failure: Exception | None = collector._receiver_schemes[scheme.model_id].take()
+    return failure
 
 
 def _by_name(weights: Any, prefix: str = "") -> dict[str, torch.Tensor]:

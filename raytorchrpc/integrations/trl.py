@@ -13,6 +13,7 @@ import ray
 import torch
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.engines import Progress
 from raytorchrpc.integrations.versions import adapted_to
 
 with adapted_to("trl", "1.16", "1.17"):
@@ -56,21 +57,14 @@ class RayTorchRpcWeightTransfer:
         self._vllm = VLLMClient(server_url, timeout)
 
     def init_weight_transfer(self) -> None:
-        """Become a member, and have the server's workers join and find the store. Blocks until the server is there."""
+        """Become a member, and make the store. Blocks until the server is there.
+
+        The server's workers find the store with the first update, which may be one that they began before this process
+        was restarted.
+        """
         self._vllm.wait_for_server_ready()
         self._become_member()
         self._store = rtr.WeightStore(self._store_name, keep=2)
-        self._store.version()  # from now on the workers find it
-        info = {"store": self._store_name, "group": self._group, "into": self._into, "timeout": self.timeout}
-        try:
-            self._vllm.init_weight_transfer_engine(info, timeout=self.timeout)
-        except Exception as error:
-            self.destroy()
-            raise rtr.RayTorchRpcError(
-                f"the vLLM server at {self._server_url} cannot use group {self._group!r}: start it with "
-                f'VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend": "raytorchrpc"}}\', in the Ray '
-                f"cluster of the training process or as its child ({type(error).__name__}: {error})"
-            ) from error
 
     def pause(self) -> None:
         """Do nothing yet: the server generates until the weights are published."""
@@ -78,25 +72,46 @@ class RayTorchRpcWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish the weights, pause the server, and have its workers pull them. Blocks until they have them.
 
-        Raises RayTorchRpcError if the server fails, or does not answer in time; its text says whether the server's
-        model has tensors of two versions.
+        A server that is started again meanwhile is updated, too. Raises RayTorchRpcError if the server fails, or does
+        not answer in time; its text says whether the server's model has tensors of two versions.
         """
         if self._store is None:  # a second train() of this trainer, for which TRL initialises nothing
             self.init_weight_transfer()
         assert self._store is not None
         version = self._store.publish(iterator, timeout=self.timeout)
+        progress = Progress(self.timeout)
+        while True:
+            try:
+                return self._bring(version, progress)
+            except Exception as error:
+                with suppress(Exception):  # ranks that did not fail are still in the update
+                    self._vllm.finish_weight_update(timeout=self.timeout)
+                if isinstance(error, OSError) and progress.left():  # of requests: it is not there
+                    with suppress(TimeoutError):
+                        self._vllm.server_timeout = progress.left()
+                        self._vllm.wait_for_server_ready()
+                        continue
+                raise rtr.RayTorchRpcError(
+                    f"the vLLM server at {self._server_url} has not taken version {version} of {self._store_name!r}, "
+                    f"and stays paused; it has to run with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config "
+                    f'\'{{"backend": "raytorchrpc"}}\', in the Ray cluster of the training process or as its child: '
+                    f"{error}"
+                ) from error
+
+    def _bring(self, version: int, progress: Progress) -> None:
+        client = self._vllm
+        client.pause(timeout=progress.left())
         try:
-            self._vllm.pause(timeout=self.timeout)
-            self._vllm.start_weight_update(timeout=self.timeout)
-            self._vllm.update_weights({"version": version, "timeout": self.timeout}, timeout=self.timeout)
-            self._vllm.finish_weight_update(timeout=self.timeout)
-        except Exception as error:
-            with suppress(Exception):  # ranks that did not fail are still in the update
-                self._vllm.finish_weight_update(timeout=self.timeout)
-            raise rtr.RayTorchRpcError(
-                f"the vLLM server at {self._server_url} has not taken version {version} of {self._store_name!r}, and "
-                f"stays paused: {error}"
-            ) from error
+            client.start_weight_update(timeout=progress.left())
+        except OSError:
+            raise
+        except Exception:  # a trainer that was lost in an update has left it open
+            client.finish_weight_update(timeout=progress.left())
+            client.start_weight_update(timeout=progress.left())
+        info = {"store": self._store_name, "group": self._group, "into": self._into, "timeout": self.timeout}
+        update = {"version": version, "timeout": progress.left(), "init_info": info}
+        client.update_weights(update, timeout=progress.left())
+        client.finish_weight_update(timeout=progress.left())
 
     def resume(self) -> None:
         """Have the server generate with the new weights."""

@@ -82,7 +82,10 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
         if team is None:
             team = _teams[trainers[0]] = Team(f"verl_{len(_teams)}" if _teams else "verl")
         names = team.hold("verl", {"trainer": trainers, "rollout": rollouts})
-        place = rtr.get_group(team.group).generation, tuple(names[:actor_wg_world_size])
+        group, publishers = rtr.get_group(team.group), tuple(names[:actor_wg_world_size])
+        group.wait_ready()
+        lives = [member.incarnation for member in group.members if member.name in publishers]
+        place = f"{group.generation} {lives}", publishers  # what a trainer had published ends with its process
 
         def arguments(own: list[str]) -> dict[str, list[Any]]:
             return {"name": own, "place": [place] * len(own), "version": [_updates] * len(own)}
@@ -101,7 +104,7 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
 
         Args:
             name: of this member.
-            place: identifies the group, and names the members that are trainers.
+            place: identifies the group and the processes of the trainers, and names these members.
             version: of the next update.
         """
         self._name, self._version = name, version

@@ -293,6 +293,11 @@ class Handle:
         """The name of the member where the object lives."""
         return self._home
 
+    @property
+    def instance(self) -> int | None:
+        """Identifies the object among all that had its name; None until the handle is first used."""
+        return self._instance_id
+
     def delete(self) -> None:
         """End the object and free its memory, with all that it holds. Blocks for an answer of the home.
 

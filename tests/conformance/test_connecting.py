@@ -143,6 +143,21 @@ def test_tensors_may_change_while_their_request_waits(pair: tuple[Node, Node], a
     assert not any(message.body.tensors[0].any() for message in callee.served)
 
 
+def test_a_request_whose_caller_is_interrupted_is_not_sent(
+    pair: tuple[Node, Node], accepts: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller takes back what it tells of."""
+    caller, callee = pair
+    with monkeypatch.context() as patched:
+        interrupt = Failing([KeyboardInterrupt()], list)
+        patched.setattr(connections.Request, "leave", lambda request: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            Sent(caller, b"first")
+    later = Sent(caller, b"second")
+    accepts.set()
+    assert later.result() == ("kept",) and kept(callee) == [b"second"]
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_request_that_waits_until_its_deadline_is_never_sent(
     pair: tuple[Node, Node], accepts: threading.Event, late: int

@@ -16,6 +16,8 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Iterable
+from importlib import metadata
+from importlib.util import find_spec
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -137,6 +139,8 @@ class Rank:
 
 def run_rank(pipe: Any, rank: int, ranks: int, meeting: str, loaders: list[str], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    if find_spec("sglang") is None:  # which the tests of kills do without
+        metadata.version = lambda _: "0.5.23"
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     its = Rank(Model(*arguments[:2], rank, ranks, *arguments[2:]), loaders)
     pipe.send(None)

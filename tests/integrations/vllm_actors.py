@@ -321,7 +321,7 @@ def leave_layout_alone() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def fail_midway(engine: Engine) -> None:
+def fail_midway(engine: Engine, by_a_bug: bool = False) -> None:
     """Have the next update fail after its first layers, as if the trainer was lost then."""
     update = engine.llm.llm_engine.collective_rpc(lambda worker: worker.weight_transfer_engine._bring.__self__)[0]
     group = update._groups[1]
@@ -329,7 +329,7 @@ def fail_midway(engine: Engine) -> None:
 
     def fail(*args: Any) -> None:
         group.pull = pull
-        raise rtr.PeerLost("trainer", "the test says so", True)
+        raise ZeroDivisionError if by_a_bug else rtr.PeerLost("trainer", "the test says so", True)
 
     group.pull = fail
 
@@ -343,8 +343,8 @@ def die_in_next_update(engine: Engine) -> None:
     engine.llm.collective_rpc(spoil)
 
 
-def fail_to_wait(engine: Engine, rank: int) -> None:
-    """Have this rank alone not find a version in time."""
+def fail_to_wait(engine: Engine, rank: int | None) -> None:
+    """Have this rank alone not find a version in time; None: none of them."""
 
     def spoil(worker: Any) -> None:
         engine = worker.weight_transfer_engine
@@ -353,7 +353,7 @@ def fail_to_wait(engine: Engine, rank: int) -> None:
             def wait(self, version: int = 1, timeout: float | None = None) -> int:
                 raise rtr.Empty("the test says so")
 
-        engine._store.__class__ = Silent if worker.rank == rank else rtr.WeightStore
+        engine._follower._store.__class__ = Silent if worker.rank == rank else rtr.WeightStore
 
     engine.llm.collective_rpc(spoil)
 

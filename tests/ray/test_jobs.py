@@ -99,7 +99,7 @@ def test_the_commands_of_the_page_submit_a_job() -> None:
     """As printed, with Ray's own ports, in namespaces of their own; the cluster ends with them."""
     page = (ROOT / "docs" / "jobs.md").read_text(encoding="utf-8")
     (commands,) = [block for block in re.findall(r"^```console\n(.*?)^```$", page, re.M | re.S) if "ray start" in block]
-    assert len(commands.splitlines()) == 3
+    assert len(commands.splitlines()) == 4
     ran = isolated(commands)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert SUCCESS.search(ran.stdout) and ran.stdout.rstrip().endswith("SUCCEEDED")

@@ -4,10 +4,12 @@ import inspect
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
 import raytorchrpc as rtr
+from raytorchrpc.calls.options import takes_timeout
 from raytorchrpc.config import GroupConfig
 from raytorchrpc.errors import ConfigurationError, RayTorchRpcError
 
@@ -132,6 +134,37 @@ def test_bad_environment_is_refused(environ: dict[str, str], said: str) -> None:
 def test_another_spelling_of_a_timeout_names_the_right_one(call: Callable[[], object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rtr.remote(rtr.Queue), r"remote decorates neither .* with @ray\.remote, .* with @raytorchrpc\.method"),
+        (
+            lambda: rtr.rpc_sync("peer", "update", 1),
+            r"write rpc_sync\(target\)\.method\(\.\.\.\): .* @raytorchrpc",
+        ),
+        (lambda: rtr.rpc_async("peer", args=(1,)), r"'args'.*: write rpc_async\(target\)\.method\(\.\.\.\)"),
+        (lambda: rtr.init_group("a", "b"), r"pass the actors in one list or dict, init_group\(\[a, b\]\)"),
+        (lambda: rtr.Future(None).get(), r"no attribute 'get': use result\(\), wait\(\) or await"),
+        (lambda: rtr.queue, r"no attribute 'queue' \(did you mean 'Queue'\?\)"),
+        (lambda: import_module("raytorchrpc.Queue"), r"no module .*: write `from raytorchrpc import Queue`"),
+        (lambda: GroupConfig(rpc_timeout_s="60"), r"rpc_timeout_s='60' is text: write rpc_timeout_s=60\.0"),
+        (lambda: GroupConfig(tls="yes"), r"tls='yes' is text: write tls=True"),
+    ],
+)
+def test_an_input_that_ray_or_torch_would_take_names_the_remedy(call: Callable[[], object], message: str) -> None:
+    with pytest.raises((AttributeError, ConfigurationError, ImportError, TypeError), match=message):
+        call()
+
+
+def test_an_error_inside_of_a_function_is_not_one_of_its_arguments() -> None:
+    def fails(timeout: float) -> None:
+        raise TypeError("inside")
+
+    fails.__name__ = "rpc_sync"
+    with pytest.raises(TypeError, match=r"^inside$"):
+        takes_timeout(fails)(1)
 
 
 def test_settings_name_their_unit_and_functions_do_not() -> None:

@@ -39,13 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "patterns": {"calls", "lanes.base", "process", "tensors"},
     "rdt": {"calls", "lanes.base", "lanes.nng.offers", "process", "tensors"},
     "decorator": {"calls", "rdt"},
-    "integrations": {"__init__", "process.threads"},
+    "integrations": {"__init__", "process.threads", "group.tickets"},
     "group": {
         *("_loading", "calls", "config", "lanes.base", "lanes.common", "lanes.registry", "lanes.setup", "lanes.socket"),
         *("lanes.torchrpc", "patterns.home", "patterns.waits", "process", "rdt", "routing", "tensors", "topology"),
     },
     "__init__": {
-        *("_loading", "calls", "config", "decorator", "group", "patterns", "rdt", "runtime_env"),
+        *("_loading", "calls", "config", "decorator", "group", "patterns", "rdt", "runtime_env", "text"),
         *("tensors.distributed_tensors", "topology"),
     },
 }
@@ -57,7 +57,9 @@ LEVELS = 19
 FILLED_FROM_ABOVE: set[str] = set()
 #: What users import, and the command line; ``lanes.base`` and ``lanes.setup`` are for lanes of other distributions.
 PUBLIC = {"rdt", "errors", "doctor", "cli", "cli.app", "lanes.base", "lanes.setup"}
-PUBLIC |= {f"integrations.{package}" for package in ("sglang", "torchrl", "trl", "verl", "vllm", "vllm.trainer")}
+PUBLIC |= {
+    f"integrations.{package}" for package in ("sglang", "torchrl", "trl", "verl", "vllm", "vllm.trainer", "vllm.engine")
+}
 #: Modules whose functions depend on their arguments alone, and whose objects change by calls alone: tests may use them.
 #: They have no threads, sockets, processes or Ray of their own.
 PURE = {
@@ -74,7 +76,13 @@ PURE = {
     *("doctor.examination", "doctor.report"),
     "_compat.requirements",
     *("calls.counters", "calls.metrics", "calls.options", "calls.protocol", "calls.receive_into"),
-    *("calls.spans", "integrations.versions", "integrations.recording"),
+    *(
+        "calls.spans",
+        "integrations.versions",
+        "integrations.recording",
+        "integrations.engines",
+        "integrations.follower",
+    ),
     *("group.core", "group.messages", "group.roster", "group.tracing", "group.view"),
     *("lanes.common.frames", "lanes.common.handshake", "lanes.common.packing", "lanes.registry", "lanes.rules"),
     *("patterns.queues.items", "patterns.queues.store"),

@@ -29,6 +29,8 @@ DOCS = ROOT / "docs"
 SITE: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md"))
 
+#: Of a block of code, or of captured output.
+COLUMNS = 86
 HOOKS = runpy.run_path(str(DOCS / "hooks.py"))
 
 _SHOWN = re.compile(r"^<!-- begin api raytorchrpc\.(?P<name>\w+)(?: \{.*\})? -->$", re.MULTILINE)
@@ -50,6 +52,16 @@ def text_of(page: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_made_in_a_page_is_what_the_code_says(page: str) -> None:
     assert text_of(page) == HOOKS["whole"](DOCS / page), "run `python docs/hooks.py`"
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(DOCS / page for page in PAGES)], ids=lambda page: page.name)
+def test_printed_lines_fit(page: Path) -> None:
+    """Into the column of a page; the files of examples, which scroll, are as long as code may be."""
+    text = re.sub(
+        r"<!-- begin file (?!examples/tutorial/).*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    fences = re.findall(r"^( *)```.*\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    assert not [line for _, fence in fences for line in fence.splitlines() if len(line) > COLUMNS]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -134,6 +146,17 @@ def test_a_page_begins_with_its_title(page: str) -> None:
     assert text.startswith("# ")
     outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert len(re.findall(r"^# ", outside, re.MULTILINE)) == 1, "one title, or the menu of the page is wrong"
+
+
+@pytest.mark.parametrize(
+    "words", ["deadlock", "debug", "notebook", "restart+actor", "hangs", "slow", "OOM", "NCCL+error", "memory"]
+)
+def test_a_search_for_a_symptom_leads_to_a_heading(words: str) -> None:
+    """The search ranks headings first; it leaves out the pages for maintainers."""
+    (maintainers,) = (part for part in SITE["nav"] if "Maintainers" in part)
+    pages = set(PAGES) - set(named(maintainers))
+    headings = [line for page in pages for line in re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)]
+    assert any(all(word.lower() in line.lower() for word in words.split("+")) for line in headings)
 
 
 def test_readme_and_quickstart_show_one_program() -> None:

@@ -43,6 +43,11 @@ class _Method(functools.partial[Any]):
             "raytorchrpc.rpc_sync, rpc_async or remote"
         )
 
+    def __repr__(self) -> str:
+        target, _, name = self.args
+        verb = self.func.__name__.strip("_")
+        return f"<{verb if verb == 'remote' else f'rpc_{verb}'}({target!r}).{name}: call it, .{name}(...)>"
+
 
 class _Proxy:
     """``proxy.method(...)`` makes the call, as its verb does."""
@@ -265,4 +270,9 @@ def remote(target: Target, *, timeout: float | None = None) -> Any:
         >>> rref.to_here()
         42
     """
+    if callable(target):
+        raise TypeError(
+            "raytorchrpc.remote decorates neither classes nor functions: decorate the class with @ray.remote, and its "
+            "methods with @raytorchrpc.method"
+        )
     return _Proxy("remote", _remote, target, CallOptions(timeout))

@@ -20,9 +20,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import Progress, become_member, check_fields, load_whole, updating
+from raytorchrpc.integrations.engines import Progress, check_fields, load_whole
+from raytorchrpc.integrations.follower import Follower, alone
 from raytorchrpc.integrations.recording import NoPlan
 from raytorchrpc.integrations.versions import report
+from raytorchrpc.integrations.vllm import steps
 
 logger = init_logger("vllm.raytorchrpc")
 
@@ -33,6 +35,8 @@ INTO = "auto", "parameters", "layers", "load_weights"
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """What ``init_weight_transfer_engine({"init_info": {...}})`` takes, as a dict.
+
+    An engine that has it as ``additional_config={"raytorchrpc": {...}}`` needs no such call, also if it is restarted.
 
     Attributes:
         store: the name of the ``WeightStore``, in whichever member it is.
@@ -61,10 +65,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         version: of the store; None: the newest, and if there is none yet, the first.
         timeout: seconds; None: the one of ``InitInfo``.
+        init_info: for an engine that was not initialised, as one that was started again; see ``InitInfo``.
     """
 
     version: int | None = None
     timeout: float | None = None
+    init_info: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -79,35 +85,35 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     how: str | None = None
     """Which ways versions take into the model, and why no faster ones; None: there is no version yet."""
-    _store: rtr.WeightStore | None = None
+    _follower: Follower | None = None
     _bring: Callable[[int, Progress], None] | None = None
+    _planned_for: int | None = None
+    """The instance of the store that ``_bring`` pulls from."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group, find the store and, if it has a version, prepare the updates. Blocks.
+
+        The engine brings the newest version before its next step, if none was brought until then.
 
         Raises:
             ConfigurationError: ``into`` is unknown or impossible, or the published tensors are not those of the model.
             NotFound: no member has such a store.
         """
-        if init_info.into not in INTO:
-            raise rtr.ConfigurationError(f"into={init_info.into!r} has to be one of {', '.join(map(repr, INTO))}")
-        report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
+        follower = self._make_follower(init_info)
         self.shutdown()  # if this fails, no update brings versions of an earlier store
-        self._info = init_info
-        become_member(init_info.group, init_info.timeout)
-        self._store = rtr.WeightStore.find(init_info.store, timeout=init_info.timeout)
-        if newest := self._store.version():
-            self._prepare(newest, init_info.timeout)
+        store = follower.store(Progress(init_info.timeout))
+        if newest := store.version():
+            self._prepare(store, newest, init_info.timeout)
+        self._follower = follower
 
     def start_weight_update(self) -> None:
-        """Raises ConfigurationError if the engine was not initialised. Changes nothing."""
-        self._initialised()
+        """Changes nothing."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Bring a version into this worker's part of the model. Blocks until kernels can use it.
 
-        If it raises after it has begun to write, the message says so: the model has tensors of two versions then, and
-        must be updated again before it generates.
+        An update that fails midway is repeated with the newest version. If it raises nevertheless, the message says
+        so: the model has tensors of two versions then, and the next step of the engine repeats the update first.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -115,31 +121,63 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Like ``update_weights``, but copies to a GPU may still be queued when it returns."""
-        store, version = self._initialised(), update_info.version
-        timeout = self._info.timeout if update_info.timeout is None else update_info.timeout
-        if version is None:
-            version = _newest(store, timeout)
-        bring = self._bring or self._prepare(version, timeout)
-        try:
-            with updating("vLLM", version, timeout) as progress:
-                bring(version, progress)
-        except rtr.ConfigurationError:
-            self._bring = None  # the trainer publishes other tensors now: prepare again
-            raise
+        if self._initialised() is None and update_info.init_info is not None:
+            self._follower = self._make_follower(self.parse_init_info(update_info.init_info))
+        if self._follower is None:
+            raise rtr.ConfigurationError(
+                "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a "
+                "WeightStore, or give the engine additional_config={'raytorchrpc': {'store': NAME}}"
+            )
+        self._follower.update(update_info.version, update_info.timeout)
+
+    def before_step(self) -> None:
+        """Bring the newest version if the model has none, or parts of two. Raises if that fails."""
+        if (follower := self._initialised()) is not None and follower.held is None:
+            follower.ensure()
 
     def finish_weight_update(self) -> None:
         """Changes nothing: ``update_weights`` leaves nothing to do."""
 
     def shutdown(self) -> None:
-        """Forget the store. The process stays in its group until it ends."""
-        self._store = self._bring = self.how = None
+        """Forget the store, unless the model has to be updated. The process stays in its group until it ends."""
+        self._bring = self.how = None
+        if self._follower is not None and not self._follower.is_torn:
+            self._follower = None
 
-    def _prepare(self, version: int, timeout: float) -> Callable[[int, Progress], None]:
+    def _initialised(self) -> Follower | None:
+        """What follows the store; None: nobody has named one."""
+        if self._follower is None:
+            given = getattr(self.vllm_config, "additional_config", None)
+            if isinstance(given, dict) and "raytorchrpc" in given:
+                self._follower = self._make_follower(self.parse_init_info(given["raytorchrpc"]))
+        return self._follower
+
+    def _make_follower(self, info: InitInfo) -> Follower:
+        if info.into not in INTO:
+            raise rtr.ConfigurationError(f"into={info.into!r} has to be one of {', '.join(map(repr, INTO))}")
+        report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
+        self._info = info
+        gather = _gather if self.parallel_config.world_size > 1 else alone
+        follower = Follower("vLLM", info.store, self._write, group=info.group, timeout=info.timeout, gather=gather)
+        follower.is_torn = self._follower is not None and self._follower.is_torn
+        return follower
+
+    def _write(self, store: rtr.WeightStore, version: int, progress: Progress) -> None:
+        bring = self._bring
+        if bring is None or self._planned_for != store.instance:
+            bring = self._prepare(store, version, progress.left())
+        try:
+            bring(version, progress)
+        except rtr.ConfigurationError:
+            self._bring = None  # the trainer publishes other tensors now: prepare again
+            raise
+
+    def _prepare(self, store: rtr.WeightStore, version: int, timeout: float) -> Callable[[int, Progress], None]:
         """Find the fastest way that the model allows, or the one that ``into`` asks for.
 
         Raises ConfigurationError if that is impossible, or the published tensors are not those of the model.
         """
-        store, into, why = self._initialised(), self._info.into, "as asked"
+        into, why = self._info.into, "as asked"
         layout, bring = store.layout(version, timeout=timeout), None
         if into != "load_weights":
             try:
@@ -157,7 +195,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             bring = partial(self._load, store, layout)
             self.how = f"by load_weights ({layout.nbytes / 1e6:,.1f} MB): {why}"
         logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self.how)
-        self._bring = bring
+        self._bring, self._planned_for = bring, store.instance
         return bring
 
     def _load(self, store: rtr.WeightStore, layout: Any, version: int, progress: Progress) -> None:
@@ -169,28 +207,19 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
 
-    def _initialised(self) -> rtr.WeightStore:
-        if self._store is None:
-            raise rtr.ConfigurationError(
-                "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a WeightStore"
-            )
-        return self._store
 
-
-def _newest(store: rtr.WeightStore, timeout: float) -> int:
-    """The newest version that the first rank finds: all ranks of a model need the same, or the same error.
+def _gather(own: Any) -> list[Any]:
+    """The values of all ranks of one model, in the same order at each of them.
 
     Data parallel engines are not asked: a program may update one after the other.
     """
-    groups = [get_tp_group(), get_pp_group(), get_pcp_group()]
-    outcome: Any = None
-    if all(group.is_first_rank for group in groups):
-        try:
-            outcome = store.wait(timeout=timeout)
-        except rtr.RayTorchRpcError as error:
-            outcome = error
-    for group in groups:
-        outcome = group.broadcast_object(outcome)
-    if isinstance(outcome, Exception):
-        raise outcome
-    return int(outcome)
+    values = [own]
+    for group in (get_tp_group(), get_pp_group(), get_pcp_group()):
+        if group.world_size > 1:
+            parts: list[Any] = [None] * group.world_size
+            torch.distributed.all_gather_object(parts, values, group=group.cpu_group)
+            values = [value for part in parts for value in part]
+    return values
+
+
+steps.watch(WeightEngine)

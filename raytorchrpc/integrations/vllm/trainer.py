@@ -81,6 +81,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     def __init__(self, init: TrainerInit, client: VLLMWeightSyncClient, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=init.is_sender)
         self._init, self._store = init, _store_of(init, source)
+        self._info = asdict(InitInfo(store=init.store, into=init.into, timeout=init.timeout))
 
     @classmethod
     def trainer_init(
@@ -105,20 +106,23 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         return engine
 
     def connect(self) -> None:
-        """Have the engines find the store, as one that was started again needs to. Only rank 0; blocks."""
-        info = InitInfo(store=self._init.store, into=self._init.into, timeout=self._init.timeout)
-        self.client.init_weight_transfer_engine(asdict(info))
+        """Have the engines find the store. Only rank 0; blocks."""
+        self.client.init_weight_transfer_engine(self._info)
 
     def send_weights(self) -> None:
         """Publish the present weights, and have the engines bring them. Every training process calls it.
 
         Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied. If an engine
-        fails, the error is its own, and the next ``send_weights`` works once it is there again.
+        fails, the error is its own, and the next ``send_weights`` works once it is there again, also as a new process.
         """
         version = self._publish()
         if self.is_sender:
-            self.client.start_weight_update()
-            self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout)))
+            try:
+                self.client.start_weight_update()
+            except Exception:  # a trainer that was lost in an update has left it open
+                self.client.finish_weight_update()
+                self.client.start_weight_update()
+            self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout, self._info)))
             self.client.finish_weight_update(weight_version=str(version))
 
     def _publish(self) -> int:

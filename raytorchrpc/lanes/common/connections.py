@@ -80,7 +80,7 @@ class Request(Pending):
         self.unsent = True
 
     def leave(self) -> bool:
-        """Called by its caller, which may change its tensors from now on. Returns False while it is sent, or later."""
+        """Called by its caller, which may change its tensors once this returns True, and not while it is sent."""
         with self._lock:
             if self.phase is Phase.WAITS:
                 tensors = [copied(tensor) for tensor in self.message.body.tensors]
@@ -96,12 +96,16 @@ class Request(Pending):
         try:
             if not self.apart and not self._over.acquire(timeout=patience_s) and not self.leave():
                 self._over.acquire()
-        except BaseException:  # an interrupt: the caller takes back what the message tells of
-            self.deadline = 0.0
+        except BaseException:
+            self.withdraw()
             raise
         if self.done and not self.apart:
             self.take()
         return self.sent or self
+
+    def withdraw(self) -> None:
+        """Called by its caller, which was interrupted, and takes back what the message tells of. It is sent no more."""
+        self.deadline = 0.0
 
     def is_due(self) -> bool:
         """Whether to send it now. One that is ``unsent`` at its deadline remains so."""
@@ -491,6 +495,7 @@ class ConnectedLane(MessageLane, Generic[C]):
             queue.connects = 0
         except BaseException as error:
             if on_loop or not isinstance(error, threads.ThreadShortage):
+                request.withdraw()  # that thread may have begun
                 self._abandon(peer, queue)
                 raise
             self._open(peer, queue)  # Python starts no thread while it ends, when goodbyes are said

@@ -232,7 +232,7 @@ class Watched:
             except RayTorchRpcError:
                 failed.append(name)
 
-        for thread in self.connections.dial({name: partial(watch, name) for name in self.names}):
+        for thread in self.connections.dial(partial(watch, name) for name in self.names):
             thread.join(PATIENCE_S)
         return failed
 

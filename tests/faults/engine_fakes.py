@@ -1,0 +1,450 @@
+"""Engines and trainers as the adapters meet them, without the packages that they adapt to: those are stubs here.
+
+All tensors of a model have one value, and each version another, so a model with parts of two versions shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import ray
+import torch
+
+import raytorchrpc as rtr
+from tests.integrations import sglang_engine
+
+A, B = TypeVar("A"), TypeVar("B")
+NAMES = [f"layers.{number}.weight" for number in range(8)]
+SIZE = 1 << 14
+#: For an update, and for whatever waits for one (seconds).
+TIMEOUT_S = 30.0
+
+
+def filled(value: float) -> dict[str, torch.Tensor]:
+    return {name: torch.full((SIZE,), value, dtype=torch.float64) for name in NAMES}
+
+
+def values_of(tensors: Iterable[torch.Tensor]) -> list[float]:
+    """The values that occur in a model: one, unless it has parts of several versions."""
+    return sorted({value for tensor in tensors for value in tensor.unique().tolist()})
+
+
+class Model(torch.nn.Module):
+    """Takes its time to load a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in NAMES)
+        for layer in self.layers:
+            layer.weight = torch.nn.Parameter(torch.zeros(SIZE, dtype=torch.float64), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if not tensor.is_meta:
+                time.sleep(0.002)
+            self.get_parameter(name).copy_(tensor)
+
+
+def stub(name: str, **attributes: Any) -> None:
+    """Have ``import name`` give a module with these attributes; the packages above it are there, too."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        path = ".".join(parts[:length])
+        if path not in sys.modules:
+            sys.modules[path] = module = ModuleType(path)
+            module.__path__ = []  # a package
+            if length > 1:
+                setattr(sys.modules[".".join(parts[: length - 1])], parts[length - 1], module)
+    vars(sys.modules[name]).update(attributes)
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+class _WeightTransferEngine(Generic[A, B]):
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        self.vllm_config, self.parallel_config, self.model_config = vllm_config, vllm_config.parallel_config, None
+        self.device, self.model = device, model
+
+    def parse_init_info(self, given: dict[str, Any]) -> Any:
+        return self.init_info_cls(**given)  # type: ignore[attr-defined]
+
+    def parse_update_info(self, given: dict[str, Any]) -> Any:
+        return self.update_info_cls(**given)  # type: ignore[attr-defined]
+
+
+class _TrainerWeightTransferEngine(Generic[A]):
+    def __init__(self, client: Any, source: Any, is_sender: bool) -> None:
+        self.client, self.source, self.is_sender = client, source, is_sender
+
+
+class _Wrapper:
+    """Has the worker, for all that vLLM asks of it."""
+
+    worker: Any
+
+    def execute_model(self, *args: Any) -> Any:
+        return self.worker.execute_model(*args)
+
+
+class _TrainerInit:
+    def __init_subclass__(cls) -> None:
+        cls.__annotations__ = {"rank": "int", **cls.__annotations__}
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank == 0  # type: ignore[attr-defined, no-any-return]
+
+
+class _Source:
+    def held_names(self) -> None:
+        return None
+
+
+def stub_vllm() -> None:
+    """Without the names of vLLM that are not promised, so that models are updated by ``load_weights``."""
+    package = "vllm.distributed.weight_transfer.base"
+    groups = dict.fromkeys(("get_pcp_group", "get_pp_group", "get_tp_group"), lambda: SimpleNamespace(world_size=1))
+    stub("vllm", __version__="0.32.0")
+    stub("vllm.logger", init_logger=logging.getLogger)
+    stub("vllm.distributed.parallel_state", **groups)
+    stub("vllm.v1.worker.worker_base", WorkerWrapperBase=_Wrapper)
+    stub(
+        package,
+        WeightTransferEngine=_WeightTransferEngine,
+        TrainerWeightTransferEngine=_TrainerWeightTransferEngine,
+        WeightTransferInitInfo=object,
+        WeightTransferUpdateInfo=object,
+        TrainerInitInfo=_TrainerInit,
+        ParamMeta=tuple,
+        VLLMWeightSyncClient=object,
+        WeightSource=_Source,
+        layerwise_groups=lambda names: [[name] for name in names],
+        materialize_full_tensor=lambda tensor: tensor,
+    )
+    stub(
+        "vllm.model_executor.model_loader.reload",
+        initialize_layerwise_reload=lambda model: None,
+        finalize_layerwise_reload=lambda model, config: None,
+    )
+
+
+class Worker:
+    """Of vLLM: it has the steps of a weight update, as vLLM's own."""
+
+    def __init__(self, init_info: dict[str, Any]) -> None:
+        from raytorchrpc.integrations.vllm.engine import WeightEngine
+
+        self.model, self.is_updating = Model(), False
+        parallel = SimpleNamespace(world_size=1)
+        config = SimpleNamespace(parallel_config=parallel, model_config=None, additional_config=init_info)
+        self.weight_transfer_engine = WeightEngine(None, config, torch.device("cpu"), self.model)
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.init_transfer_engine(self.weight_transfer_engine.parse_init_info(info))
+
+    def start_weight_update(self) -> None:
+        if self.is_updating:
+            raise RuntimeError("an update is already active")
+        self.is_updating = True
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if not self.is_updating:
+            raise RuntimeError("start_weight_update must be called before")
+        try:
+            self.weight_transfer_engine.update_weights(info)
+        except BaseException:
+            self.is_updating = False
+            raise
+
+    def finish_weight_update(self) -> None:
+        if not self.is_updating:
+            raise RuntimeError("there is no update")
+        self.is_updating = False
+
+    def execute_model(self) -> list[float]:
+        return values_of(self.model.parameters())
+
+
+def _run_worker(pipe: Any, options: dict[str, Any]) -> None:
+    """The process of a worker."""
+    wrapper = _worker_of(options)
+    while True:
+        method, args = pipe.recv()
+        try:
+            there = wrapper if method == "execute_model" else wrapper.worker
+            pipe.send((getattr(there, method)(*args), None))
+        except Exception as error:
+            pipe.send((None, error if isinstance(error, rtr.RayTorchRpcError) else RuntimeError(repr(error))))
+
+
+def _worker_of(options: dict[str, Any]) -> _Wrapper:
+    stub_vllm()
+    wrapper = _Wrapper()
+    wrapper.worker = Worker({"raytorchrpc": {"store": "policy", "timeout": TIMEOUT_S, **options}})
+    return wrapper
+
+
+class Engine:
+    """An actor with a worker in itself, or in a child: it ends with that. It answers while the worker is busy."""
+
+    child: Any
+
+    def __init__(self, in_child: bool = False, **options: Any) -> None:
+        self.child, self._lock = None, threading.Lock()
+        if not in_child:
+            self.wrapper = _worker_of(options)
+            return
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        context = multiprocessing.get_context("spawn")
+        self.pipe, other = context.Pipe()
+        self.child = context.Process(target=_run_worker, args=(other, options), daemon=True)
+        self.child.start()
+        other.close()
+
+    def pids(self) -> dict[str, int]:
+        return {"engine": os.getpid(), **({"worker": self.child.pid} if self.child else {})}
+
+    def call(self, method: str, *args: Any) -> Any:
+        with self._lock:
+            return self._call(method, *args)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        if self.child is None:
+            there = self.wrapper if method == "execute_model" else self.wrapper.worker
+            return getattr(there, method)(*args)
+        try:
+            self.pipe.send((method, args))
+            result, error = self.pipe.recv()
+        except (EOFError, OSError):
+            os._exit(1)  # as vLLM's engine does
+        if error is not None:
+            raise error
+        return result
+
+    def generate(self) -> list[float]:
+        values: list[float] = self.call("execute_model")
+        return values
+
+
+class Client:
+    """Of a trainer, to an engine: what vLLM's and TRL's have. An engine that is not there is no connection."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.server_timeout = engine, TIMEOUT_S
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return ray.get(self.engine.call.remote(method, *args), timeout=2 * TIMEOUT_S)
+        except ray.exceptions.RayActorError as error:
+            raise ConnectionError(str(error)) from error
+
+    def wait_for_server_ready(self) -> None:
+        until = time.monotonic() + self.server_timeout
+        while True:
+            with suppress(ray.exceptions.RayActorError):
+                ray.get(self.engine.pids.remote())
+                return
+            if time.monotonic() > until:
+                raise TimeoutError
+            time.sleep(0.05)
+
+    def init_weight_transfer_engine(self, info: dict[str, Any], **_: Any) -> None:
+        self._ask("init_weight_transfer_engine", info)
+
+    def start_weight_update(self, **_: Any) -> None:
+        self._ask("start_weight_update")
+
+    def update_weights(self, info: dict[str, Any], **_: Any) -> None:
+        self._ask("update_weights", info)
+
+    def finish_weight_update(self, *_: Any, **__: Any) -> None:
+        self._ask("finish_weight_update")
+
+    def pause(self, **_: Any) -> None:
+        pass
+
+    resume = pause
+
+
+class Trainer:
+    """An actor that begins as a program does: each of its lives numbers its versions from 1 on."""
+
+    def __init__(self) -> None:
+        self.value, self.transfer = 0.0, None
+
+    def pids(self) -> dict[str, int]:
+        return {"trainer": os.getpid()}
+
+    def next_value(self) -> float:
+        self.value = float(time.monotonic_ns() // 1000)
+        return self.value
+
+    def newest(self) -> float:
+        return self.value
+
+
+class VllmTrainer(Trainer):
+    """With vLLM's trainer interface."""
+
+    def train(self, engine: Any) -> float:
+        """Bring a new value to the engine."""
+        stub_vllm()
+        from raytorchrpc.integrations.vllm.trainer import ModelSource, TrainerEngine, TrainerInit
+
+        if self.transfer is None:
+            self.weights = filled(self.next_value())
+            init = TrainerInit(rank=0, timeout=TIMEOUT_S)
+            self.transfer = TrainerEngine.trainer_init(init, client=Client(engine), source=ModelSource(self.weights))
+        self.weights.update(filled(self.next_value()))
+        self.transfer.send_weights()
+        return self.value
+
+
+class TrlTrainer(Trainer):
+    """With TRL's. It forms its group itself."""
+
+    def train(self, engine: Any) -> float:
+        """Bring a new value to the engine."""
+        stub("trl.experimental.async_grpo.vllm_client", VLLMClient=lambda *_: Client(engine))
+        from raytorchrpc.integrations import versions
+
+        versions.metadata = SimpleNamespace(version=lambda _: "1.16.0", PackageNotFoundError=ImportError)
+        from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer
+
+        if self.transfer is None:
+            transfer = RayTorchRpcWeightTransfer(timeout=TIMEOUT_S)
+            transfer.init_weight_transfer()
+            self.transfer = transfer
+        self.transfer.send_weights(iter(filled(self.next_value()).items()))
+        return self.value
+
+
+# --- SGLang -----------------------------------------------------------------------------------------------------------
+
+
+class SglangEngine(sglang_engine.Engine):
+    def generate(self) -> list[float]:
+        """What its ranks compute with."""
+        states = self.tell("state")
+        return values_of(its for state in states for name, its in state.items() if name != "derived")
+
+
+class SglangHolder:
+    """An actor with an engine, which is there from its beginning."""
+
+    def __init__(self) -> None:
+        from raytorchrpc.integrations.sglang import LOADER, Updates
+
+        self._lock = threading.Lock()
+        self.engine = SglangEngine(tp_size=2, custom_weight_loader=[LOADER], hidden=256)
+        self.updates = Updates(self.engine, "policy", timeout=TIMEOUT_S)
+
+    def pids(self) -> dict[str, int]:
+        return {"engine": os.getpid(), "worker": self.engine._ranks[1].pid or 0}
+
+    def bring(self, version: int) -> None:
+        with self._lock:
+            self.updates.bring(version)
+
+    def generate(self) -> list[float]:
+        with self._lock:
+            return self.engine.generate()
+
+
+class SglangTrainer(Trainer):
+    def train(self, engine: Any) -> float:
+        """Bring a new value to the engine."""
+        store, value = rtr.WeightStore("policy", keep=2), self.next_value() % 2**20  # exact as float32
+        self.value = value
+        names = sglang_engine.checkpoint(256, 2, 0).items()
+        version = store.publish({name: torch.full_like(tensor, value) for name, tensor in names})
+        ray.get(engine.bring.remote(version), timeout=2 * TIMEOUT_S)
+        return value
+
+
+# --- verl -------------------------------------------------------------------------------------------------------------
+
+
+def verl_engine(is_master: bool = False) -> Any:
+    """Its checkpoint engine."""
+    registry = SimpleNamespace(register=lambda _: lambda cls: cls)
+    stub("verl.checkpoint_engine", CheckpointEngine=object, CheckpointEngineRegistry=registry)
+    from raytorchrpc.integrations import versions
+
+    versions.metadata = SimpleNamespace(version=lambda _: "0.9.0", PackageNotFoundError=ImportError)
+    from raytorchrpc.integrations.verl import RayTorchRpcCheckpointEngine
+
+    return RayTorchRpcCheckpointEngine(SIZE * 16, is_master, timeout=TIMEOUT_S)
+
+
+class VerlWorker:
+    """An async actor with a checkpoint engine: a trainer, or a rollout worker, which generates once it may."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.engine = name, verl_engine()
+        self.model, self.may_generate = filled(0), False
+
+    async def pids(self) -> dict[str, int]:
+        return {self.name: os.getpid()}
+
+    async def call(self, method: str, *args: Any, **options: Any) -> Any:
+        return getattr(self.engine, method)(*args, **options)
+
+    async def send(self, value: float) -> None:
+        await self.engine.send_weights(iter(filled(value).items()))
+
+    async def receive(self) -> None:
+        async for name, tensor in self.engine.receive_weights():
+            self.model[name].copy_(tensor)
+
+    async def resume(self, may_generate: bool) -> None:
+        self.may_generate = may_generate
+
+    async def generate(self) -> list[float]:
+        if not self.may_generate:
+            raise rtr.RayTorchRpcError("verl's manager has not resumed generation")
+        return values_of(self.model.values())
+
+
+class VerlManager:
+    """Does in an update what verl's does; in the process of the tests."""
+
+    def __init__(self, trainers: list[Any], rollout: Any) -> None:
+        self.trainers, self.rollout, self.value = trainers, rollout, 0.0
+        self.topology, self._lock = type(verl_engine()).build_topology, threading.Lock()
+
+    def _ask_all(self, method: str, arguments: list[dict[str, Any]]) -> list[Any]:
+        actors = [*self.trainers, self.rollout]
+        calls = zip(actors, arguments, strict=True)
+        return ray.get([actor.call.remote(method, **given) for actor, given in calls], timeout=2 * TIMEOUT_S)
+
+    def update(self) -> float:
+        with self._lock:
+            return self._update()
+
+    def _update(self) -> float:
+        ray.get(self.rollout.resume.remote(False))
+        value = float(time.monotonic_ns() // 1000)
+        count = len(self.trainers)
+        metadata = self._ask_all("prepare", [{}] * (count + 1))
+        rows = [
+            {name: column[rank] for name, column in columns.items()}
+            for columns, size in zip(self.topology(count, 1, metadata), (count, 1), strict=True)
+            for rank in range(size)
+        ]
+        self._ask_all("init_process_group", rows)
+        sent = [trainer.send.remote(value) for trainer in self.trainers]
+        ray.get([*sent, self.rollout.receive.remote()], timeout=2 * TIMEOUT_S)
+        self.value = value
+        ray.get(self.rollout.resume.remote(True))
+        return value
