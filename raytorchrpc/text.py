@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import json
 import re
 import reprlib
@@ -167,6 +168,16 @@ def _lines(rows: Sequence[Sequence[str]], right: int) -> list[str]:
         if number == 0:
             lines.append("  ".join("-" * width for width in widths))
     return lines
+
+
+class Shown:
+    """Base of what a prompt and a notebook show as its text, as ``print`` does."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def paragraph(head: str, text: str, width: int) -> str:

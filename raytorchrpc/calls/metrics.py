@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from raytorchrpc.calls.counters import PairStats, WeightStats, combined, merged
-from raytorchrpc.text import table, terminal_columns
+from raytorchrpc.text import Shown, table, terminal_columns
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ _MEMORY = {"MB out": "served_of_newest", "MB\nheld": "held", "MB\nmapped": "mapp
 _WEIGHTS_WIDTH = 100
 
 
-class GroupStats(tuple[PairStats, ...]):
-    """Rows of ``PairStats``, one for each pair of members and lane; prints as tables.
+class GroupStats(Shown, tuple[PairStats, ...]):
+    """Rows of ``PairStats``, one for each pair of members and lane; shown as tables.
 
     Attributes:
         methods: the same calls as rows of ``PairStats``, one for each peer and method. Operations of queues, topics and

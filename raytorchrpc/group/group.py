@@ -79,7 +79,7 @@ class Group:
         """``host``: in the process that formed the group; None for a copy. ``joined``: what ``join`` returns."""
         self._first_info = info
         self._host, self._joined = host, joined
-        self._session_lasts = ray_internals.session_check()
+        self._session_lasts, self._has_ended = ray_internals.session_check(), False
         if host is not None:
             own_groups.add(info.generation, Client(host, info.generation))
 
@@ -113,7 +113,7 @@ class Group:
         return _Members(self._info.members)
 
     def routes(self) -> _routes.RoutePlan:
-        """The lanes between each pair of members, and why they were chosen. ``print`` shows a table."""
+        """The lanes between each pair of members, and why they were chosen; shown as a table."""
         return self._info.plan
 
     def explain(self, a: Any, b: Any) -> str:
@@ -126,7 +126,7 @@ class Group:
 
     @takes_timeout
     def stats(self, timeout: float = STATS_TIMEOUT_S) -> GroupStats:
-        """Calls, bytes and seconds by pair and lane, since the group was formed. ``print`` shows tables.
+        """Calls, bytes and seconds by pair and lane, since the group was formed; shown as tables.
 
         ``GroupStats.methods``, ``queues`` and ``weights`` show the calls by method, queues and topics, and versions of
         weights. Members answer beside their methods, so a busy one is not waited for. A member that is away, or does
@@ -172,6 +172,7 @@ class Group:
         if name in _groups and _groups[name]._host is host:
             del _groups[name]
             formed_here.pop(name, None)
+        self._has_ended = True
         own_groups.remove(self._first_info.generation)
         host.end(timeout)
 
@@ -337,7 +338,8 @@ class Group:
         more = f", ... {len(self) - 6} more" if len(self) > 6 else ""
         hosts = len({member.node_id for member in self.members})
         where = f"{hosts} node{'s' if hosts > 1 else ''}"
-        return f"<raytorchrpc.Group {self.name!r}: {len(self)} members on {where}: {names}{more}>"
+        state = "ended, had " if self._has_ended or not self._session_lasts() else ""
+        return f"<raytorchrpc.Group {self.name!r}: {state}{len(self)} members on {where}: {names}{more}>"
 
 
 _groups: dict[str, Group] = {}  # formed by this process and not shut down

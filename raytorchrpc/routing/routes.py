@@ -14,7 +14,7 @@ from raytorchrpc.errors import ConfigurationError
 from raytorchrpc.lanes.registry import TORCHRPC, TRAFFIC, TRAFFIC_TEXT
 from raytorchrpc.lanes.torchrpc.backends import AgentPlan, name_range
 from raytorchrpc.routing.pairs import Candidate, Judge, Kind, PairRoute, candidates
-from raytorchrpc.text import list_cell, paragraph, table, terminal_columns
+from raytorchrpc.text import Shown, list_cell, paragraph, table, terminal_columns
 from raytorchrpc.topology import device_map
 
 # Groups above this size get one line per kind of route instead of one per pair.
@@ -25,8 +25,8 @@ _TABLE_LIMIT = 8
 _judges: collections.deque[Judge] = collections.deque(maxlen=2)
 
 
-@dataclass(frozen=True)
-class RoutePlan:
+@dataclass(frozen=True, repr=False)
+class RoutePlan(Shown):
     """What the members of a group published, and what follows from it: the settings of each member's agent, and the
     route of each pair, which is decided when it is first asked for. Immutable and picklable; its size is linear in the
     number of members.

@@ -41,6 +41,7 @@ from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, as_copyable
 from raytorchrpc.topology.endpoint import Endpoint
 from tests.conformance.pipes import PipeCarrier
+from tests.polling import wait_until
 
 PATIENCE_S = 20.0
 SECRET = b"s" * 32
@@ -307,7 +308,8 @@ def everything_open() -> tuple[Any, ...]:
 
 
 def open_things() -> tuple[set[str], set[str]]:
-    """This process's threads, and what its descriptors are."""
+    """This process's threads, once those that connect have ended, and what its descriptors are."""
+    wait_until(lambda: not any(thread.name.endswith("-connect") for thread in threading.enumerate()), PATIENCE_S)
     threads = {thread.name for thread in threading.enumerate()}
     descriptors = set()
     for number in os.listdir("/proc/self/fd"):

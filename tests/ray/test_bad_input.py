@@ -482,6 +482,7 @@ def test_calling_the_proxy_itself_says_what_to_write(verb: str) -> None:
     with pytest.raises(TypeError, match=rf"names no method: write {verb}\(target\)\.method\(\.\.\.\)"):
         getattr(rtr, verb)("b")(1, x=2)
     assert repr(getattr(rtr, verb)("b")) == f"<{verb}('b'): call a method of it>"
+    assert repr(getattr(rtr, verb)("b").double) == f"<{verb}('b').double: call it, .double(...)>"
     with pytest.raises(AttributeError, match=r"\.double\.remote\(\.\.\.\) is for Ray's handles: write \.double"):
         getattr(rtr, verb)("b").double.remote(1)
 

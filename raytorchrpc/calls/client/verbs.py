@@ -43,6 +43,11 @@ class _Method(functools.partial[Any]):
             "raytorchrpc.rpc_sync, rpc_async or remote"
         )
 
+    def __repr__(self) -> str:
+        target, _, name = self.args
+        verb = self.func.__name__.strip("_")
+        return f"<{verb if verb == 'remote' else f'rpc_{verb}'}({target!r}).{name}: call it, .{name}(...)>"
+
 
 class _Proxy:
     """``proxy.method(...)`` makes the call, as its verb does."""

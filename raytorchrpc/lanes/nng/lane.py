@@ -259,6 +259,10 @@ class NngLane(ConnectedLane[Connection]):
 
     # --- connections -----------------------------------------------------------------------------------------
 
+    def _connect_first(self, peer: str, request: Request) -> Pending:
+        sockets.check_process()  # a forked child is refused on its own thread
+        return super()._connect_first(peer, request)
+
     def _admit(self, sock: socket.socket, protection: Protection | None) -> None:
         def admit() -> None:  # nng's own greetings take a round trip
             try:

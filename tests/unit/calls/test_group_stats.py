@@ -29,6 +29,7 @@ def test_columns_never_touch_and_fit_the_terminal(width: int, name: str) -> None
     figures = ["cuda_ipc", "123456789", "12345678", "10,000,000", "10,000,000", "81.0", "0"]
     assert next(line.split()[-7:] for line in text.splitlines() if "cuda_ipc" in line) == figures
     assert str(stats).splitlines()[-1] == "no answer from: silent (away or stopped)"
+    assert repr(stats) == str(stats) and stats._repr_html_().startswith("<pre>caller"), "a prompt and a notebook"
 
 
 def test_rows_add_up_methods_and_methods_add_up_callers() -> None:
