@@ -344,7 +344,7 @@ class Formation:
             waited = time.monotonic() - self._began  # longer than the timeout while processes load
             seconds = self.timeout_s if waited < self.timeout_s + 1 else round(waited)
             return f"no answer within {seconds:g} s: {why} (a sync actor answers between its methods)"
-        text = re.sub(r"\x1b\[\d*m", "", str(error))  # Ray's colours
+        text = re.sub(r"\x1b\[\d*m|^[ ~^]+$", "", str(error), flags=re.MULTILINE)  # Ray's colours, marks of tracebacks
         return " ".join(text.split()) or repr(error)
 
 

@@ -208,7 +208,7 @@ def test_an_actor_that_cannot_join_is_named_with_the_cause(
     """Where Ray reports the cause, long before the timeout."""
     with pytest.raises(rtr.BootstrapError, match=said) as raised:
         rtr.init_group({"a": peers[0], "b": make(spawn), "c": peers[1]}, timeout=timeout)
-    assert raised.value.members == ("b",)
+    assert raised.value.members == ("b",) and "^^" not in str(raised.value)
     assert_work(peers[:2])
 
 

@@ -165,6 +165,27 @@ def test_readme_and_quickstart_show_one_program() -> None:
     assert readme == quickstart and len(readme) == 1
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
+def test_figures_of_the_first_pages_are_those_of_the_measurements(page: Path) -> None:
+    (sentence,) = re.findall(
+        r"^40 MB on one host.*?(?=\n\n)", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    figures = re.findall(r"([\d.]+) ms", sentence)
+    measured = re.findall(r"[\d.,]+", text_of("internals/measurements.md"))
+    assert figures and set(figures) <= set(measured)
+
+
+def words(page: str) -> int:
+    """Split at white space; without comments and what is made of the code."""
+    return len(re.sub(r"<!-- begin .*?<!-- end -->|<!--.*?-->", "", text_of(page), flags=re.DOTALL).split())
+
+
+def test_pages_stay_short() -> None:
+    mechanisms = {page for page in PAGES if page.startswith("internals")}
+    assert sum(map(words, set(PAGES) - mechanisms - {"architecture.md"})) < 30_500
+    assert sum(map(words, mechanisms)) < 9_300
+
+
 def test_nothing_is_fetched_by_who_reads_it() -> None:
     assert SITE["theme"]["font"] is False
     assert "extra_javascript" not in SITE

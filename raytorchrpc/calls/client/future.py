@@ -52,7 +52,8 @@ class Future(Generic[T]):
     """The result of a direct call that may not have arrived yet. Made by ``rpc_async``; awaitable.
 
     The result is unpickled once, by the thread that asks first (and on its CUDA stream). Thread-safe. On an event loop,
-    ``wait``, ``result`` and ``exception`` raise RayTorchRpcError while the call is not done: use ``await`` there.
+    ``wait``, ``result`` and ``exception`` raise RayTorchRpcError, done or not, until it was awaited or ``done`` has
+    returned True: use ``await`` there.
 
     Examples:
         >>> future = rtr.rpc_async("learner").double(21)
@@ -60,7 +61,8 @@ class Future(Generic[T]):
         (42, True, 42)
     """
 
-    _cancelled = False
+    _cancelled = _was_done = False
+    """Whether ``cancel``, and ``done``, have returned True."""
     _arrival: Completion | None = None
     """Complete when the outcome can be taken or the call is cancelled; made when it is first watched."""
 
@@ -77,8 +79,8 @@ class Future(Generic[T]):
         """Whether ``result`` would return or raise at once. Never blocks."""
         if self._outcome is not None or fork.forked():
             return True
-        arrived: bool = self._call.wait(0)
-        return arrived or self._call.remaining() == 0
+        self._was_done = self._call.wait(0) or self._call.remaining() == 0
+        return self._was_done
 
     def cancelled(self) -> bool:
         """Whether ``cancel`` has cancelled the call."""
@@ -179,7 +181,7 @@ class Future(Generic[T]):
         raise again(error)
 
     def _settle(self, timeout_s: float) -> None:
-        if timeout_s > 0 and on_loop() and not self.done():
+        if timeout_s > 0 and self._outcome is None and not self._was_done and on_loop():
             refuse_on_loop(f"waiting for {self._call.label}", "`await future`")
         while not self._arrives(timeout_s):
             if self._call.remaining() > 0:

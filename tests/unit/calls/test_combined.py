@@ -190,3 +190,19 @@ def test_on_an_event_loop_they_name_what_to_use_there(members: Members, latches:
         assert await futures[0] == 0
 
     asyncio.run(run())
+
+
+def test_on_an_event_loop_a_result_is_refused_whether_it_has_arrived_or_not(members: Members, latches: Latches) -> None:
+    """Until the program has asked: else it would work by accident, and fail on a slower machine."""
+
+    async def run() -> None:
+        future, arrived = held(1)[0], threading.Event()
+        future.add_done_callback(lambda _: arrived.set())
+        latches.release(0)
+        assert await asyncio.to_thread(arrived.wait, LONG)
+        for take in (future.result, future.wait, future.exception):
+            with pytest.raises(rtr.RayTorchRpcError, match="would block this thread's event loop: use `await future`"):
+                take()
+        assert future.done() and future.result() == 0 == await future
+
+    asyncio.run(run())
