@@ -250,10 +250,14 @@ app.add_typer(examples, name="examples")
 @examples.command("list", cls=Command)
 def list_examples() -> None:
     """List the examples that come with the package."""
+    from textwrap import fill
+
     from raytorchrpc.cli.examples import listed
+    from raytorchrpc.text import terminal_columns
 
     for example in listed():
-        typer.echo(f"{example.name:24}{example.shows.replace('`', '')}")
+        head, shows = f"{example.name:24}", example.shows.replace("`", "")
+        typer.echo(fill(shows, terminal_columns(), initial_indent=head, subsequent_indent=" " * len(head)))
 
 
 @examples.command(cls=Command)

@@ -18,10 +18,13 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def test_every_example_is_listed() -> None:
+def test_every_example_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     ran = command_line.run("examples", "list")
     there = {path.stem for path in FOLDER.iterdir()} - {"README", "__pycache__"}
-    assert ran.exit_code == 0 and {line.split()[0] for line in ran.stdout.splitlines()} == there
+    lines = ran.stdout.splitlines()
+    assert ran.exit_code == 0 and {line.split()[0] for line in lines if line[0] != " "} == there
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(
