@@ -524,6 +524,11 @@ def current_autograd_context() -> int:
     return _autograd_symbols()[0]()
 
 
+def autograd_context_reader() -> Callable[[], int]:
+    """Return a function that does the same in less time."""
+    return _autograd_symbols()[0]
+
+
 @contextmanager
 def autograd_context(context_id: int) -> Iterator[None]:
     """Run in an existing distributed autograd context, then restore this thread's own."""

@@ -20,7 +20,7 @@ from raytorchrpc.errors import LaneUnavailable
 from raytorchrpc.lanes.base import Arrived, Copies, Export, MessageLane, TensorLane, arrived
 from raytorchrpc.process import fork
 from raytorchrpc.process.locks import Lock
-from raytorchrpc.tensors.codec import Encoded, as_tensor
+from raytorchrpc.tensors.codec import Encoded, as_tensor, nbytes_of
 from raytorchrpc.tensors.devices import CPU, Device, check_mapped
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, DTYPES, Shape, copied
 from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, inbound, outbound, placed, to_cpu
@@ -28,6 +28,8 @@ from raytorchrpc.tensors.host_device_copy import copy_into, goes_to_cpu, inbound
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_is_cuda = attrgetter("is_cuda")
 
 #: Runs of equal dtype and shape: (dtype's name, shape, how many).
 Runs = tuple[tuple[str, tuple[int, ...], int], ...]
@@ -98,12 +100,14 @@ class Payloads:
         # The tensors that a method computes from its own parameters belong to the caller's autograd context too.
         if body.rrefs or in_context:
             return route.torchrpc, outbound(body, route.devices) if route.devices else body, IN_BAND
-        lane = route.calls
+        lane, can = route.calls, route.calls.capabilities
+        most = can.in_band_bytes
         if not body.tensors:
-            if (most := lane.capabilities.in_band_bytes) is None or len(body.payload) <= most:
+            if most is None or len(body.payload) <= most:
                 return lane, body, IN_BAND
             return lane, *self._without_tensors(route, lane, body)
-        if lane.capabilities.carries(body.tensors):
+        fits = most is None or sum(map(nbytes_of, body.tensors)) <= most
+        if fits and (can.in_band_cuda or not any(map(_is_cuda, body.tensors))):
             return lane, outbound(body, route.devices) if route.devices else body, IN_BAND
         self._check_mapped(route, body.tensors, route.devices)
         return lane, *self._beside(route, lane, body, route.devices, share)
@@ -119,17 +123,19 @@ class Payloads:
             packed = self.pack_reply(route, lane, body._replace(rrefs=()), share, frozen)
             return self._with_rrefs(route, body.rrefs, *packed)
         can, devices = lane.capabilities, route.devices_back
+        most = can.in_band_bytes
         if not body.tensors:
-            if (most := can.in_band_bytes) is None or len(body.payload) <= most:
+            if most is None or len(body.payload) <= most:
                 return body, IN_BAND
             return self._without_tensors(route, lane, body)
-        if can.carries(body.tensors):
+        fits = most is None or sum(map(nbytes_of, body.tensors)) <= most
+        if fits and (can.in_band_cuda or not any(map(_is_cuda, body.tensors))):
             if can.in_band_cuda:  # else there is no CUDA tensor
                 self._check_mapped(route, body.tensors, devices)
             body = outbound(body, devices) if devices else body
             as_is = can.copies_at_once or any(tensor.requires_grad for tensor in body.tensors)
             # A lane that reads CUDA tensors later cannot be told when they may change again.
-            return body if as_is or (frozen and not _has_cuda(body)) else snapshot(body), IN_BAND
+            return body if as_is or (frozen and not any(map(_is_cuda, body.tensors))) else snapshot(body), IN_BAND
         self._check_mapped(route, body.tensors, devices)
         share = share and _on_one_gpu(body, devices, route.same_gpus)
         if not frozen:
@@ -314,10 +320,6 @@ def placement(
     if in_band is None or sum(tensors[position].nbytes for position in positions_of.get("cpu", ())) <= in_band:
         positions_of.pop("cpu", None)
     return dict(positions_of)
-
-
-def _has_cuda(body: Encoded) -> bool:
-    return any(tensor.is_cuda for tensor in body.tensors)
 
 
 def _on_one_gpu(body: Encoded, devices: Mapping[Device, Device], same: Set[tuple[Any, Any]]) -> bool:

@@ -47,12 +47,10 @@ def become_member(group: str | None, timeout: float) -> None:
 
 
 def follow_group(group: str | None, timeout: float) -> None:
-    """Become a member, or move to the group that has the name now, if this process has joined one by itself before.
+    """Move to the group that has the name now, if this process has joined one by itself.
 
     A group whose supervisor has ended lasts for its members.
     """
-    global _joined
-    become_member(group, timeout)
     if _joined is not None:
         with suppress(rtr.NotAMember):  # there is no other one
             ticket = find_ticket(group, time.monotonic() + timeout)

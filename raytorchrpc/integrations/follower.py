@@ -176,8 +176,11 @@ class Follower:
         result, failure = None, None
         try:
             result = step()
-        except Exception as error:
+        except rtr.RayTorchRpcError as error:
             failure = error
+        except Exception as error:  # which may not travel
+            failure = rtr.RayTorchRpcError(f"{type(error).__name__}: {error}")
+            failure.__cause__ = error
         outcomes = self._gather((result, failure, self.is_torn, progress.left()))
         self._seconds_left = min(seconds for *_, seconds in outcomes)
         failures = [error for _, error, _, _ in outcomes if error is not None]

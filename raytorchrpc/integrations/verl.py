@@ -50,15 +50,26 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
     replica, the next update works.
     """
 
-    def __init__(self, bucket_size: int, is_master: bool = False, *, share: bool = True, timeout: float = 600) -> None:
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        share: bool = True,
+        group: str = "verl",
+        timeout: float = 600,
+    ) -> None:
         """Options come from ``checkpoint_engine.engine_kwargs.raytorchrpc``.
 
         Args:
             bucket_size: bytes of a part: verl's ``update_weights_bucket_megabytes``. A larger tensor is one part.
             is_master: whether this is the first trainer; verl sets it.
             share: each trainer publishes a share of the tensors. False: the first one publishes all of them.
+            group: the group's name. If the process of verl's manager has formed a group of this name, trainers and
+                rollout workers are added to it.
             timeout: seconds that an update may take.
         """
+        self._group = group
         self._bucket_size, self._share, self._timeout = bucket_size, share, timeout
         self._place: tuple[str, tuple[str, ...]] | None = None
         self._stores: list[rtr.WeightStore] = []
@@ -69,7 +80,7 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
 
     @classmethod
     def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[ActorHandle[Any]]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[tuple[ActorHandle[Any], str]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Have the group follow the workers that there are now, and number the update. Blocks for those that are new.
 
@@ -77,10 +88,12 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
         """
         global _updates
         _updates += 1
-        trainers, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
+        actors, name = [actor for actor, _ in metadata], metadata[0][1]
+        trainers, rollouts = actors[:actor_wg_world_size], actors[actor_wg_world_size:]
         team = _teams.get(trainers[0])
         if team is None:
-            team = _teams[trainers[0]] = Team(f"verl_{len(_teams)}" if _teams else "verl")
+            is_taken = any(team.group == name for team in _teams.values())
+            team = _teams[trainers[0]] = Team(f"{name}_{len(_teams)}" if is_taken else name)
         names = team.hold("verl", {"trainer": trainers, "rollout": rollouts})
         group, publishers = rtr.get_group(team.group), tuple(names[:actor_wg_world_size])
         group.wait_ready()
@@ -94,10 +107,9 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
 
     # --- in each worker ------------------------------------------------------------------------------------------
 
-    def prepare(self) -> ActorHandle[Any]:
-        """Return a handle of this worker's actor."""
-        this: ActorHandle[Any] = ray.get_runtime_context().current_actor
-        return this
+    def prepare(self) -> tuple[ActorHandle[Any], str]:
+        """Return a handle of this worker's actor, and the name of the group."""
+        return ray.get_runtime_context().current_actor, self._group
 
     def init_process_group(self, name: str, place: tuple[str, tuple[str, ...]], version: int) -> None:
         """Find the store of the next update. Never blocks.

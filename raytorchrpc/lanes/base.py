@@ -19,6 +19,7 @@ import torch
 
 from raytorchrpc.errors import LaneUnavailable, PeerLost, RayTorchRpcError
 from raytorchrpc.process.completion import Completion, nothing
+from raytorchrpc.process.locks import Lock
 from raytorchrpc.tensors.codec import Encoded
 from raytorchrpc.tensors.dtypes import Shape, view_at
 from raytorchrpc.tensors.kept_errors import again
@@ -67,7 +68,8 @@ class Pending(Completion):
 
     def __init__(self, on_released: Released = None, lock: Any = None) -> None:
         """``on_released``: see MessageLane.call. ``lock``: see Completion."""
-        super().__init__(lock)
+        self._lock = Lock() if lock is None else lock
+        self._callbacks, self.done = [], False  # as Completion does, in the time that a call of it would take
         self._on_released = on_released
         self._message: Message | None = None
         self._error: Exception | None = None
@@ -110,15 +112,6 @@ class Capabilities:
     """``call`` and ``reply`` have copied the tensors' data when they return; otherwise they read it later."""
     rrefs: bool
     """Carries torch RRefs, and records the hop in torch's distributed autograd."""
-
-    def carries(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether all of these tensors are best carried in the message."""
-        size = 0
-        for tensor in tensors:
-            if tensor.is_cuda and not self.in_band_cuda:
-                return False
-            size += tensor.nbytes
-        return self.in_band_bytes is None or size <= self.in_band_bytes
 
 
 class PeerAddress(NamedTuple):

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -50,11 +51,12 @@ class Encoded(NamedTuple):
     buffers: int
 
 
+nbytes_of = attrgetter("nbytes")
+
+
 def body_bytes(body: Encoded) -> int:
     """Bytes that cross for this object: ``payload`` and the tensors' data."""
-    size = len(body.payload)
-    for tensor in body.tensors:
-        size += tensor.nbytes
+    size: int = sum(map(nbytes_of, body.tensors), len(body.payload))
     return size
 
 
@@ -182,7 +184,7 @@ class Codec:
         """
         if not payload:
             return None
-        if plain_values.is_plain(payload):
+        if payload[0] != plain_values.PICKLE:
             return plain_values.decoded(payload, tensors)
         split = len(tensors) - buffers
         outer = _table.tensors, _table.rrefs, _table.split, _table.as_given

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from raytorchrpc.tensors.dtypes import is_freed, may_be_freed
+from raytorchrpc.tensors.dtypes import may_be_freed
 
 #: Smaller buffers stay in the pickle: lifting one costs more than copying it (bytes).
 LIFT_BUFFER_BYTES = 16 * 1024
@@ -28,7 +28,7 @@ _TEXTS = frozenset({str, bytes})
 #: Longer text is left to the pickler: marshal copies it several times, and refuses 2 GiB and more.
 MOST_TEXT = 16 * 1024
 #: How a pickle of protocol 2 or later begins; marshal never begins so.
-_PICKLE = 0x80
+PICKLE = 0x80
 #: What was encoded.
 _VALUE, _CALL, _TUPLE, _LIST, _DICT = range(5)
 
@@ -54,7 +54,7 @@ def encoded(obj: Any, own: bool) -> tuple[bytes, Sequence[torch.Tensor]] | None:
     if simple is None:
         return None
     if not own:
-        tensors = [tensor.detach() for tensor in tensors]
+        tensors = list(map(_detach, tensors))
     return marshal.dumps((shape, names, simple)), tensors
 
 
@@ -75,7 +75,7 @@ def _without_tensors(values: Iterable[Any], tensors: list[torch.Tensor]) -> list
 
 def is_plain(payload: bytes) -> bool:
     """Whether ``encoded`` made this payload, and not a pickler."""
-    return payload[0] != _PICKLE
+    return payload[0] != PICKLE
 
 
 def decoded(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
@@ -83,7 +83,7 @@ def decoded(payload: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     shape, names, values = marshal.loads(payload)
     if tensors:
         following = iter(tensors)
-        values = [next(following) if value is ... else value for value in values]
+        values = [*tensors] if len(tensors) == len(values) else [next(following) if v is ... else v for v in values]
     if shape == _CALL:
         count = len(values) - len(names)
         return tuple(values[:count]), dict(zip(names, values[count:], strict=True))
@@ -101,6 +101,7 @@ _DEPTH = 3
 
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
 _TENSOR, _STRIDED = torch.Tensor, torch.strided  # to look these up takes longer than to compare them
+_detach = torch.Tensor.detach
 _dtype, _layout, _is_cpu, _is_cuda = (attrgetter(name) for name in ("dtype", "layout", "is_cpu", "is_cuda"))
 _requires_grad, _is_nested = attrgetter("requires_grad"), attrgetter("is_nested")
 _nbytes, _flags = attrgetter("nbytes"), attrgetter("flags")
@@ -193,7 +194,7 @@ def is_ordinary(obj: Any) -> bool:
         and not obj.is_neg()
         and obj.is_contiguous()
         and not obj.__dict__
-        and not is_freed(obj)
+        and obj.untyped_storage().nbytes() >= obj.storage_offset() * obj.itemsize + obj.nbytes  # else it was freed
     )
 
 

@@ -375,7 +375,7 @@ class SglangTrainer(Trainer):
 # --- verl -------------------------------------------------------------------------------------------------------------
 
 
-def verl_engine(is_master: bool = False) -> Any:
+def verl_engine(**options: Any) -> Any:
     """Its checkpoint engine."""
     registry = SimpleNamespace(register=lambda _: lambda cls: cls)
     stub("verl.checkpoint_engine", CheckpointEngine=object, CheckpointEngineRegistry=registry)
@@ -384,14 +384,14 @@ def verl_engine(is_master: bool = False) -> Any:
     versions.metadata = SimpleNamespace(version=lambda _: "0.9.0", PackageNotFoundError=ImportError)
     from raytorchrpc.integrations.verl import RayTorchRpcCheckpointEngine
 
-    return RayTorchRpcCheckpointEngine(SIZE * 16, is_master, timeout=TIMEOUT_S)
+    return RayTorchRpcCheckpointEngine(SIZE * 16, timeout=TIMEOUT_S, **options)
 
 
 class VerlWorker:
     """An async actor with a checkpoint engine: a trainer, or a rollout worker, which generates once it may."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.engine = name, verl_engine()
+    def __init__(self, name: str, **options: Any) -> None:
+        self.name, self.engine = name, verl_engine(**options)
         self.model, self.may_generate = filled(0), False
 
     async def pids(self) -> dict[str, int]:
@@ -417,11 +417,20 @@ class VerlWorker:
 
 
 class VerlManager:
-    """Does in an update what verl's does; in the process of the tests."""
+    """An actor that does in an update what verl's manager does."""
 
     def __init__(self, trainers: list[Any], rollout: Any) -> None:
         self.trainers, self.rollout, self.value = trainers, rollout, 0.0
         self.topology, self._lock = type(verl_engine()).build_topology, threading.Lock()
+
+    def newest(self) -> float:
+        return self.value
+
+    def form(self, group: str, other: Any) -> None:
+        rtr.init_group({"other": other}, name=group)
+
+    def members(self, group: str) -> list[str]:
+        return [member.name for member in rtr.get_group(group).members]
 
     def _ask_all(self, method: str, arguments: list[dict[str, Any]]) -> list[Any]:
         actors = [*self.trainers, self.rollout]
@@ -448,3 +457,97 @@ class VerlManager:
         self.value = value
         ray.get(self.rollout.resume.remote(True))
         return value
+
+
+# --- torchrl ----------------------------------------------------------------------------------------------------------
+
+
+class _Scheme:
+    """What the adapter takes from torchrl's scheme."""
+
+    def __init__(self, strategy: str) -> None:
+        self._strategy = SimpleNamespace(apply_weights=None)
+        self._model_id = self.context = None
+        self.synchronized_on_sender = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "context": None, "_model_ref": None, "_strategy": None}
+
+    @property
+    def model_id(self) -> Any:
+        return self._model_id
+
+    @model_id.setter
+    def model_id(self, model_id: str) -> None:
+        self._model_id = model_id
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.context.policy.state_dict()  # type: ignore[attr-defined, no-any-return]
+
+    def prepare_weights(self, weights: Any, *_: Any) -> Any:
+        return weights
+
+    def _register_transport_receiver(self) -> None:
+        self._strategy = SimpleNamespace(apply_weights=lambda model, weights: None)
+
+    def receive(self) -> None:
+        self.receive_weights(weights=self.weights, strategy=self._strategy)  # type: ignore[attr-defined]
+
+
+def torchrl_scheme() -> Any:
+    stub("tensordict", TensorDict=SimpleNamespace(from_module=lambda _: None), TensorDictBase=_Scheme)
+    stub("torchrl.weight_update", WeightSyncScheme=_Scheme)
+    stub("torchrl.weight_update.utils", _resolve_model=lambda context, _: context.policy)
+    stub("torchrl.weight_update.weight_sync_schemes", register_weight_sync_backend=lambda _: lambda cls: cls)
+    from raytorchrpc.integrations import versions
+
+    versions.metadata = SimpleNamespace(version=lambda _: "0.14.0", PackageNotFoundError=ImportError)
+    from raytorchrpc.integrations.torchrl import RayTorchRpcWeightSyncScheme
+
+    return RayTorchRpcWeightSyncScheme(timeout=TIMEOUT_S)
+
+
+class Collector:
+    """An actor that collects with its policy."""
+
+    def __init__(self, number: int) -> None:
+        torchrl_scheme()  # its modules have to be there before a scheme arrives
+        self.policy, self.number = Model(), number
+        self._receiver_schemes: dict[str, Any] = {}
+
+    def register_scheme_receiver(self, schemes: dict[str, Any]) -> None:
+        for name, scheme in schemes.items():
+            scheme._init_on_receiver_impl(model_id=name, context=self, worker_idx=self.number)
+            self._receiver_schemes[name] = scheme
+
+    def pids(self) -> dict[str, int]:
+        return {f"collector_{self.number}": os.getpid()}
+
+    def generate(self) -> list[float]:
+        return values_of(self.policy.parameters())
+
+
+class Sender:
+    """An actor that does what torchrl's RayCollector does."""
+
+    def __init__(self, collectors: list[Any]) -> None:
+        self.collectors, self.scheme, self.value = collectors, torchrl_scheme(), 0.0
+        self.scheme._init_on_sender_impl(model_id="policy", context=self, remote_collectors=collectors)
+        self._lock = threading.Lock()
+
+    policy = None
+
+    def newest(self) -> float:
+        return self.value
+
+    def update(self) -> float:
+        with self._lock:
+            value = float(time.monotonic_ns() // 1000)
+            self.scheme.send(filled(value))
+            self.value = value
+            return value
+
+    def generate(self) -> list[float]:
+        values = ray.get([collector.generate.remote() for collector in self.collectors], timeout=2 * TIMEOUT_S)
+        return max(values, key=lambda its: (len(its), its != [self.value]))

@@ -57,8 +57,9 @@ def get(ref: Any) -> Any:
 
 
 def actor(cls: Any, *args: Any, **options: Any) -> Any:
-    """An engine answers while it is busy; a trainer trains once at a time."""
-    threads = {} if issubclass(cls, (fakes.Trainer, fakes.VerlWorker)) else {"max_concurrency": 8}
+    """An engine answers while it is busy; others do one thing at a time."""
+    is_busy = cls in (fakes.Engine, fakes.SglangHolder, fakes.VerlManager, fakes.Sender)
+    threads = {"max_concurrency": 8} if is_busy else {}
     return ray.remote(cls).options(num_cpus=0, max_restarts=-1, **threads).remote(*args, **options)
 
 
@@ -101,16 +102,31 @@ def sglang() -> Iterator[Form]:
 def verl() -> Iterator[Form]:
     trainers = [actor(fakes.VerlWorker, f"trainer_{number}") for number in range(2)]
     rollout = actor(fakes.VerlWorker, "rollout")
-    manager = fakes.VerlManager(trainers, rollout)
+    manager = actor(fakes.VerlManager, trainers, rollout)
     yield Form(
-        train=manager.update,
-        newest=lambda: manager.value,
+        train=lambda: float(get(manager.update.remote())),
+        newest=lambda: float(get(manager.newest.remote())),
         generate=lambda: list(get(rollout.generate.remote())),
         pids=lambda: {name: pid for each in (*trainers, rollout) for name, pid in get(each.pids.remote()).items()},
         brings_itself=False,
     )
-    rtr.get_group("verl").shutdown()
-    for each in (*trainers, rollout):
+    for each in (manager, *trainers, rollout):
+        ray.kill(each)
+
+
+@contextmanager
+def torchrl() -> Iterator[Form]:
+    """Without kills of the trainer, with which torchrl's collectors end."""
+    collectors = [actor(fakes.Collector, number) for number in range(2)]
+    sender = actor(fakes.Sender, collectors)
+    yield Form(
+        train=lambda: float(get(sender.update.remote())),
+        newest=lambda: float(get(sender.newest.remote())),
+        generate=lambda: list(get(sender.generate.remote())),
+        pids=lambda: {name: pid for each in collectors for name, pid in get(each.pids.remote()).items()},
+        brings_itself=False,
+    )
+    for each in (sender, *collectors):
         ray.kill(each)
 
 
@@ -120,6 +136,7 @@ FORMS: dict[str, Callable[[], Any]] = {
     "trl and a server": trl,
     "sglang": sglang,
     "verl": verl,
+    "torchrl": torchrl,
 }
 
 

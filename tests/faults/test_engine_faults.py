@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import ray
 
-from tests.faults.engine_faults import FORMS, run
+from tests.faults.engine_fakes import Trainer, VerlManager, VerlWorker
+from tests.faults.engine_faults import FORMS, actor, get, run
 
 
 def check(form: str, count: int, seed: int) -> None:
@@ -14,7 +16,7 @@ def check(form: str, count: int, seed: int) -> None:
 
 
 #: Fewer kills where an engine starts processes.
-COUNTS = {"vllm in its actor": 6, "verl": 6, "sglang": 2}
+COUNTS = {"vllm in its actor": 6, "verl": 6, "torchrl": 4, "sglang": 2}
 
 
 @pytest.mark.parametrize(("form", "count"), [(form, COUNTS.get(form, 3)) for form in FORMS])
@@ -27,3 +29,13 @@ def test_weights_go_on_after_kills(cluster: None, form: str, count: int) -> None
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_go_on_after_many_kills(cluster: None, form: str) -> None:
     check(form, 200, 4)
+
+
+def test_trainers_and_rollouts_of_verl_are_added_to_a_group_of_the_program(cluster: None) -> None:
+    other, *workers = actor(Trainer), *(actor(VerlWorker, name, group="mine") for name in ("trainer", "rollout"))
+    manager = actor(VerlManager, workers[:1], workers[1])
+    get(manager.form.remote("mine", other))
+    assert get(manager.update.remote()) == get(workers[1].generate.remote())[0]
+    assert get(manager.members.remote("mine")) == ["other", "trainer_0", "rollout_0"]
+    for each in (manager, other, *workers):
+        ray.kill(each)

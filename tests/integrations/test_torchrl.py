@@ -66,13 +66,14 @@ def collect() -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
     def make(scheme: Any, policy: Any = None, **options: Any) -> Any:
+        resources = {"num_cpus": 0, "num_gpus": 0, "memory": 0, **options.pop("restarts", {})}
         options = {"num_collectors": 2, **options}
         collector = RayCollector(
             [lambda: GymEnv("CartPole-v1")] * options["num_collectors"],
             policy,
             frames_per_batch=20,
             total_frames=100_000,
-            remote_configs={"num_cpus": 0, "num_gpus": 0, "memory": 0},
+            remote_configs=resources,
             weight_sync_schemes={"policy": scheme},
             **options,
         )
@@ -215,6 +216,20 @@ def test_a_collector_that_dies_is_named_and_the_others_go_on(collect: Callable[.
     wanted = change(policy)
     collector.update_policy_weights_(policy, worker_ids=[1])
     assert_equal([get(living.__ray_call__.remote(lambda its: values(its.policy)))], wanted)
+
+
+def test_a_collector_that_ray_restarts_has_the_weights_after_the_next_update(collect: Callable[..., Any]) -> None:
+    policy = Policy()
+    scheme = WeightSyncScheme.from_backend("raytorchrpc")
+    collector = collect(scheme, policy, sync=True, restarts={"max_restarts": -1, "max_task_retries": -1})
+    collector.update_policy_weights_(policy)
+    dying = collector.remote_collectors[0]
+    pid = get(dying.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    assert get(dying.__ray_call__.remote(lambda _: os.getpid())) != pid
+    wanted = change(policy)
+    collector.update_policy_weights_(policy)
+    assert_equal(of_collectors(collector), wanted)
 
 
 def test_weights_of_another_model_are_refused_by_name(collect: Callable[..., Any]) -> None:

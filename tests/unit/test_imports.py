@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"text", "lanes.registry"},
     "tensors": {"process"},
     "topology": {"tensors.devices", "config"},
-    "lanes.base": {"process.completion", "tensors"},
+    "lanes.base": {"process.completion", "process.locks", "tensors"},
     "lanes.common": {"lanes.base", "process", "tensors"},
     "lanes.setup": {"lanes.registry", "lanes.base", "lanes.common", "process", "topology", "config"},
     "lanes.*": {"lanes.base", "lanes.common", "lanes.setup", "process", "tensors", "topology", "config"},

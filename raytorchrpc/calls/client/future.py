@@ -34,10 +34,11 @@ Call = Any
 
 def result_of(call: Call) -> Any:
     """The result of a call that no ``Future`` stands for; raises the call's error. Blocks until its deadline."""
-    outcome = None
+    awaited = outcome = None
     try:
         while outcome is None:  # once more if it was sent again
-            if wait_serving(call if call.repeats is not None else call.pending, call.remaining()):
+            awaited = call if call.repeats is not None else call.pending
+            if wait_serving(awaited, call.deadline - time.monotonic()):
                 outcome = call.outcome()
             elif not call.remaining():
                 outcome = call.expire()
@@ -45,7 +46,7 @@ def result_of(call: Call) -> Any:
             return outcome[0]
         raise outcome[1]
     finally:
-        del call, outcome  # the traceback of the error holds this frame
+        del call, awaited, outcome  # the traceback of the error holds this frame
 
 
 class Future(Generic[T]):

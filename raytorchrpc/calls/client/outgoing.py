@@ -42,7 +42,7 @@ from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.switch_interval import SwitchInterval
 from raytorchrpc.process.workers import Deadlines, Workers
 from raytorchrpc.tensors import host_device_copy
-from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes
+from raytorchrpc.tensors.codec import NOTHING, Codec, Encoded, body_bytes, nbytes_of
 from raytorchrpc.tensors.cuda_streams import follow_thread
 from raytorchrpc.tensors.exceptions import decode_exception
 from raytorchrpc.tensors.kept_errors import untraced
@@ -111,7 +111,7 @@ class OutgoingCall:
     def send_often(self, args: tuple[Any, ...], kwargs: Any, count: int, target: Any) -> None:
         """As ``send``, and again up to ``count`` times if ``target`` is lost; each time once that is back."""
         peer, options = self._route.member.name, self._options
-        self._deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
+        self.deadline = time.monotonic() + self._calls.budget(peer, self._method, options.timeout)
         self.repeats = Repeats(args, kwargs, target, count)
         self.cancellable = self._is_reported = options.cancellable
         self.pending = Completion()
@@ -135,7 +135,9 @@ class OutgoingCall:
             calls.peers.check_present(route, timeout)
         peer, scope = route.member, current_scope.get()
         body, seconds, in_context = calls.encoded(route, method, args, kwargs, timeout, scope)
-        deadline, size = began + seconds, body_bytes(body) if body.tensors else len(body.payload)
+        deadline, size = began + seconds, len(body.payload)
+        if body.tensors:
+            size = sum(map(nbytes_of, body.tensors), size)
         limit, number = scope.limit, next(calls.numbers)
         windows = calls.credit.by_rank if limit is None or limit.over else limit.windows
         window = windows.get(peer.rank) or calls.credit.open(windows, peer.rank)
@@ -162,7 +164,7 @@ class OutgoingCall:
             beside.cancel()
             raise
         self._lane, self._beside, self._number, self._size = lane, beside, number, size
-        self._started, self._deadline = started, started + seconds
+        self._started, self.deadline = started, started + seconds
         name = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
         sent_by = tensor_lane(beside.manifests) or lane.name if beside.manifests else lane.name
         self._row = calls.counters.sent(peer.name, sent_by, name, size)
@@ -178,7 +180,7 @@ class OutgoingCall:
         return f"{self._route.member.name}.{self._options.method or self._method}"
 
     def remaining(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self.deadline - time.monotonic())
 
     # --- phases --------------------------------------------------------------------------------------------------
 
@@ -267,7 +269,7 @@ class OutgoingCall:
     def _next_route(self, repeats: Repeats) -> PeerRoute | None:
         """Wait until the peer is back: the route to it, or None if the deadline passes first."""
         peers = self._calls.peers
-        if peers.await_return(repeats.target, self._route.member.incarnation, self._deadline):
+        if peers.await_return(repeats.target, self._route.member.incarnation, self.deadline):
             return peers.route_for_call(repeats.target)
         return None
 
@@ -343,7 +345,9 @@ class OutgoingCall:
         if message.manifests or options.keep or into is not None:
             body, value, size, came_by = self._receive(message, into, came_by)
         else:
-            size = body_bytes(body) if body.tensors else len(body.payload)
+            size = len(body.payload)
+            if body.tensors:
+                size = sum(map(nbytes_of, body.tensors), size)
         if kind == protocol.RAISED:
             return None, decode_exception(self._calls.codec, body, self.label), size, came_by
         if kind == protocol.STREAM:
@@ -410,7 +414,7 @@ class OutgoingCall:
             return RpcTimeout(f"no connection to {self._route.member.name!r} by the deadline of {self.label}")
         why = f"at the last attempt: {self._error}" if self._phase is LOST else "it may still run there"
         timeout, deadline = self._options.timeout, current_scope.get().deadline
-        if deadline is not None and deadline <= self._deadline + _SOON_S:
+        if deadline is not None and deadline <= self.deadline + _SOON_S:
             limit = "by the deadline of the call that this method serves"
         elif timeout is None:
             limit = f"within {self._calls.timeout_s:g} s (rpc_timeout_s); for another limit pass timeout="
@@ -458,10 +462,10 @@ class OutgoingCall:
     def _discard(self) -> None:
         """Have the reply discarded; for finalizers: takes no lock."""
         calls, label = self._calls, self.label if self._is_reported else ""
-        calls.payloads.leave(calls.discard_reply, self._route, self.pending, label, self._deadline)
+        calls.payloads.leave(calls.discard_reply, self._route, self.pending, label, self.deadline)
 
     def at_deadline(self, callback: Callable[[], None]) -> Callable[[], None]:
-        return self._calls.deadlines.at(self._deadline, callback)
+        return self._calls.deadlines.at(self.deadline, callback)
 
     def run_callback(self, callback: Callable[[Any], object], argument: Any) -> None:
         self._calls.workers.submit(call_back, callback, argument)
@@ -492,6 +496,7 @@ class OutgoingCalls:
         self.counters: CallCounters = local.counters
         self.workers: Workers = local.workers
         self.deadlines: Deadlines = local.deadlines
+        self._autograd_context = torch_internals.autograd_context_reader()
         self.repeats = Workers("raytorchrpc-repeats")  # of their own: they wait long, and others are to be served
         self.numbers = itertools.count(secrets.randbits(60))  # unlike those of an earlier process of this rank
 
@@ -572,7 +577,7 @@ class OutgoingCalls:
         seconds = self.timeout_s
         if timeout is not None or scope.limit is not None:
             seconds = self.budget(route.member.name, method, timeout)
-        keep_graph = torch_internals.current_autograd_context() != torch_internals.NO_CONTEXT
+        keep_graph = self._autograd_context() != torch_internals.NO_CONTEXT
         if not args and not kwargs:
             return NOTHING, seconds, keep_graph
         try:

@@ -135,7 +135,7 @@ class _DeferredCall(OutgoingCall):
         if (error := awaited.exception()) is not None:
             self._end_sending(repeats, self.pending, error)
             return
-        self._calls, self._deadline = awaited.result().outgoing, awaited.until
+        self._calls, self.deadline = awaited.result().outgoing, awaited.until
         self._awaited = None
         self._calls.repeats.submit(self._send_again, repeats, self.pending)
 

@@ -331,7 +331,8 @@ class ServedCall:
                 except BaseException as error:
                     call._refuse(error)
                 finally:
-                    call._end()
+                    host_device_copy.reap_copies()
+                    call.limit.over = True
                     current_scope.reset(before)
             except BaseException as error:
                 if threads.is_shortage(error):
@@ -362,7 +363,8 @@ class ServedCall:
         except BaseException as error:
             self._refuse(error)
         finally:
-            self._end()
+            host_device_copy.reap_copies()
+            self.limit.over = True
             if self.admission is not None and self._leaves:
                 self.admission.leave()
 
@@ -415,10 +417,6 @@ class ServedCall:
             host_device_copy.reap_copies()
 
     # --- arguments and reply -------------------------------------------------------------------------------------
-
-    def _end(self) -> None:
-        host_device_copy.reap_copies()
-        self.limit.over = True
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.phase is CANCELLED:  # asked after the task is known: one of the two threads sees the other's

@@ -18,7 +18,7 @@ from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, RpcTimeout
 from raytorchrpc.lanes.base import Message
 from raytorchrpc.process.locks import Lock
-from raytorchrpc.tensors import host_device_copy, thread_modes
+from raytorchrpc.tensors import thread_modes
 from raytorchrpc.tensors.codec import NOTHING
 
 logger = logging.getLogger(__name__)
@@ -189,9 +189,6 @@ class ItemRequest(ServedCall):
 
     def _explained(self, result: Any, error: Exception) -> str:
         return self.callee.codec.explain(f"an item of {self.label}", result[0], error)
-
-    def _end(self) -> None:
-        host_device_copy.reap_copies()  # the scope may be the stream's by now
 
     def end(self) -> None:
         """Reply that there are no more items. Does not raise."""

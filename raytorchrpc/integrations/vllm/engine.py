@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -131,9 +132,13 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._follower.update(update_info.version, update_info.timeout)
 
     def before_step(self) -> None:
-        """Bring the newest version if the model has none, or parts of two. Raises if that fails."""
-        if (follower := self._initialised()) is not None and follower.held is None:
-            follower.ensure()
+        """Bring the newest version if the model has none, or parts of two. Raises if that fails.
+
+        As long as there is no group, the model computes as it was loaded.
+        """
+        if (follower := self._initialised()) is not None:
+            with suppress(rtr.NotAMember):
+                follower.ensure()
 
     def finish_weight_update(self) -> None:
         """Changes nothing: ``update_weights`` leaves nothing to do."""

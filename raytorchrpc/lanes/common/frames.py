@@ -22,7 +22,7 @@ import torch
 from raytorchrpc.lanes.base import Message, size_of
 from raytorchrpc.lanes.common.protection import TAG_BYTES, Protection, check_tag
 from raytorchrpc.process.threads import is_shortage
-from raytorchrpc.tensors.codec import NOTHING, Encoded, body_bytes
+from raytorchrpc.tensors.codec import NOTHING, Encoded, nbytes_of
 from raytorchrpc.tensors.dtypes import (
     DTYPE_NAMES,
     DTYPES,
@@ -77,7 +77,7 @@ def pack(kind: int, call: int, message: Message) -> list[Any]:
     described: list[tuple[str, tuple[int, ...], int]] = []
     parts: list[Any] = []
     area = 0
-    small = body_bytes(body) < CHUNK
+    small = sum(map(nbytes_of, body.tensors), len(body.payload)) < CHUNK
     for tensor in body.tensors:
         described.append((DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), area))
         if not (size := tensor.nbytes):
