@@ -126,6 +126,13 @@ class Connection(connections.Connection):
             return
         except (OSError, MemoryError, threads.ThreadShortage) as error:
             reason, rest = str(error), []
+        except WouldBlock:
+            raise
+        except BaseException:  # as below
+            self._sending.release()  # ``_close`` takes it
+            rest = buffers
+            self.end("a message was sent only in part")
+            raise
         finally:
             if not rest:
                 self._sending.release()

@@ -51,6 +51,7 @@ FINISH_S = 10.0
 _SEND_BYTES = 208 * 1024
 _NOT_TAKEN = "it did not take the data in time"
 _IOV_MAX = 1024
+_ONE_CHUNK = (frames.CHUNK,)
 _AT_ONCE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -183,21 +184,29 @@ class Connection(connections.Connection):
         until = deadline
         if _get_running_loop() is not None:
             until = min(deadline, time.monotonic() + connections.PATIENCE_S)
-        if not self._sending.acquire(False):
-            if any(frame.f_locals.get("self") is self for frame in interrupted_frames()):
-                raise connections.Interrupted
-            if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
-                raise self._unsent(until, deadline)
         rest: list[memoryview] = []
+        may_hold = True  # ``_sending``, and will not release it, if a signal handler raises now
         try:
-            rest = self._send_by(until, deadline, buffers)
-        finally:
-            if not rest:
-                self._sending.release()
-                if self._ended is not None:
-                    self._free_if_unused()
-        if rest:
-            self._finish_later(rest, deadline if self.accepted else deadline + FINISH_S, take_back)
+            if not self._sending.acquire(False):
+                may_hold = False
+                if any(frame.f_locals.get("self") is self for frame in interrupted_frames()):
+                    raise connections.Interrupted
+                if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
+                    raise self._unsent(until, deadline)
+            try:
+                may_hold = False
+                rest = self._send_by(until, deadline, buffers)
+            finally:
+                if not rest:
+                    self._sending.release()
+                    if self._ended is not None:
+                        self._free_if_unused()
+            if rest:
+                self._finish_later(rest, deadline if self.accepted else deadline + FINISH_S, take_back)
+        except BaseException:
+            if may_hold or rest:
+                self.end("a message was interrupted as it was sent")
+            raise
 
     def _unsent(self, until: float, deadline: float) -> Exception:
         return self._busy() if until == deadline else connections.WouldBlock()
@@ -214,7 +223,7 @@ class Connection(connections.Connection):
 
     def _send_by(self, until: float, deadline: float, buffers: list[Any]) -> list[memoryview]:
         """Send one frame; returns what is left of it at ``until``, if the rest must follow."""
-        sealed = begun = self._protection is not None  # a sealed frame has its position in the stream: it must be sent
+        sealed = self._protection is not None  # a sealed frame has its position in the stream: it must be sent
         try:
             if self._protection is not None:
                 buffers = self._protection.seal(buffers)
@@ -222,7 +231,6 @@ class Connection(connections.Connection):
                 sent = self._send_at_once(buffers)
             elif (sent := self._prompt.send(buffers[0])) == len(buffers[0]):
                 return []
-            begun = True
             parts = [memoryview(part).cast("B") for part in buffers]
             size = sum(map(len, parts))
             rest = self._send_rest(parts, sent, until, renews=self.accepted and until == deadline)
@@ -237,9 +245,8 @@ class Connection(connections.Connection):
             self.end(str(error))
             # A partial request does not run.
             raise PeerLost(self.peer or "the caller", self._ended or str(error), may_have_run=False) from error
-        except BaseException:
-            if begun:  # no other frame can follow a partial one
-                self.end("a message was sent only in part")
+        except BaseException:  # no other frame can follow a partial one
+            self.end("a message was sent only in part")
             raise
 
     def _send_at_once(self, buffers: list[Any]) -> int:
@@ -331,24 +338,37 @@ class Connection(connections.Connection):
 
     def read(self, *, wait: bool = False) -> list[frames.Frame]:
         """Read once: completes the calls whose replies have arrived, and returns the requests."""
+        came: list[Any] = []  # filled within one call of C, so that a signal handler that raises hides nothing
         try:
-            data: Any
-            if self._reader.large is not None and (rooms := self._reader.room()):
-                data = self.sock.recvmsg_into(rooms, 0, 0 if wait else socket.MSG_DONTWAIT)[0]
-                del rooms  # they hold the tensors, whose receiver asks whether it is the only one
-                arrived = self._reader.received(data) if data else []
-            elif data := self.sock.recv(frames.CHUNK) if wait else self._prompt.receive():
-                arrived = self._reader.feed(data)
-            if data is None:
+            try:
+                data: Any
+                if self._reader.large is not None and (rooms := self._reader.room()):
+                    came += map(self.sock.recvmsg_into, (rooms,), (0,), (0 if wait else socket.MSG_DONTWAIT,))
+                    del rooms  # they hold the tensors, whose receiver asks whether it is the only one
+                    data = came[0][0]
+                    arrived = self._reader.received(data) if data else []
+                else:
+                    if wait:
+                        came += map(self.sock.recv, _ONE_CHUNK)
+                        data = came[0]
+                    else:
+                        data = self._prompt.receive()
+                    if data:
+                        arrived = self._reader.feed(data)
+                if data is None:
+                    return []
+                if not data:
+                    raise EOFError
+            except BlockingIOError:
                 return []
-            if not data:
-                raise EOFError
-        except BlockingIOError:
-            return []
-        except Exception as error:  # whatever it is, the stream is out of step
-            self.end(_why(error))
-            return []
-        return self._requests_among(arrived)
+            except Exception as error:  # whatever it is, the stream is out of step
+                self.end(_why(error))
+                return []
+            return self._requests_among(arrived)
+        except BaseException:
+            if came or not wait:  # what was received is lost
+                self.end("the thread that read it was interrupted")
+            raise
 
     def read_until(self, pending: SocketPending, deadline: float) -> None:
         """As the reading thread, read until this call is done or the deadline passes."""
@@ -432,16 +452,21 @@ class SocketPending(Pending):
 
     def wait(self, timeout_s: float) -> bool:
         connection, deadline = self.connection, time.monotonic() + timeout_s
-        if not self.done and connection.acquire_read():
+        if not self.done and not connection._reading:  # so if this thread reads it from now on, it is for this call
             try:
-                if timeout_s > 0:
-                    if connection.polled is NOW:
-                        connection.exclude_selector()
-                    connection.read_until(self, deadline)
-                else:
-                    connection.read()
-            finally:
-                connection.release_read()
+                if connection.acquire_read():
+                    if timeout_s > 0:
+                        if connection.polled is NOW:
+                            connection.exclude_selector()
+                        connection.read_until(self, deadline)
+                    else:
+                        connection.read()
+                    connection.release_read()
+            except BaseException:
+                with connection._state:
+                    if connection._reading in (0, get_ident()):
+                        connection.release_read()
+                raise
         return self.done or super().wait(deadline - time.monotonic())
 
     def check_reader(self) -> None:
