@@ -131,9 +131,9 @@ class Gate:
 
     ``lends``: it is a monitor. A method that waits does not count, and ``token`` is that of all its admissions.
 
-    ``named``: the name of its concurrency group, unless that is the default one. Ray does not report the group's width, so it may be above ``limit``, and
-    calls that Ray has admitted may wait for each other. They wait here only for direct calls, and enter beyond the
-    limit where none runs; direct calls wait for a place below the limit.
+    ``named``: the name of its concurrency group, unless that is the default one. Ray does not report the group's width,
+    so it may be above ``limit``, and calls that Ray has admitted may wait for each other. They wait here only for
+    direct calls, and enter beyond the limit where none runs; direct calls wait for a place below the limit.
     """
 
     _review_at = math.inf
