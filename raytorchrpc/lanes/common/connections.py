@@ -133,10 +133,13 @@ class Request(Pending):
     def fail(self, error: Exception) -> None:
         with self._lock:
             self.phase = Phase.OVER
-        if self.apart:
-            run_reported(self.message.take_back)
-        self.settle(None, error)
-        self._over.release()
+        try:
+            if self.apart:
+                run_reported(self.message.take_back)
+            del self.message  # its tensors may be copies
+            self.settle(None, error)
+        finally:
+            self._over.release()
 
 
 class _Queue(deque[Request]):
@@ -478,27 +481,33 @@ class ConnectedLane(MessageLane, Generic[C]):
         Connecting takes a millisecond, or until the deadline, and a caller may have no time for that. So it never does
         it itself: it waits for ``PATIENCE_S``, then leaves the request to that thread. Raises PeerLost and RpcTimeout.
         """
-        with self._made_lock:
-            if peer not in self._addresses:
-                raise self._unknown(peer)
-            if (queue := self._waiting.get(peer)) is not None:
-                if queue.connects == threading.get_ident():
-                    raise interrupted(f"a call to {peer!r}, to which this thread connects,")
-                request.leave()
-                queue.append(request)
-                return request
-            queue = self._waiting[peer] = _Queue(request)
-        if on_loop := _get_running_loop() is not None:
-            request.leave()
+        queue, on_loop = None, _get_running_loop() is not None
+        if on_loop or peer in self._waiting:
+            request.leave()  # not under the lock: it copies the tensors
         try:
-            threads.start(self._open, peer, queue, name=f"raytorchrpc-{self._me}-connect")
-            queue.connects = 0
+            with self._made_lock:
+                if peer not in self._addresses:
+                    raise self._unknown(peer)
+                if (waiting := self._waiting.get(peer)) is None:
+                    queue = self._waiting[peer] = _Queue(request)
+                elif waiting.connects == threading.get_ident():
+                    raise interrupted(f"a call to {peer!r}, to which this thread connects,")
+                elif request.apart:
+                    waiting.append(request)
+                    return request
+            if queue is not None:
+                threads.start(self._open, peer, queue, name=f"raytorchrpc-{self._me}-connect")
+                queue.connects = 0
         except BaseException as error:
-            if on_loop or not isinstance(error, threads.ThreadShortage):
-                request.withdraw()  # that thread may have begun
-                self._abandon(peer, queue)
+            if queue is None or on_loop or not isinstance(error, threads.ThreadShortage):
+                request.withdraw()  # a thread may have it already
+                if queue is not None:
+                    self._abandon(peer, queue)
                 raise
             self._open(peer, queue)  # Python starts no thread while it ends, when goodbyes are said
+        if queue is None:  # another caller has just begun one
+            request.leave()
+            return self._connect_first(peer, request)
         return request.sent_in(PATIENCE_S)
 
     def _open(self, peer: str, queue: _Queue) -> None:
@@ -530,8 +539,10 @@ class ConnectedLane(MessageLane, Generic[C]):
                 continue
             except Exception as error:
                 end = partial(request.fail, error)
-            request = self._next(peer, queue, connection)
-            end()  # only now: the next request of its caller need not wait here
+            try:
+                request = self._next(peer, queue, connection)
+            finally:
+                end()  # only now: the next request of its caller need not wait here
 
     def _next(self, peer: str, queue: _Queue, connection: C | None) -> Request | None:
         """Return the next request that waits. If none does, let calls go directly by the connection."""
@@ -542,6 +553,8 @@ class ConnectedLane(MessageLane, Generic[C]):
                 del self._waiting[peer]
                 if connection is not None:
                     self._made[peer] = connection
+            elif connection is self._made.get(peer) or connection in self._aside.get(peer, ()):
+                connection = None  # others use it
         if is_current:
             self._sweep_later()
         elif connection is not None:
