@@ -105,8 +105,8 @@ def counted_name(method: str, args: tuple[Any, ...]) -> str:
 class CallCounters:
     """One member's counters, by peer, lane and method. Thread-safe; hot path.
 
-    A count is read and written without calling a function in between. Python changes threads and runs signal handlers
-    only between such calls, so counts need no lock.
+    A count is read and written without a call or a jump in between. Python changes threads and runs signal handlers
+    only at those, so counts need no lock.
     """
 
     def __init__(self) -> None:

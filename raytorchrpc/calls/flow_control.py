@@ -28,9 +28,9 @@ class CreditWindow:
 
     A call that is larger than the whole window may go when nothing else is in flight.
 
-    What ``take`` and ``give_back`` read and change, they do without calling a function in between. Python changes
-    threads and runs signal handlers only between such calls, so they need no lock, and an interrupt finds credit either
-    taken or not.
+    What ``take`` and ``give_back`` change, they change in statements without a call or a jump. Python changes threads
+    and runs signal handlers only at those, so they need no lock, and an interrupt finds credit either taken or not. On
+    Python 3.10 threads may change after ``take`` has looked, so each thread may take one call more than the window has.
     """
 
     __slots__ = ("bytes", "calls", "lock", "max_bytes", "max_calls", "queue", "sizes")
@@ -55,11 +55,12 @@ class CreditWindow:
 
     def give_back(self, call: int) -> None:
         """The call is over, or was not sent. Idempotent, from any thread, never blocks."""
-        if call not in self.sizes:
+        try:
+            self.bytes -= self.sizes[call]
+            self.calls -= 1
+            del self.sizes[call]
+        except KeyError:
             return
-        self.calls -= 1
-        self.bytes -= self.sizes[call]
-        del self.sizes[call]
         if self.queue:
             self._grant()
 

@@ -85,7 +85,7 @@ class OutgoingCall:
     """One call, from its first request to its outcome: what a ``Future`` waits for. Thread-safe.
 
     Its phase changes under ``_lock``, or in one statement with what belongs to it: Python changes threads and runs
-    signal handlers only where a function is called.
+    signal handlers only where a function is called, or code jumps, which it does not where a condition holds.
     """
 
     mark: int | None = None
@@ -158,22 +158,22 @@ class OutgoingCall:
             until = deadline if route.same_clock else None
             header = protocol.CALL, calls.rank, route.token, method, scope.path, seconds, until, self.mark, number
             message = Message(header, body, nothing, beside.manifests, 0, beside.cancel)
+            self._lane, self._beside, self._number, self._size = lane, beside, number, size
+            self._started, self.deadline = started, started + seconds
             pending = lane.call(peer.name, message, seconds, caller_waits=options.caller_waits, on_released=give_back)
         except BaseException:
             give_back()
             beside.cancel()
             raise
-        self._lane, self._beside, self._number, self._size = lane, beside, number, size
-        self._started, self.deadline = started, started + seconds
+        if self._phase is UNSENT:
+            self.pending, self._phase = pending, SENT  # at once: from now on ``__del__`` has the reply discarded
         name = counted_name(method, args) if method.startswith(PACKAGES_OWN) else method
         sent_by = tensor_lane(beside.manifests) or lane.name if beside.manifests else lane.name
         self._row = calls.counters.sent(peer.name, sent_by, name, size)
         self.cancellable = self._is_reported = options.cancellable
-        if self._phase is UNSENT:
-            self.pending, self._phase = pending, SENT
-            return
-        with self._lock:  # another thread may add a callback while the call is sent again
-            self.pending, self._phase = pending, SENT
+        if self.pending is not pending:
+            with self._lock:  # another thread may add a callback while the call is sent again
+                self.pending, self._phase = pending, SENT
 
     @property
     def label(self) -> str:

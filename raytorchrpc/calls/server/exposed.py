@@ -145,7 +145,7 @@ def _default_gate(served: bool) -> Gate:
 
 def _named_gate(instance: Any, group: str) -> Gate:
     declared = [note.max_concurrency for note in methods_of(instance).values() if note.concurrency_group == group]
-    return Gate(max((width for width in declared if width is not None), default=1), named=True)
+    return Gate(max((width for width in declared if width is not None), default=1), named=group)
 
 
 def serve(instance: Any) -> None:

@@ -131,20 +131,22 @@ class Gate:
 
     ``lends``: it is a monitor. A method that waits does not count, and ``token`` is that of all its admissions.
 
-    ``named``: of a named concurrency group. Ray does not report the group's width, so it may be above ``limit``, and
-    calls that Ray has admitted may wait for each other. They wait here only for direct calls, and enter beyond the
-    limit where none runs; direct calls wait for a place below the limit.
+    ``named``: the name of its concurrency group, unless that is the default one. Ray does not report the group's width,
+    so it may be above ``limit``, and calls that Ray has admitted may wait for each other. They wait here only for
+    direct calls, and enter beyond the limit where none runs; direct calls wait for a place below the limit.
     """
 
     _review_at = math.inf
     """When ``review`` is due (``time.monotonic``)."""
 
     def __init__(
-        self, limit: int, *, named: bool = False, lends: bool = False, token: Token = "", lock: Any = None
+        self, limit: int, *, named: str = "", lends: bool = False, token: Token = "", lock: Any = None
     ) -> None:
         self.lock = Lock() if lock is None else lock
         self.lends = lends
         self._limit, self._named, self._token = limit, named, token
+        self._is_wider = False
+        """Whether Ray was seen to run more methods of the named group than ``limit``."""
         # Admissions that are held, those of them that direct calls hold, and those that are lent. While this is locked
         # they agree with the states of the admissions, and nothing is queued that may be admitted.
         self._running = self._direct = self._lent = 0
@@ -202,7 +204,21 @@ class Gate:
     def enter_now(self, label: str = "a method", path: tuple[Token, ...] = ()) -> Admission | None:
         """An admission if one is free; never blocks."""
         with self.lock:
-            return self._admit(label, direct=False) if self._is_free(path, direct=False) else None
+            if not self._is_free(path, direct=False):
+                return None
+            admission = self._admit(label, direct=False)
+            is_news, running = self._running > self._limit and not self._is_wider, self._running
+            self._is_wider |= is_news
+        if is_news:
+            logger.warning(
+                "Ray runs %d methods of concurrency group %r at a time here, and %d is declared: direct calls of the "
+                "group wait until fewer run. Declare its width at one of its methods: "
+                "@raytorchrpc.method(max_concurrency=...)",
+                running,
+                self._named,
+                self._limit,
+            )
+        return admission
 
     async def enter_on_loop(self, label: str = "a method") -> Admission:
         """As ``enter``, from a coroutine."""
@@ -249,31 +265,34 @@ class Gate:
 
         Calls of its chain that have not begun when it is given up move to the queue.
         """
+        state = LENT if lends else GIVEN_UP
         with self.lock:
-            self._running -= 1
-            # No call in between: a signal handler finds all of this done, or nothing.
-            admission.state = LENT if lends else GIVEN_UP
-            if lends:
-                self._lent += 1
-            else:
+            # It is lent still if a signal handler's exception has ended ``lend`` or ``regain``.
+            lent_to = admission.monitor if admission.state is LENT else None
+            # No call and no jump in between: a signal handler finds all of this done, or nothing.
+            self._running -= lent_to is not self
+            self._lent += lends - (lent_to is self)
+            admission.state = state
+            if not lends:
                 self._direct -= admission.direct
                 self._admitted.pop(admission.token, None)
                 if admission.monitor not in (None, self):
-                    self._close(admission.monitor)
+                    self._close(admission.monitor, lent_to is not None)
             if not self._queue:
                 return None
             ready = self._admit_next()
         return _hand_over(ready)
 
-    def _close(self, monitor: Any) -> None:
-        """Under the lock: the method whose admission this was the monitor of is over.
+    def _close(self, monitor: Any, was_lent: bool) -> None:
+        """Under the lock: the method whose admission this was the monitor of is over. ``was_lent``: to the monitor.
 
         Methods of its chain that have begun and outlive it go on.
         """
         begun: deque[_Queued] = deque()
         for queued in monitor._queue:
             (self._queue if queued.back is None else begun).append(queued)
-        monitor._queue, monitor._running = begun, monitor._running - 1
+        monitor._queue, monitor._running = begun, monitor._running - (not was_lent)
+        monitor._lent -= was_lent
         _hand_over(monitor._admit_next())  # a waiter alone: it needs no thread
 
     # --- under the lock ----------------------------------------------------------------------------------------------
@@ -281,7 +300,7 @@ class Gate:
     def _is_free(self, path: tuple[Token, ...], direct: bool) -> bool:
         """Whether a method may be admitted now. ``path``: of its chain of calls."""
         if self._running >= self._limit:
-            return self._named and not direct and not self._direct
+            return bool(self._named) and not direct and not self._direct
         return self._lent < MOST_LENT or self._token in path
 
     def _admit_next(self) -> list[tuple[Job, Admission]]:
@@ -292,6 +311,9 @@ class Gate:
         place = 0
         while place < len(self._queue) and (self._running < self._limit or (self._named and not self._direct)):
             job, _, back = self._queue[place]
+            if back is not None and back.state is not LENT:  # its method ended while it began to queue
+                del self._queue[place]
+                continue
             direct = not isinstance(job, _Waiter)
             if back is None and not self._is_free(job.path, direct):
                 place += 1

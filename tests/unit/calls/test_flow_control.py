@@ -49,6 +49,16 @@ def test_calls_and_bytes_are_counted(
     assert (window.calls, window.bytes, window.sizes) == (0, 0, {})
 
 
+def test_a_call_that_two_threads_give_back_at_once_counts_once() -> None:
+    window = CreditWindow(10, 10)
+    with ThreadPoolExecutor(2) as pool, switching_often():
+        for call in range(2000):
+            assert window.take(call, 1)
+            for done in [pool.submit(window.give_back, call) for _ in range(2)]:
+                done.result(10)
+    assert (window.calls, window.bytes, window.sizes) == (0, 0, {})
+
+
 def test_who_waits_is_served_in_order_and_before_later_ones() -> None:
     window = CreditWindow(10, 10)
     assert window.take(1, 10)

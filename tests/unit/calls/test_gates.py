@@ -121,13 +121,17 @@ def test_threads_that_enter_and_jobs_share_one_line() -> None:
     assert log == ["second", "fourth"]
 
 
-def test_ray_enters_a_named_group_beyond_its_limit_and_waits_only_for_direct_calls() -> None:
+def test_ray_enters_a_named_group_beyond_its_limit_and_waits_only_for_direct_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     log: list[str] = []
-    gate = Gate(1, named=True)
+    gate = Gate(1, named="io")
     admissions = [gate.enter_now() for _ in range(2)]  # Ray's group is wider than what was declared
     direct, second = Method(log, "direct"), Method(log, "second")
     assert not gate.request(direct) and not gate.request(second)
     third = gate.enter_now()
+    [warning] = caplog.messages
+    assert warning.startswith("Ray runs 2 methods of concurrency group 'io' at a time here, and 1 is declared")
     for admission in (*admissions, third):
         assert admission is not None and log == []
         admission.leave()
@@ -152,7 +156,7 @@ def test_ray_enters_a_named_group_beyond_its_limit_and_waits_only_for_direct_cal
 
 def test_a_declared_limit_holds_for_direct_calls_and_rays_together() -> None:
     log: list[str] = []
-    gate = Gate(2, named=True)
+    gate = Gate(2, named="io")
     first, second, third = (Method(log, str(number)) for number in range(3))
     assert gate.request(first)
     through_ray = gate.enter_now()
@@ -320,6 +324,45 @@ def test_a_method_that_outlives_the_one_whose_chain_it_came_with_goes_on() -> No
     join()
     inner.leave()
     assert gate.enter_now() is not None
+
+
+class Broken(BaseException):
+    """What a signal handler raises."""
+
+
+@pytest.mark.parametrize("breaks", ["lend", "queueing", "queued"])
+def test_an_admission_whose_wait_a_handler_breaks_off_is_given_up_once(
+    admission: Admission, breaks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, log = admission.gate, list[str]()
+    gate.enter_now()  # the other admission of the threaded actor
+    inner = Method(log, "inner")
+    come_back(admission, inner)
+
+    def raise_there(*_: Any) -> None:
+        raise Broken
+
+    def queue_and_raise(waiter: Any, back: Admission) -> None:
+        queue_up(waiter, back)
+        raise Broken
+
+    with monkeypatch.context() as patch:
+        if breaks == "lend":
+            patch.setattr(Method, "spawn", raise_there)
+        else:
+            admission.lend()
+            assert admission.monitor is not None
+            queue_up = admission.monitor._queue_up
+            patch.setattr(Gate, "_queue_up", staticmethod(raise_there if breaks == "queueing" else queue_and_raise))
+        with pytest.raises(Broken):
+            admission.lend() if breaks == "lend" else admission.regain()
+    admission.leave()
+    inner.leave()
+    stranger = Method(log, "stranger")
+    assert gate.request(stranger) and not gate.request(Method(log, "next")) and gate.enter_now() is None
+    stranger.leave()
+    assert log == ["inner", "stranger", "next"]
+    assert (gate._lent, gate._running) == (0, 1 if gate.lends else 2)
 
 
 def test_another_thread_in_a_copy_of_the_context_does_not_lend_the_admission(admission: Admission) -> None:
