@@ -1,7 +1,7 @@
 """The headers of requests and replies.
 
 A header crosses as a plain tuple of builtins, which every lane can marshal: ``tuple(header)`` to send it. Read it with
-``RequestHeader._make(fields)``, ``ControlHeader(*fields)`` or ``ReplyHeader(*fields)``.
+``RequestHeader(*fields)``, ``ControlHeader(*fields)`` or ``ReplyHeader(*fields)``.
 """
 
 from __future__ import annotations

@@ -8,14 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.scope import allow_calls
+from raytorchrpc.calls.scope import Limit, allow_calls, current_scope
 from raytorchrpc.errors import RayTorchRpcError
-from raytorchrpc.patterns.handle import Handle, begin, run
+from raytorchrpc.patterns.handle import Handle, run
 from raytorchrpc.patterns.weights.published import PublishedWeights, name_of
 from raytorchrpc.patterns.weights.publishers import Publisher, end_loan
 from raytorchrpc.patterns.weights.snapshots import Snapshot
 
 _log = logging.getLogger(__name__)
+
+#: How long the others may take to be told of the end (seconds).
+_TOLD_S = 5.0
 
 
 @contextmanager
@@ -51,12 +54,18 @@ def _end(
     until, problem = time.monotonic(), None
     with allow_calls():  # readers, or other publishers, may need this actor to go on
         try:
-            _, wait_s = run(begin(0.0 if has_failed else timeout))
-            if publisher is not None:
-                run(end_loan(store, publisher, loan.version, wait_s, has_failed))
+            wait_s = 0.0 if has_failed else run(store._begin(timeout))[1]
             until += wait_s
+        except RayTorchRpcError as error:  # no time is left, or this process is no member any more
+            problem, wait_s = error, 0.0
+        try:
+            if publisher is not None:
+                _end_together(store, publisher, loan.version, wait_s)
         except RayTorchRpcError as error:
-            problem = error
+            problem = problem or error
+        except BaseException:
+            until = 0.0
+            raise
         finally:
             slow = weights.end_loan(loan, max(0.0, until - time.monotonic()))
     if slow:
@@ -67,3 +76,14 @@ def _end(
         )
     if problem is not None and not has_failed:
         raise problem
+
+
+def _end_together(store: Handle, publisher: Publisher, version: int, wait_s: float) -> None:
+    """Wait for the other publishers' blocks, or tell them that the loan is over if ``wait_s`` is 0: also where the call
+    that this thread serves has no time left.
+    """
+    before = current_scope.set(current_scope.get()._replace(limit=Limit(time.monotonic() + wait_s + _TOLD_S)))
+    try:
+        run(end_loan(store, publisher, version, wait_s, at_once=not wait_s))
+    finally:
+        current_scope.reset(before)

@@ -96,7 +96,7 @@ class ModelPull:
         wait: Callable[[int, float], Any],
     ) -> None:
         """``lending``: see ``keep_admission``. ``wait``: blocks until that version or a newer one is there."""
-        self._requests, self._local, self._handle, self._store = requests, requests.local, store, store.name
+        self._requests, self._local, self._store, self._name = requests, requests.local, store, store.name
         self._memory, self._options = memory, options
         self._lending, self._wait = lending, lending(wait)
         self._model = ModelTensors(model, store.name)  # looked at while the homes answer: that takes as long
@@ -182,7 +182,7 @@ class ModelPull:
         """Find out which version to pull, and who has it. Waits for the first one."""
         self._asks_for, self._may_expect = self._wanted, True
         if not self._has_coordinator:
-            self._sources = [self._handle]
+            self._sources = [self._store]
             return PullState.LEASE
         if self._may_guess and self._memory.committed is not None:
             self._may_guess = False
@@ -191,12 +191,12 @@ class ModelPull:
         if self._committed.version == self._since:
             self.version = self._committed.version
             return PullState.DONE
-        self._asks_for, self._sources = self._committed.version, sources_of(self._handle, self._committed)
+        self._asks_for, self._sources = self._committed.version, sources_of(self._store, self._committed)
         return PullState.LEASE
 
     def _guess(self, last: Committed) -> PullState:
         """Lease the newest version of the publishers that the last pull has found, while the coordinator is asked."""
-        newest = look(self._handle, self._local, None, self._requests.seconds_left())
+        newest = look(self._store, self._local, None, self._requests.seconds_left())
 
         def is_newest() -> bool:
             committed = newest()
@@ -205,12 +205,12 @@ class ModelPull:
             given = [pull.lease.given for pull in self._pulls.values()]
             return all(lease is not None and lease.version == committed.version for lease in given)
 
-        self._is_newest, self._sources = is_newest, sources_of(self._handle, last)
+        self._is_newest, self._sources = is_newest, sources_of(self._store, last)
         return PullState.LEASE
 
     def _await_version(self) -> Committed:
         while True:
-            asked = look(self._handle, self._local, self._wanted, self._requests.seconds_left())
+            asked = look(self._store, self._local, self._wanted, self._requests.seconds_left())
             committed: Committed | None = self._lending(asked)()
             if committed is not None:
                 self._memory.committed = committed
@@ -298,7 +298,7 @@ class ModelPull:
     def _request(self) -> Request:
         """What the model wants. Raises ConfigurationError for an invalid model."""
         values, shards = self._model.values, self._model.shards
-        request = Request.of(self._store, shards, self._options, [source.home for source in self._sources])
+        request = Request.of(self._name, shards, self._options, [source.home for source in self._sources])
         if isinstance(values, Mapping) and len(shards) < len(values):  # this process has nothing of some
             absent = (str(name) for name in values if str(name) not in shards)
             parts = (part for name in absent for part in self._options.mapping.get(name, (name,)))

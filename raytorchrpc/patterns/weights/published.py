@@ -116,7 +116,8 @@ class Readable:
                 self._release_once_ended(self._local.peers.route(rank).member, rank, leases)
 
     def _release_once_ended(self, peer: Member, rank: int, leases: set[int]) -> None:
-        if peer.node_id != self._local.me.node_id:
+        if peer.node_id != self._local.me.node_id:  # nobody here knows whether it has ended
+            self.pool.release_loans(leases)
             return
         if has_ended(peer.pid):
             for lease in leases:

@@ -179,7 +179,8 @@ class Coordinator(Versions[Committed]):
                 return None
             ended = self._loans.setdefault(version, set())
             ended.add(publisher.number)
-            if at_once or len(ended) == len(self._publishers):
+            is_lost = version <= self._void  # a publisher was restarted since
+            if at_once or is_lost or len(ended) == len(self._publishers):
                 self._end_loan(version)
                 return None
 

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +231,7 @@ class Snapshot:
         self.version, self.layout, self.memory, self.changed = version, layout, memory, changed
         self.deltas = deltas
         self.readers = 0
-        self.retired = False
+        self.retired = self.is_revoked = False
         self._pool = pool
         self._converting = Turn()
         self.converted: dict[str, VersionMemory] = {}
@@ -422,6 +422,12 @@ class SnapshotPool:
         cancel_deadline()
         return True
 
+    def release_loans(self, numbers: Collection[int]) -> None:
+        """End those of these leases that are on lent tensors: a reader that lives asks at its end, and is refused."""
+        for number in numbers:
+            if (lease := self._leases.get(number)) is not None and lease[0].memory.is_lent:
+                self.release(number)
+
     def _expire(self, number: int) -> None:
         self.release(number)
 
@@ -433,6 +439,8 @@ class SnapshotPool:
     def revoke(self, snapshot: Snapshot) -> set[int]:
         """End all leases on a snapshot; returns the ranks of their readers."""
         leases = {number: lease[1] for number, lease in list(self._leases.items()) if lease[0] is snapshot}
+        if leases:  # a thread that serves one may still write a conversion
+            snapshot.is_revoked = True
         return {rank for number, rank in leases.items() if self.release(number)}
 
     def retire(self, snapshot: Snapshot) -> None:
@@ -444,7 +452,7 @@ class SnapshotPool:
     def _reuse(self, snapshot: Snapshot) -> None:
         if snapshot.retired and not snapshot.readers:
             for name, memory in [(None, snapshot.memory), *snapshot.converted.items()]:
-                if not memory.is_lent:
+                if not memory.is_lent and not (name is not None and snapshot.is_revoked):
                     self._spare_memory(snapshot.layout.specs, name, memory)
             snapshot.converted = {}
 

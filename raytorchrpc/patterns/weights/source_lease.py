@@ -138,7 +138,7 @@ class SourceLease:
         if sent is not None:
             response = self.store._response(sent)
             del sent  # see _response
-            run(response)
+            run(response)  # into ``memory``, which has the answer
         if self.given is None and (answer := self.memory.result) is not None:
             self._take(VersionLease(*answer[0]))
         return self.given

@@ -191,6 +191,9 @@ class WeightStore(Handle):
             ConfigurationError: this member does not publish to the store, something in the model is not a dense
                 tensor, or an iterable has a name twice or no tensors.
             RpcTimeout: another publisher has not published earlier versions. This one may never exist.
+
+        A home retires the version that it keeps no longer before it copies, for its memory. Meanwhile ``version`` still
+        returns its number, and a pull without a version waits. If the copy fails, as without memory, it is gone.
         """
         local = process_member()
         if self._publishers is not None:
@@ -252,6 +255,7 @@ class WeightStore(Handle):
             ...     ray.get([engine.update.remote(version) for engine in engines])  # each one pulls it
         """
         local = process_member()
+        run(self._begin(timeout))  # which checks it
         refuse_on_loop(f"lending weights by {self.kind} {self._name!r}", "`await asyncio.to_thread(...)`")
         if are_pairs(model):
             raise ConfigurationError(

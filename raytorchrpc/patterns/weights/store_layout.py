@@ -147,9 +147,9 @@ def describe(
                 run(source._request(local, LAYOUT, (*source._address, chosen), seconds_left())) for source in sources
             ]
         except NotFound:
-            if version is not None or committed is None:
+            if version is not None:
                 raise
-            after = committed.version
+            after = 0 if committed is None else committed.version  # its home may just write the next one
             continue
         layouts = [KnownLayout(number, rows) for _, number, rows in answers]
         published = Published([source.home for source in sources], layouts)

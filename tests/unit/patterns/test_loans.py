@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.patterns.weights import snapshots
+from raytorchrpc.patterns.weights import conversions, snapshots
 from raytorchrpc.patterns.weights.snapshots import VersionMemory
-from tests.unit.members import TENSORS, Members, in_thread
+from tests.unit.members import TENSORS, Members, in_thread, serving
 
 PUBLISHERS = ("a", "b")
 LONG = 20.0
@@ -47,10 +48,10 @@ def lending(members: Members, values: dict[str, torch.Tensor], **options: Any) -
         return rtr.WeightStore("w", home="home").lend(values, **options)
 
 
-def error_of(store: rtr.WeightStore) -> str:
+def error_of(store: rtr.WeightStore, target: dict[str, torch.Tensor] | None = None, **options: Any) -> str:
     """What a pull raises."""
     with pytest.raises(rtr.RpcTimeout) as raised:
-        store.pull(empty())
+        store.pull(target or empty(), **options)
     return str(raised.value)
 
 
@@ -235,12 +236,67 @@ def test_a_block_that_raises_ends_the_loan_of_all_at_once(members: Members, bloc
     assert end_of_b() == "ended"
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_call_without_time_ends_the_loan_of_all(members: Members, blocks: dict[str, Any], has_failed: bool) -> None:
+    raised = (KeyError, KeyError("the program's own"), None) if has_failed else (None, None, None)
+    with members.acting("b"), serving(-1.0), pytest.raises(rtr.RpcTimeout) if not has_failed else nullcontext():
+        blocks["b"].__exit__(*raised)
+    assert not members.served("weight store", "w", "a")._versions
+
+
+def test_a_publisher_that_was_restarted_before_any_block_ended_ends_the_loan(
+    members: Members, blocks: dict[str, Any]
+) -> None:
+    members.served("weight store", "w", "a").keep_only(members.members["b"].me.rank, "another process")
+    with members.acting("a"):
+        assert in_thread(lambda: blocks["a"].__exit__(None, None, None) or "ended")() == "ended"
+
+
 def test_a_lost_publisher_ends_the_loan_of_the_others(members: Members, blocks: dict[str, Any]) -> None:
     with members.acting("a"):
         end_of_a = in_thread(lambda: blocks["a"].__exit__(None, None, None) or "ended")
     coordinator = members.served("weight store", "w", "a")
     coordinator.keep_only(members.members["b"].me.rank, None)
     assert end_of_a() == "ended"
+
+
+# --- conversions -----------------------------------------------------------------------------------------------------
+
+
+def test_a_conversion_that_is_late_does_not_reach_the_next_version(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, convert = threading.Event(), threading.Event(), conversions.convert
+
+    def convert_late(*args: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(LONG)
+        convert(*args)
+
+    monkeypatch.setattr(conversions, "convert", convert_late)
+    store = rtr.WeightStore("w", home="home")
+    tensors, half = model(1), {name: tensor.bfloat16() for name, tensor in empty().items()}
+    with members.acting("home"):
+        block = store.lend(tensors, timeout=0.05)
+        block.__enter__()
+    with members.acting("a"):
+        slow = in_thread(lambda: error_of(store, half, convert=True))
+        assert begun.wait(LONG)
+    with members.acting("home"):
+        block.__exit__(None, None, None)
+        for tensor in tensors.values():
+            tensor.fill_(-99)
+        with store.lend(model(2)):
+            next_half = {name: tensor.bfloat16() for name, tensor in empty().items()}
+            with members.acting("b"):
+                assert store.pull(next_half, convert=True) == 2
+            lease = members.served("weight store", "w").lease(0, None, None, 0, LONG).lease
+            (converted,) = members.served("weight store", "w").pool.leased(lease).converted.values()
+            go_on.set()
+            assert "taken back version 1" in slow()
+            assert all(bool((tensor == 2).all()) for tensor in converted.tensors)
+            members.served("weight store", "w").pool.release(lease)
 
 
 # --- memory that peers read in place -------------------------------------------------------------------------------
