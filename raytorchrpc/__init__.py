@@ -7,6 +7,7 @@ restarted actor take that back.
 """
 
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -133,15 +134,27 @@ _IN_DRIVERS = {
     "group.process_group": ("ProcessGroupInfo", "process_group", "process_group_info"),
 }
 _MODULE_OF = {name: module for module, names in {**_EVERYWHERE, **_IN_DRIVERS}.items() for name in names}
-_has_begun = False
+_lock = threading.RLock()
+_begins = _has_begun = False
 
 
 def _begin() -> None:
     """Load what every member and driver needs; in a restarted actor, let its group reach it. Does nothing again."""
-    global _has_begun
+    global _begins, _has_begun
     if _has_begun:
         return
-    _has_begun = True
+    with _lock:  # other threads wait until all is loaded
+        if _begins or _has_begun:  # a module that this thread loads uses a name
+            return
+        _begins = True
+        try:
+            _load()
+            _has_begun = True
+        finally:
+            _begins = False
+
+
+def _load() -> None:
     from raytorchrpc import _loading  # before torch is loaded
 
     for module in _EVERYWHERE:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from raytorchrpc import rdt
+import raytorchrpc.rdt as rdt  # not the package's name, for which another thread may have to load this module
 from raytorchrpc._compat import ray_internals
 from raytorchrpc.calls.options import checked_retry
 from raytorchrpc.calls.server.exposed import MARK, Exposed, in_turn, runs_on_loop

@@ -243,7 +243,8 @@ class Client:
     def _join_again(self, dropped: Membership, until: float) -> LocalMember:
         """Members can be called also if the supervisor has died, or cannot be reached."""
         try:
-            return self._join(min(until, time.monotonic() + _AGAIN_S))
+            now = time.monotonic()  # at most half of what is left, so that the call itself has time, too
+            return self._join(min((now + until) / 2, now + _AGAIN_S))
         except RayTorchRpcError as error:
             if self._membership() is not dropped:  # the supervisor has sent it off
                 raise

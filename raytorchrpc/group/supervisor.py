@@ -478,16 +478,23 @@ class Supervisor:
             self._handle(*events)
 
     def _handle(self, *events: core.Event) -> None:
-        """Carry out what the core decides. What comes of that is reported, so nothing here handles events in turn."""
+        """Carry out what the core decides. What comes of that is reported, so nothing here handles events in turn.
+
+        Raises the first shortage of memory or threads, after it has carried out the rest.
+        """
+        shortages: list[Exception] = []
         for instruction in self._core.handle(events, time.monotonic()):
             try:
                 self._carry_out(instruction)
             except Exception as error:
                 if threads.is_shortage(error):
-                    raise
-                logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
+                    shortages.append(error)
+                else:
+                    logger.exception("group %r: %s failed", self.roster.name, type(instruction).__name__)
         with self._changed:
             self._changed.notify_all()
+        if shortages:
+            raise shortages.pop(0)
 
     def _carry_out(self, instruction: core.Instruction) -> None:
         match instruction:

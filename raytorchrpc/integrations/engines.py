@@ -69,7 +69,7 @@ def check_fields(info: Any) -> None:
         kinds = tuple(get_origin(each) or each for each in get_args(kind) or (kind,))
         fits = get_origin(kind) is ClassVar or isinstance(value, kinds)
         fits = fits or (type(value) is int and isinstance(0.0, kinds))
-        if not fits or isinstance(value, bool):
+        if not fits or (isinstance(value, bool) and bool not in kinds):
             wanted = kind.__name__ if isinstance(kind, type) else kind
             raise rtr.ConfigurationError(f"{name}={value!r} of {type(info).__name__} has to be of type {wanted}")
 

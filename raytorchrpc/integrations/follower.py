@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 import raytorchrpc as rtr
 from raytorchrpc.integrations.engines import Progress, become_member, follow_group
+from raytorchrpc.process import threads
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +112,12 @@ class Follower:
         progress, gone = Progress(self._timeout if timeout is None else timeout), (0, 0)
         failure: Exception | None = None
         for attempt in itertools.count():
-            chosen = 0
+            instance = chosen = 0
             try:
                 wanted = None if self.is_torn else version
-                chosen = self._together(partial(self._choose, wanted, least, gone, progress), progress)[0]
-                held = self._together(partial(self._bring, chosen, progress), progress)
+                choices = self.together(partial(self._choose, wanted, least, gone, progress), progress)
+                instance, chosen = choices[0]
+                held = self.together(partial(self._bring, chosen, progress), progress)
                 if len(set(held)) > 1:
                     raise _TwoLives(f"the home of store {self._name!r} was restarted during the update")
                 self.held, self.is_torn = held[0], False
@@ -136,9 +137,9 @@ class Follower:
                         f"two versions: update it again before it generates ({type(failure).__name__}: {failure})"
                     ) from failure
                 logger.warning("%s repeats its update from store %r: %s", self._engine, self._name, failure)
-                if chosen and self._store is not None and isinstance(error, rtr.NotFound):
-                    gone = self._store.instance or 0, chosen
-            time.sleep(min(progress.left(), _PAUSE_S * attempt, _LONGEST_PAUSE_S))
+                if chosen and isinstance(error, rtr.NotFound):
+                    gone = instance, chosen
+            threads.pause(min(progress.left(), _PAUSE_S * attempt, _LONGEST_PAUSE_S))
         raise AssertionError
 
     def ensure(self) -> None:
@@ -149,12 +150,14 @@ class Follower:
         if self.held is None:
             self.update(least=int(self.is_torn))
 
-    def _choose(self, wanted: int | None, least: int, gone: tuple[int, int], progress: Progress) -> int:
-        """The version ``wanted``, or the newest, once there is one from ``least`` on and newer than ``gone``."""
+    def _choose(self, wanted: int | None, least: int, gone: tuple[int, int], progress: Progress) -> tuple[int, int]:
+        """The instance of the store, and the version ``wanted``, or the newest, once there is one from ``least`` on and
+        newer than ``gone``.
+        """
         store = self.store(progress)
-        if wanted is not None:
-            return wanted
-        return store.wait(gone[1] + 1 if store.instance == gone[0] else least, progress.left())
+        if wanted is None:
+            wanted = store.wait(gone[1] + 1 if store.instance == gone[0] else least, progress.left())
+        return store.instance or 0, wanted
 
     def _bring(self, version: int, progress: Progress) -> tuple[int, int]:
         store = self.store(progress)
@@ -171,7 +174,7 @@ class Follower:
             raise
         return store.instance or 0, version
 
-    def _together(self, step: Callable[[], T], progress: Progress) -> list[T]:
+    def together(self, step: Callable[[], T], progress: Progress) -> list[T]:
         """Make a step in all processes of the engine; returns its results, or raises the same in all of them."""
         result, failure = None, None
         try:

@@ -296,6 +296,8 @@ class Trainer:
 class VllmTrainer(Trainer):
     """With vLLM's trainer interface."""
 
+    lends = False
+
     def train(self, engine: Any) -> float:
         """Bring a new value to the engine."""
         stub_vllm()
@@ -303,11 +305,17 @@ class VllmTrainer(Trainer):
 
         if self.transfer is None:
             self.weights = filled(self.next_value())
-            init = TrainerInit(rank=0, timeout=TIMEOUT_S)
+            init = TrainerInit(rank=0, timeout=TIMEOUT_S, lend=self.lends)
             self.transfer = TrainerEngine.trainer_init(init, client=Client(engine), source=ModelSource(self.weights))
         self.weights.update(filled(self.next_value()))
         self.transfer.send_weights()
         return self.value
+
+
+class LendingTrainer(VllmTrainer):
+    """Whose engines read its own tensors."""
+
+    lends = True
 
 
 class TrlTrainer(Trainer):

@@ -64,10 +64,12 @@ def actor(cls: Any, *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def vllm(in_child: bool) -> Iterator[Form]:
-    trainer, engine = actor(fakes.VllmTrainer), actor(fakes.Engine, in_child)
+def vllm(in_child: bool, trains: type = fakes.VllmTrainer) -> Iterator[Form]:
+    trainer, engine = actor(trains), actor(fakes.Engine, in_child)
     with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
-        yield _form_of(trainer, engine)
+        form = _form_of(trainer, engine)
+        form.brings_itself = trains is fakes.VllmTrainer
+        yield form
     for each in (trainer, engine):
         ray.kill(each)
 
@@ -133,6 +135,7 @@ def torchrl() -> Iterator[Form]:
 FORMS: dict[str, Callable[[], Any]] = {
     "vllm in its actor": partial(vllm, False),
     "vllm in a child": partial(vllm, True),
+    "vllm with a loan": partial(vllm, False, fakes.LendingTrainer),
     "trl and a server": trl,
     "sglang": sglang,
     "verl": verl,

@@ -519,6 +519,32 @@ def test_the_package_and_quick_commands_load_neither_ray_nor_torch() -> None:
     assert ran.stdout.splitlines() == ["[]", "['ray', 'torch']"], ran.stderr
 
 
+AT_ONCE = """
+import importlib, sys, threading
+import raytorchrpc
+sys.modules["raytorchrpc.decorator"] = None
+try:
+    raytorchrpc.Queue
+except ImportError:
+    del sys.modules["raytorchrpc.decorator"]
+def decorate():
+    used.append(importlib.import_module("raytorchrpc.decorator").method)
+used = []
+threads = [threading.Thread(target=lambda: used.append(raytorchrpc.WeightStore), daemon=True) for _ in range(4)]
+threads += [threading.Thread(target=decorate, daemon=True) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(60)
+print(len(used), raytorchrpc._has_begun)
+"""
+
+
+def test_threads_load_the_package_at_once_and_after_an_import_that_failed() -> None:
+    ran = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert ran.stdout.split() == ["6", "True"], ran.stderr
+
+
 def test_names_are_loaded_from_where_type_checkers_see_them() -> None:
     from raytorchrpc import _MODULE_OF
 

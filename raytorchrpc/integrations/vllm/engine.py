@@ -102,10 +102,15 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         follower = self._make_follower(init_info)
         self.shutdown()  # if this fails, no update brings versions of an earlier store
-        store = follower.store(Progress(init_info.timeout))
-        if newest := store.version():
-            self._prepare(store, newest, init_info.timeout)
+        progress = Progress(init_info.timeout)
+        follower.together(partial(self._find, follower, progress), progress)  # else workers differ in their next step
         self._follower = follower
+
+    def _find(self, follower: Follower, progress: Progress) -> None:
+        store = follower.store(progress)
+        if newest := store.version():
+            with suppress(rtr.NotFound):  # it was replaced just now: the first update prepares itself
+                self._prepare(store, newest, progress.left())
 
     def start_weight_update(self) -> None:
         """Changes nothing."""

@@ -29,6 +29,8 @@ class TrainerInit(TrainerInitInfo):
         rank: of this process among the training processes; rank 0 talks to the engines.
         store: the name of the ``WeightStore``, which the training processes create.
         keep: how many versions engines can pull. An engine that is still bringing one needs it until it is done.
+        lend: engines bring the weights out of the model of ``ModelSource`` itself, and the store takes no memory; see
+            ``WeightStore.lend``. An engine that starts again has the weights of its checkpoint until the next update.
         into: see ``InitInfo``.
         timeout: seconds for each update.
     """
@@ -37,6 +39,7 @@ class TrainerInit(TrainerInitInfo):
 
     store: str = "policy"
     keep: int = 2
+    lend: bool = False
     into: str = "auto"
     timeout: float = 60.0
 
@@ -100,7 +103,12 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
                 f"{type(source).__name__} yields a part of the model in each process: pass ModelSource with its shards"
             )
         engine = cls(init_info, client, source)
-        engine._publish()
+        if init_info.lend and not isinstance(source, ModelSource):
+            raise rtr.ConfigurationError(f"lend=True takes ModelSource(model), not a {type(source).__name__}")
+        if not init_info.lend:
+            engine._publish()
+        elif engine._store is not None:
+            engine._store.version()  # from now on engines find it
         if engine.is_sender:
             engine.connect()
         return engine
@@ -112,10 +120,19 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     def send_weights(self) -> None:
         """Publish the present weights, and have the engines bring them. Every training process calls it.
 
-        Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied. If an engine
+        Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied; with ``lend``
+        everywhere until the engines have them. If an engine
         fails, the error is its own, and the next ``send_weights`` works once it is there again, also as a new process.
         """
-        version = self._publish()
+        if not self._init.lend:
+            self._bring(self._publish())
+        elif self._store is not None:
+            with self._store.lend(self.source.tensors(), timeout=self._init.timeout) as version:
+                if self.is_sender:
+                    self._bring(self._store.wait(version, self._init.timeout))
+
+    def _bring(self, version: int) -> None:
+        """Have the engines bring a version, at rank 0."""
         if self.is_sender:
             try:
                 self.client.start_weight_update()

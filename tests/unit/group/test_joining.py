@@ -20,6 +20,7 @@ from raytorchrpc.group import join, joining
 from raytorchrpc.group.supervisor import Supervisor
 from raytorchrpc.process import fork
 from raytorchrpc.process.completion import Completion
+from raytorchrpc.process.threads import ThreadShortage
 
 
 class Local:
@@ -198,10 +199,17 @@ def test_a_client_that_the_supervisor_has_dropped_joins_again(
     assert groups.joined("a") is before
     second.complete()
     assert groups.joined("a") is None
-    host.error = rtr.BootstrapError("its host has died")
-    for ended in (False, True):
-        host.ended = ended
-        assert find_local(groups, "a") is before, "members can be called all the same"
+    host.error, allowed = rtr.BootstrapError("its host has died"), list[float]()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            joining,
+            "become_client",
+            lambda admit, generation, until: (allowed.append(until - time.monotonic()), admit(None)),
+        )
+        for ended in (False, True):
+            host.ended = ended
+            assert find_local(groups, "a", 1.0) is before, "members can be called all the same"
+    assert max(allowed) <= 0.5, "and the call has time for it"
     host.error = None
     assert find_local(groups, "a") is not before and host.asked == 4
 
@@ -256,3 +264,18 @@ def test_the_end_of_a_group_waits_for_no_client_that_is_lost() -> None:
     *told, awaited = asked
     assert sorted(told) == [(name, join.leave, ("g", True)) for name in "bd"]
     assert awaited == (join.leave, {"a": ("g", True), "c": ("g", True)})
+
+
+def test_a_shortage_costs_no_other_instruction_of_the_change() -> None:
+    carried_out: list[str] = []
+
+    def carry_out(instruction: str) -> None:
+        carried_out.append(instruction)
+        if instruction != "announce":
+            raise ThreadShortage(instruction, "the test says so")
+
+    stand_in: Any = SimpleNamespace(_carry_out=carry_out, _changed=threading.Condition())
+    stand_in._core = SimpleNamespace(handle=lambda events, now: ["dial", "announce", "admit"])
+    with pytest.raises(ThreadShortage, match="the thread dial"):
+        Supervisor._handle(stand_in)
+    assert carried_out == ["dial", "announce", "admit"]
