@@ -127,7 +127,7 @@ def test_a_plot_without_matplotlib_is_one_line(monkeypatch: Any) -> None:
 @pytest.mark.parametrize(
     ("there", "says"),
     [
-        (None, "--peers monarch needs Monarch: pip install '.[peers]' in a checkout"),
+        (None, r"--peers monarch needs Monarch: pip install '.\[peers\]' in a checkout"),
         ("there", "Monarch cannot be imported beside torch .*pip install 'torchmonarch==0.7.[*]' 'torch=="),
     ],
 )
