@@ -56,10 +56,8 @@ def test_what_is_made_in_a_page_is_what_the_code_says(page: str) -> None:
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *(DOCS / page for page in PAGES)], ids=lambda page: page.name)
 def test_printed_lines_fit(page: Path) -> None:
-    """Into the column of a page; the files of examples, which scroll, are as long as code may be."""
-    text = re.sub(
-        r"<!-- begin file (?!examples/tutorial/).*?<!-- end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
+    """Into the column of a page."""
+    text = page.read_text(encoding="utf-8")
     fences = re.findall(r"^( *)```.*\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
     assert not [line for _, fence in fences for line in fence.splitlines() if len(line) > COLUMNS]
 
