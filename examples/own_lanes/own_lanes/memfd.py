@@ -54,9 +54,7 @@ class MemfdLane(TensorLane):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pids: dict[str, int] = {}
-        self._exported: dict[
-            str, tuple[int, str]
-        ] = {}  # by tag: file descriptor, peer
+        self._exported: dict[str, tuple[int, str]] = {}  # tag: descriptor, peer
         self._is_open = False
 
     def open(self) -> int:
@@ -122,9 +120,8 @@ class MemfdLane(TensorLane):
             tensor_in(memory, offset, shape)
             for offset, shape in zip(offsets, shapes, strict=True)
         ]
-        return arrived(
-            tensors, copies
-        )  # of regions, views: what it does not copy itself, the caller copies
+        # Of regions, views: what it does not copy itself, the caller copies.
+        return arrived(tensors, copies)
 
     def release(self, peer: str, descriptor: Any) -> None:
         with contextlib.suppress(Exception):

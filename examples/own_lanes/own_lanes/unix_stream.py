@@ -29,7 +29,6 @@ from raytorchrpc.lanes.base import (
     MessageLane,
     PeerAddress,
     Pending,
-    Reply,
     Serve,
     Spawn,
 )
@@ -145,12 +144,14 @@ class Stream:
 
     def _arrived(self, kind: int, number: int, message: Message) -> None:
         if kind == _REPLY:
-            if (
-                pending := self._pending.pop(number, None)
-            ) is not None:  # else the connection has just ended
+            pending = self._pending.pop(number, None)
+            if pending is not None:  # else the connection has just ended
                 pending.settle(message)
             return
-        reply: Reply = lambda answer: self._send(_pack(_REPLY, number, answer), {})  # noqa: E731
+
+        def reply(answer: Message) -> None:
+            self._send(_pack(_REPLY, number, answer), {})
+
         work = self._lane.serve(message, reply)
         if work is not None:
             self._lane.spawn(work)
@@ -166,9 +167,8 @@ class Stream:
             self._cause = cause
             self._outgoing.put(None)
         with suppress(OSError):
-            self._sock.shutdown(
-                socket.SHUT_RDWR
-            )  # ends both threads' reads and writes
+            # Ends both threads' reads and writes.
+            self._sock.shutdown(socket.SHUT_RDWR)
         while self._pending:
             lost = PeerLost(self._peer, cause, may_have_run=self._proved)
             self._pending.popitem()[1].settle(None, lost)
