@@ -33,7 +33,7 @@ from raytorchrpc.patterns.regions.region import (
     checked_tensors,
 )
 from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors.cuda_streams import own_streams
+from raytorchrpc.tensors.cuda_streams import finish_stream, own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable, collapse, unrecorded
 
 #: Reads of one member at a time; others wait.
@@ -251,7 +251,7 @@ class _Reading:
                 if not way or not self._gathered(known, way, device, some, rows, at):
                     self._bring(address, known.dim, some, rows, at)
             for device in {target.device for target in written if target.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
+                finish_stream(device)
             increment_version(written)
         number = 0 if self._lease is None else self._lease._number
         torn = self._call(CONFIRM, *address, number, self._last)

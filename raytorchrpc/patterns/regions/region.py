@@ -24,6 +24,7 @@ from raytorchrpc.patterns.handle import checked_count
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.this_process import has_ended
+from raytorchrpc.tensors.cuda_streams import finish_stream
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable
 
 KIND = "region"
@@ -249,11 +250,7 @@ class ExposedRegion:
         checked = self.checked(rows)
         rank = None if reader is None else self.local.peers.route(reader).member.rank
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            stream = torch.cuda.current_stream(device)
-            if not stream.query():
-                written = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                written.record(stream)
-                written.synchronize()
+            finish_stream(device)
         with self._lock:
             granted = _Granted(self, next(self._numbers), checked, rank, reads)
             granted.cancel_deadline = self.local.deadlines.at(
