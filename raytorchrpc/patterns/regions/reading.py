@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy
@@ -300,10 +300,14 @@ class _Reading:
         lane: TensorLane | None = self._local.tensor_lanes.get(name)
         if lane is None or self._member.rank == self._local.me.rank:
             return False
-        with suppress(LaneUnavailable):
+        try:
             lane.gather(self._member.name, descriptor, pieces_of(moves, known.dim, rows, at), device)
-            return True
-        return False
+        except LaneUnavailable as error:
+            known.exposed.pop(kind, None)  # for the next reads
+            owner = f"region {self._name!r} of {self._member.name!r}"
+            self._local.payloads.warn(f"rows of {owner} come in messages, not by {name}", error.reason)
+            return False
+        return True
 
     def _bring(self, address: Any, dim: int, moves: Sequence[_Move], rows: numpy.ndarray, at: numpy.ndarray) -> None:
         """Have the owner collect the rows in messages, and copy them."""
