@@ -92,6 +92,6 @@ def regions(pick: Pick) -> list[Figure]:
             def measured(contestant: str, _: Any, device: str = device, reader: Any = ends["reader"]) -> float:
                 return on(reader, turn, contestant, device, shape, pick(9, 5, 1))
 
-            what = f"{shape.layers * shape.blocks} blocks of {shape.block_bytes >> 10} KB, {device}"
-            figures += compare(what, measured, contestants, [""], pick(5, 3, 1))
+            case = f"{shape.layers * shape.blocks} blocks of {shape.block_bytes >> 10} KB, {device}"
+            figures += compare(case, measured, contestants, [""], pick(5, 3, 1))
     return figures
