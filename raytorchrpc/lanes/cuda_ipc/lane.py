@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
 from raytorchrpc._compat import torch_internals
@@ -30,6 +31,7 @@ from raytorchrpc.lanes.base import (
     Copies,
     Export,
     PeerAddress,
+    Pieces,
     TensorCapabilities,
     TensorLane,
     arrived,
@@ -40,7 +42,7 @@ from raytorchrpc.lanes.base import (
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, RowCopies, Rows, Scatter
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_LISTED, COPY_ROWS, RowCopies, Rows, Scatter, queue_pieces
 from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports, Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
 from raytorchrpc.lanes.cuda_ipc.pages import OUT, QUEUED, UNUSED, Page, Pages
@@ -77,7 +79,8 @@ class CudaIpcLane(TensorLane):
         """By device and CUDA handle: making a Stream object each time takes longer."""
         self._returning: dict[int, torch.cuda.Stream] = {}
         """By device: where the last uses of shared tensors are awaited."""
-        self._handles: dict[int, bytes] = {}
+        self._allocations: dict[int, tuple[int, bytes]] = {}
+        """By the identity of an allocation, which is never used again: where it begins, and its handle."""
 
     @property
     def outstanding(self) -> int:
@@ -157,17 +160,17 @@ class CudaIpcLane(TensorLane):
 
     def _allocation(self, pointer: int) -> tuple[int, bytes]:
         """Return (base, handle) of the allocation that contains an address."""
-        base, identity = driver().allocation(pointer)
-        handle = self._handles.get(identity)
-        if handle is None and self._mappings.has(base):
-            raise LaneUnavailable(
-                self.name, "memory that another process shared with this one cannot be exported again"
-            )
-        if handle is None:  # an allocation that was freed and made again has a new identity
-            if len(self._handles) > 4 * MAPPINGS:
-                self._handles.clear()
-            handle = self._handles[identity] = driver().handle_of(base)
-        return base, handle
+        identity = driver().identity_at(pointer)
+        if (known := self._allocations.get(identity)) is None:
+            base = driver().base_of(pointer)
+            if self._mappings.has(base):
+                raise LaneUnavailable(
+                    self.name, "memory that another process shared with this one cannot be exported again"
+                )
+            if len(self._allocations) > 4 * MAPPINGS:
+                self._allocations.clear()
+            known = self._allocations[identity] = base, driver().handle_of(base)
+        return known
 
     def reap(self) -> None:
         """Release the tensors that have been fetched. Does not wait for the GPU."""
@@ -275,15 +278,58 @@ class CudaIpcLane(TensorLane):
             for number in piece:
                 begins[number] = 0 if mapping is None else mapping.at(begin, sizes[number])
                 begin += sizes[number]
+        first = min([begins[number] for number, size in enumerate(sizes) if size], default=0)
+        origins = tuple([begins[number] - first if size else 0 for number, size in enumerate(sizes)])
         beside, kernel = runs_beside(stream), partial(COPY_ROWS.on, device.index, driver())
-        make = partial(Scatter.of, copies, sizes, device, beside)
+        make = partial(Scatter.of, copies, sizes, device, beside, origins)
+        scatter = copies.prepared((self.name, device.index, sizes, beside, origins), make)
         results: Arrived = [None] * len(copies)
-        scatters = copies.prepared((self.name, device.index, sizes, beside), make)
-        located = [begins[number] for number in range(len(shapes))]  # all of them, before anything is copied
-        for scatter, begin, shape in zip(scatters, located, shapes, strict=True):
-            for index, tensor in scatter.queue(copies, begin, shape, device, cuda, kernel, stream):
-                results[index] = tensor
+        for index, tensor in scatter.queue(copies, first, shapes, device, cuda, kernel, stream):
+            results[index] = tensor
         return results
+
+    # --- memory that is read when peers like -----------------------------------------------------------------
+
+    def expose(self, tensors: Sequence[torch.Tensor]) -> Any:
+        places = []
+        for tensor in tensors:
+            span = span_of(tensor.shape, tensor.stride()) * tensor.itemsize
+            if not span:
+                places.append((b"", 0, 0))
+                continue
+            with driver().on(tensor.device.index):
+                base, handle = self._allocation(tensor.data_ptr())
+            places.append((handle, tensor.data_ptr() - base, span))
+        return self._pages.tag, tuple(places)
+
+    @checked
+    def gather(self, peer: str, descriptor: Any, pieces: Sequence[Pieces], device: torch.device) -> None:
+        tag, places = descriptor
+        if device.index not in self._devices:
+            raise LaneUnavailable(self.name, f"{device} was not opened for this lane")
+        try:
+            current = self._pages.tag_of(peer)
+        except Gone as gone:
+            raise never_fetched(peer) from gone
+        if current != tag or self._pages.is_dead(peer):
+            raise never_fetched(peer)
+        with driver().on(device.index):
+            stream, raw = self._current(device.index)
+            try:
+                mapped = [self._mappings.get(handle, device) if span else None for handle, _, span in places]
+            except LaneUnavailable as error:
+                if self._pages.is_dead(peer):
+                    raise never_fetched(peer) from error
+                raise
+            located = zip(mapped, places, strict=True)
+            begins = numpy.array([0 if one is None else one.at(*place[1:]) for one, place in located], numpy.int64)
+            spans = numpy.array([span for *_, span in places], numpy.int64)
+            for source, offset, _, width in pieces:
+                if len(offset) and (offset.min() < 0 or (offset + width > spans[source]).any()):
+                    raise ValueError(f"pieces of {width} bytes are not in their tensors")
+            kernel = partial(COPY_LISTED.on, device.index, driver())
+            for some in pieces:
+                queue_pieces(some, begins, stream.device, driver(), kernel, raw)
 
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):
