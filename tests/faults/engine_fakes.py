@@ -318,6 +318,19 @@ class LendingTrainer(VllmTrainer):
     lends = True
 
 
+class ServedTrainer(VllmTrainer):
+    """Of engines that are servers, which join the group that it forms itself."""
+
+    def train(self, engine: Any) -> float:
+        if self.transfer is None:
+            try:
+                rtr.current_member()
+            except rtr.NotAMember:
+                config = rtr.GroupConfig.from_env(joinable_by="cluster")
+                rtr.init_group([], name="served", config=config, include_driver=True)
+        return super().train(engine)
+
+
 class TrlTrainer(Trainer):
     """With TRL's. It forms its group itself."""
 

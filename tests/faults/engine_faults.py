@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -64,19 +65,19 @@ def actor(cls: Any, *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def vllm(in_child: bool, trains: type = fakes.VllmTrainer) -> Iterator[Form]:
+def vllm(in_child: bool, trains: type[fakes.VllmTrainer] = fakes.VllmTrainer) -> Iterator[Form]:
     trainer, engine = actor(trains), actor(fakes.Engine, in_child)
     with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
         form = _form_of(trainer, engine)
-        form.brings_itself = trains is fakes.VllmTrainer
+        form.brings_itself = not trains.lends
         yield form
     for each in (trainer, engine):
         ray.kill(each)
 
 
 @contextmanager
-def trl() -> Iterator[Form]:
-    trainer, engine = actor(fakes.TrlTrainer), actor(fakes.Engine, True, group="trl")
+def server(trains: type, group: str) -> Iterator[Form]:
+    trainer, engine = actor(trains), actor(fakes.Engine, True, group=group)
     yield _form_of(trainer, engine)
     for each in (trainer, engine):
         ray.kill(each)
@@ -136,7 +137,9 @@ FORMS: dict[str, Callable[[], Any]] = {
     "vllm in its actor": partial(vllm, False),
     "vllm in a child": partial(vllm, True),
     "vllm with a loan": partial(vllm, False, fakes.LendingTrainer),
-    "trl and a server": trl,
+    "vllm with a loan in a child": partial(vllm, True, fakes.LendingTrainer),
+    "vllm as a server": partial(server, fakes.ServedTrainer, "served"),
+    "trl and a server": partial(server, fakes.TrlTrainer, "trl"),
     "sglang": sglang,
     "verl": verl,
     "torchrl": torchrl,
@@ -154,9 +157,10 @@ def run(name: str, count: int, seed: int, loud: bool = False) -> Report:
         victims: list[str] = []
         for number in range(count):
             victims = victims or draw.sample(names := sorted(form.pids()), len(names))
-            _round(form, victims.pop(), draw, report)
+            _round(form, victim := victims.pop(), draw, report)
             if loud:
-                print(f"{number + 1} kills, {report.recovered_s[-1]:.2f} s, {report.violations}", flush=True)
+                took = report.recovered_s[-1] if report.recovered_s else math.nan
+                print(f"{name}, seed {seed}: kill {number + 1}, {victim}: {took:.2f} s {report.violations}", flush=True)
             if any("HANG" in violation for violation in report.violations):
                 break
     return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -105,12 +106,9 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         engine = cls(init_info, client, source)
         if init_info.lend and not isinstance(source, ModelSource):
             raise rtr.ConfigurationError(f"lend=True takes ModelSource(model), not a {type(source).__name__}")
-        if not init_info.lend:
-            engine._publish()
-        elif engine._store is not None:
-            engine._store.version()  # from now on engines find it
-        if engine.is_sender:
-            engine.connect()
+        with engine._offered():  # also when lent: an engine that a lost trainer left with parts of two versions waits
+            if engine.is_sender:
+                engine.connect()
         return engine
 
     def connect(self) -> None:
@@ -121,26 +119,31 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         """Publish the present weights, and have the engines bring them. Every training process calls it.
 
         Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied; with ``lend``
-        everywhere until the engines have them. If an engine
-        fails, the error is its own, and the next ``send_weights`` works once it is there again, also as a new process.
+        everywhere until the engines have them. If an engine fails, the error is its own, and the next ``send_weights``
+        works once it is there again, also as a new process.
         """
-        if not self._init.lend:
-            self._bring(self._publish())
-        elif self._store is not None:
-            with self._store.lend(self.source.tensors(), timeout=self._init.timeout) as version:
-                if self.is_sender:
-                    self._bring(self._store.wait(version, self._init.timeout))
+        with self._offered() as version:
+            if self.is_sender:
+                self._bring(version)
 
     def _bring(self, version: int) -> None:
-        """Have the engines bring a version, at rank 0."""
-        if self.is_sender:
-            try:
-                self.client.start_weight_update()
-            except Exception:  # a trainer that was lost in an update has left it open
-                self.client.finish_weight_update()
-                self.client.start_weight_update()
-            self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout, self._info)))
-            self.client.finish_weight_update(weight_version=str(version))
+        """Have the engines bring a version. Only rank 0."""
+        try:
+            self.client.start_weight_update()
+        except Exception:  # a trainer that was lost in an update has left it open
+            self.client.finish_weight_update()
+            self.client.start_weight_update()
+        self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout, self._info)))
+        self.client.finish_weight_update(weight_version=str(version))
+
+    @contextmanager
+    def _offered(self) -> Iterator[int]:
+        """Make the present weights a version, and yield its number; what is lent is taken back at the end."""
+        if not self._init.lend or self._store is None:
+            yield self._publish()
+            return
+        with self._store.lend(self.source.tensors(), timeout=self._init.timeout) as version:
+            yield self._store.wait(version, self._init.timeout) if self.is_sender else version
 
     def _publish(self) -> int:
         """Publish the present weights; returns the version. Rank 0 waits until all processes have published it."""
