@@ -41,8 +41,8 @@ class Report:
 class Form:
     """How an adapter brings weights, in these tests."""
 
-    train: Callable[[], float]
-    """Brings a new value to the engine, and returns it."""
+    train: Callable[..., float]
+    """Brings a new value to the engine, and returns it. Takes a case; see ``engine_fakes.altered``."""
     newest: Callable[[], float]
     """The value that was published last; 0: none since the trainer was restarted."""
     generate: Callable[[], list[float]]
@@ -65,8 +65,10 @@ def actor(cls: Any, *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def vllm(in_child: bool, trains: type[fakes.VllmTrainer] = fakes.VllmTrainer) -> Iterator[Form]:
-    trainer, engine = actor(trains), actor(fakes.Engine, in_child)
+def vllm(
+    in_child: bool, trains: type[fakes.VllmTrainer] = fakes.VllmTrainer, timeout: float = fakes.TIMEOUT_S
+) -> Iterator[Form]:
+    trainer, engine = actor(trains, timeout), actor(fakes.Engine, in_child, timeout=timeout)
     with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
         form = _form_of(trainer, engine)
         form.brings_itself = not trains.lends
@@ -76,8 +78,8 @@ def vllm(in_child: bool, trains: type[fakes.VllmTrainer] = fakes.VllmTrainer) ->
 
 
 @contextmanager
-def server(trains: type, group: str) -> Iterator[Form]:
-    trainer, engine = actor(trains), actor(fakes.Engine, True, group=group)
+def server(trains: type, group: str, timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    trainer, engine = actor(trains, timeout), actor(fakes.Engine, True, group=group, timeout=timeout)
     yield _form_of(trainer, engine)
     for each in (trainer, engine):
         ray.kill(each)
@@ -85,7 +87,7 @@ def server(trains: type, group: str) -> Iterator[Form]:
 
 def _form_of(trainer: Any, engine: Any) -> Form:
     return Form(
-        train=lambda: float(get(trainer.train.remote(engine))),
+        train=lambda case="": float(get(trainer.train.remote(engine, case))),
         newest=lambda: float(get(trainer.newest.remote())),
         generate=lambda: list(get(engine.generate.remote())),
         pids=lambda: {**get(trainer.pids.remote()), **get(engine.pids.remote())},
@@ -93,8 +95,8 @@ def _form_of(trainer: Any, engine: Any) -> Form:
 
 
 @contextmanager
-def sglang() -> Iterator[Form]:
-    trainer, engine = actor(fakes.SglangTrainer), actor(fakes.SglangHolder)
+def sglang(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    trainer, engine = actor(fakes.SglangTrainer), actor(fakes.SglangHolder, timeout)
     with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
         yield _form_of(trainer, engine)
     for each in (trainer, engine):
@@ -102,12 +104,12 @@ def sglang() -> Iterator[Form]:
 
 
 @contextmanager
-def verl() -> Iterator[Form]:
-    trainers = [actor(fakes.VerlWorker, f"trainer_{number}") for number in range(2)]
-    rollout = actor(fakes.VerlWorker, "rollout")
+def verl(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    trainers = [actor(fakes.VerlWorker, f"trainer_{number}", timeout=timeout) for number in range(2)]
+    rollout = actor(fakes.VerlWorker, "rollout", timeout=timeout)
     manager = actor(fakes.VerlManager, trainers, rollout)
     yield Form(
-        train=lambda: float(get(manager.update.remote())),
+        train=lambda case="": float(get(manager.update.remote(case))),
         newest=lambda: float(get(manager.newest.remote())),
         generate=lambda: list(get(rollout.generate.remote())),
         pids=lambda: {name: pid for each in (*trainers, rollout) for name, pid in get(each.pids.remote()).items()},
@@ -118,12 +120,12 @@ def verl() -> Iterator[Form]:
 
 
 @contextmanager
-def torchrl() -> Iterator[Form]:
+def torchrl(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
     """Without kills of the trainer, with which torchrl's collectors end."""
     collectors = [actor(fakes.Collector, number) for number in range(2)]
-    sender = actor(fakes.Sender, collectors)
+    sender = actor(fakes.Sender, collectors, timeout)
     yield Form(
-        train=lambda: float(get(sender.update.remote())),
+        train=lambda case="": float(get(sender.update.remote(case))),
         newest=lambda: float(get(sender.newest.remote())),
         generate=lambda: list(get(sender.generate.remote())),
         pids=lambda: {name: pid for each in collectors for name, pid in get(each.pids.remote()).items()},
@@ -133,7 +135,7 @@ def torchrl() -> Iterator[Form]:
         ray.kill(each)
 
 
-FORMS: dict[str, Callable[[], Any]] = {
+FORMS: dict[str, Callable[..., Any]] = {
     "vllm in its actor": partial(vllm, False),
     "vllm in a child": partial(vllm, True),
     "vllm with a loan": partial(vllm, False, fakes.LendingTrainer),

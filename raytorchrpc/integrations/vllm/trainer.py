@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import check_fields
+from raytorchrpc.calls.member import process_member
+from raytorchrpc.integrations.engines import answered, check_fields
 from raytorchrpc.integrations.vllm.engine import InitInfo, UpdateInfo
 
 
@@ -85,7 +86,8 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     def __init__(self, init: TrainerInit, client: VLLMWeightSyncClient, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=init.is_sender)
         self._init, self._store = init, _store_of(init, source)
-        self._info = asdict(InitInfo(store=init.store, into=init.into, timeout=init.timeout))
+        group = process_member().group if init.is_sender else None  # servers move to it if it is formed anew
+        self._info = asdict(InitInfo(store=init.store, group=group, into=init.into, timeout=init.timeout))
 
     @classmethod
     def trainer_init(
@@ -113,14 +115,14 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
 
     def connect(self) -> None:
         """Have the engines find the store. Only rank 0; blocks."""
-        self.client.init_weight_transfer_engine(self._info)
+        self._ask("init_weight_transfer_engine", self._info)
 
     def send_weights(self) -> None:
         """Publish the present weights, and have the engines bring them. Every training process calls it.
 
         Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied; with ``lend``
         everywhere until the engines have them. If an engine fails, the error is its own, and the next ``send_weights``
-        works once it is there again, also as a new process.
+        works once it is there again, also as a new process. RpcTimeout names a call that an engine does not answer.
         """
         with self._offered() as version:
             if self.is_sender:
@@ -129,12 +131,18 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     def _bring(self, version: int) -> None:
         """Have the engines bring a version. Only rank 0."""
         try:
-            self.client.start_weight_update()
+            self._ask("start_weight_update")
+        except rtr.RpcTimeout:
+            raise
         except Exception:  # a trainer that was lost in an update has left it open
-            self.client.finish_weight_update()
-            self.client.start_weight_update()
-        self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout, self._info)))
-        self.client.finish_weight_update(weight_version=str(version))
+            self._ask("finish_weight_update")
+            self._ask("start_weight_update")
+        self._ask("update_weights", asdict(UpdateInfo(version, self._init.timeout, self._info)))
+        self._ask("finish_weight_update", weight_version=str(version))
+
+    def _ask(self, method: str, *args: Any, **options: Any) -> None:
+        """Call a method of the client, which may never return."""
+        answered("vLLM", getattr(self.client, method), *args, timeout=self._init.timeout, **options)
 
     @contextmanager
     def _offered(self) -> Iterator[int]:
