@@ -158,11 +158,14 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _initialised(self) -> Follower | None:
         """What follows the store; None: nobody has named one."""
-        if self._follower is None:
-            given = getattr(self.vllm_config, "additional_config", None)
-            if isinstance(given, dict) and "raytorchrpc" in given:
-                self._follower = self._make_follower(self.parse_init_info(given["raytorchrpc"]))
+        if self._follower is None and (given := self._given()) is not None:
+            self._follower = self._make_follower(self.parse_init_info(given))
         return self._follower
+
+    def _given(self) -> dict[str, Any] | None:
+        """What the engine was started with, in the form of ``InitInfo``."""
+        given = getattr(self.vllm_config, "additional_config", None)
+        return given.get("raytorchrpc") if isinstance(given, dict) else None
 
     def _make_follower(self, info: InitInfo) -> Follower:
         if info.into not in INTO:
@@ -170,7 +173,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
         self._info = info
         gather = _gather if self.parallel_config.world_size > 1 else alone
-        follower = Follower("vLLM", info.store, self._write, group=info.group, timeout=info.timeout, gather=gather)
+        group = info.group or (self._given() or {}).get("group")  # a trainer may not say which it has formed
+        follower = Follower("vLLM", info.store, self._write, group=group, timeout=info.timeout, gather=gather)
         follower.is_torn = self._follower is not None and self._follower.is_torn
         return follower
 

@@ -18,7 +18,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import raytorchrpc as rtr
-from raytorchrpc.calls.member import process_member
 from raytorchrpc.integrations.engines import answered, check_fields
 from raytorchrpc.integrations.vllm.engine import InitInfo, UpdateInfo
 
@@ -86,8 +85,7 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
     def __init__(self, init: TrainerInit, client: VLLMWeightSyncClient, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=init.is_sender)
         self._init, self._store = init, _store_of(init, source)
-        group = process_member().group if init.is_sender else None  # servers move to it if it is formed anew
-        self._info = asdict(InitInfo(store=init.store, group=group, into=init.into, timeout=init.timeout))
+        self._info = asdict(InitInfo(store=init.store, into=init.into, timeout=init.timeout))
 
     @classmethod
     def trainer_init(
