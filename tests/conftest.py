@@ -20,6 +20,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("raytorchrpc")
+    group.addoption("--kills", type=int, default=200, help="of each adapter, in tests/faults/test_engine_faults.py")
+    group.addoption("--seed", type=int, default=4, help="of these kills")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Thousands of tests and modules are collected, and stay: looking for garbage among them is in vain."""

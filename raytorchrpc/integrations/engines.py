@@ -5,16 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 import ray
 import torch
 
 import raytorchrpc as rtr
 from raytorchrpc.group.tickets import find_ticket
+from raytorchrpc.integrations.recording import check_filled
+from raytorchrpc.process import threads
 
 T = TypeVar("T")
+
+#: An engine that gives up an update at its deadline says so until then (seconds).
+_ANSWER_S = 3.0
 
 _joined: rtr.Group | None = None
 """The group that this process has joined by itself."""
@@ -102,22 +110,59 @@ def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[
         yield group
 
 
+def answered(engine: str, call: Callable[..., T], *args: Any, timeout: float, **options: Any) -> T:
+    """What a call to an engine returns, or raises; RpcTimeout if it does neither, and a bit later than ``timeout``
+    seconds, by which the engine's own update has ended. Blocks.
+    """
+    done, name = Future[T](), getattr(call, "__name__", "a call")
+    threads.start(threads.settle, done, partial(call, *args, **options), name="raytorchrpc-engine")
+    if not wait([done], timeout + _ANSWER_S).done:
+        raise rtr.RpcTimeout(
+            f"{engine} has not answered {name} within {timeout + _ANSWER_S:g} s: a process of it is stopped, hangs, or "
+            f"is busy; once it goes on, the next update works"
+        )
+    return done.result()
+
+
+brought_layouts: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The layout of the version that was brought last into each model of this process."""
+
+
+def check_layout(engine: str, model: Any, layout: Any) -> None:
+    """Check a version that several pulls bring into a model: what a later one refuses would be found too late.
+
+    Raises ConfigurationError if its tensors have other names or shapes than those that were brought before, or if some
+    are no longer floating.
+    """
+    before = brought_layouts.get(model, layout)
+    check_filled(engine, model, layout, [name for name in before if name not in layout])
+    for name, now in layout.items():
+        was = before.get(name)
+        if was is None or (was.shape, was.dtype.is_floating_point) != (now.shape, now.dtype.is_floating_point):
+            earlier = "was not there before" if was is None else f"was {was.dtype} of shape {tuple(was.shape)} before"
+            raise rtr.ConfigurationError(
+                f"{name!r} of {layout.store!r} is {now.dtype} of shape {tuple(now.shape)} as published, and {earlier}: "
+                f"publish the tensors of the model's Hugging Face checkpoint, as they are there"
+            )
+
+
 def load_whole(
     model: Any,
     store: rtr.WeightStore,
     layout: Any,
-    version: int,
     groups: Iterable[Sequence[str]],
     device: torch.device,
     progress: Progress,
-) -> None:
+) -> set[str]:
     """Pull whole tensors, and have the model's own loaders load them, one group of names after the other.
 
-    ``layout``: of this version, or of another one that has the same tensors.
+    ``layout``: of the version, checked. Returns the parameters that the loaders say they have filled, if they do.
     """
+    filled = set[str]()
     for names in groups:
         whole = {name: torch.empty(layout[name].shape, dtype=layout[name].dtype, device=device) for name in names}
-        store.pull(whole, version, only=names, timeout=progress.left())
+        store.pull(whole, layout.version, only=names, timeout=progress.left())
         progress.has_written = True
         with torch.no_grad():
-            model.load_weights(whole.items())
+            filled.update(model.load_weights(whole.items()) or ())
+    return filled

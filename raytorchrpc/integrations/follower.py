@@ -115,7 +115,8 @@ class Follower:
             instance = chosen = 0
             try:
                 wanted = None if self.is_torn else version
-                choices = self.together(partial(self._choose, wanted, least, gone, progress), progress)
+                needed = max(least, int(self.is_torn))  # a loan whose end has broken this off leaves no version
+                choices = self.together(partial(self._choose, wanted, needed, gone, progress), progress)
                 instance, chosen = choices[0]
                 held = self.together(partial(self._bring, chosen, progress), progress)
                 if len(set(held)) > 1:

@@ -11,13 +11,22 @@ import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import Progress, become_member, divide, load_whole
+from raytorchrpc.integrations.engines import (
+    Progress,
+    answered,
+    become_member,
+    brought_layouts,
+    check_layout,
+    divide,
+    load_whole,
+)
 from raytorchrpc.integrations.follower import Follower, may_be_torn
 from raytorchrpc.integrations.recording import NoPlan, Parts, check_filled, memory_of, record
 from raytorchrpc.integrations.versions import report
@@ -94,15 +103,21 @@ class Updates:
         reports = rtr.Queue(f"sglang/{uuid.uuid4().hex}", maxsize=_MOST_REPORTS)
         request = {**self._request, "version": version, "instance": store.instance, "timeout": progress.left()}
         request |= {"reports": reports.name, "home": reports.home}
+        ask = partial(answered, "SGLang", timeout=progress.left())
         try:
-            _check("begin_weight_update", self._engine.begin_weight_update())
+            begun = ask(self._engine.begin_weight_update)
+            if not begun[0]:  # one that was not answered in time has begun later
+                ask(self._engine.end_weight_update)
+                begun = ask(self._engine.begin_weight_update)
+            _check("begin_weight_update", begun)
             try:
                 # A tensor without elements travels by value, so the engine may be on another host.
-                answer = self._engine.update_weights_from_tensor(
-                    [(json.dumps(request), torch.empty(0))], load_format=LOADER, flush_cache=self._flush_cache
+                sent = [(json.dumps(request), torch.empty(0))]
+                answer = ask(
+                    self._engine.update_weights_from_tensor, sent, load_format=LOADER, flush_cache=self._flush_cache
                 )
             finally:
-                ended = self._engine.end_weight_update()
+                ended = answered("SGLang", self._engine.end_weight_update, timeout=0.0)
             given: list[Any] = []
             with suppress(rtr.Empty):
                 given = reports.get_many(_MOST_REPORTS, timeout=0)
@@ -229,12 +244,14 @@ def _bring(model: Any, request: Mapping[str, Any], progress: Progress) -> None:
         plan = _plans[model] = _Plan(model, layout, into)
     device = next(iter(model.parameters())).device
     if plan.shards is None:
+        check_layout("SGLang", model, layout)
         groups = divide(layout, lambda name: layout[name].nbytes, _GROUP_BYTES)
-        load_whole(model, store, layout, version, groups, device, progress)
+        load_whole(model, store, layout, groups, device, progress)
     else:
         plan.parts.pull(store, plan.shards, version, progress.left())
         progress.has_written = True
         if hasattr(model, "post_load_weights"):  # computes others of them, as load_weights would have had it do
             model.post_load_weights()
+    brought_layouts[model] = layout
     if device.type != "cpu":
         torch.accelerator.synchronize()  # a version that is reported is there

@@ -75,6 +75,8 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
         self._stores: list[rtr.WeightStore] = []
         """Of the parts that there were so far."""
         self._version = 0
+        self._known: dict[str, Any] | None = None
+        """The kinds of the tensors of the last update, in a rollout worker."""
 
     # --- in the process of verl's manager ------------------------------------------------------------------------
 
@@ -164,13 +166,16 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield all tensors, part by part: one is pulled while the engine loads the other. They are the engine's.
 
-        Raises ConfigurationError if verl gave the trainers different tensors.
+        Raises ConfigurationError if verl gave the trainers different tensors, or others than in the update before: the
+        engine may not have noticed that some are missing.
         """
         device, progress = _device(), Progress(self._timeout)
-        part, is_last = 0, False
+        part, is_last, kinds = 0, False, dict[str, Any]()
         pulling = asyncio.ensure_future(self._pull(part, device, progress))
         while not is_last:
             tensors, is_last = await pulling
+            kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+            _check_kinds(self._known or kinds, kinds, is_last)
             if not is_last:
                 part += 1
                 pulling = asyncio.ensure_future(self._pull(part, device, progress))
@@ -180,6 +185,7 @@ class RayTorchRpcCheckpointEngine(CheckpointEngine):
             except BaseException:
                 pulling.cancel()
                 raise
+        self._known = kinds
 
     async def _pull(self, part: int, device: torch.device, progress: Progress) -> tuple[dict[str, torch.Tensor], bool]:
         """Returns the tensors of a part, and whether it is the last."""
@@ -248,6 +254,16 @@ def _taken_out(tensors: dict[str, torch.Tensor]) -> bool:
             f"checkpoint_engine.engine_kwargs.raytorchrpc.share=False, and the first trainer publishes all of them"
         )
     return bool(next(iter(summaries.values()))[2])
+
+
+def _check_kinds(known: dict[str, Any], kinds: dict[str, Any], are_all: bool) -> None:
+    """Raise ConfigurationError for tensors of other kinds than known, and for those that are missing at the end."""
+    if others := [name for name in (known | kinds if are_all else kinds) if known.get(name) != kinds.get(name)]:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        raise rtr.ConfigurationError(
+            f"verl's trainers gave other tensors than in the update before, or not all, so the model may have parts of "
+            f"both: {', '.join(map(repr, others[:5]))}{more}; update it again before it generates"
+        )
 
 
 def _device() -> torch.device:

@@ -29,8 +29,17 @@ SIZE = 1 << 14
 TIMEOUT_S = 30.0
 
 
-def filled(value: float) -> dict[str, torch.Tensor]:
-    return {name: torch.full((SIZE,), value, dtype=torch.float64) for name in NAMES}
+def filled(value: float, case: str = "") -> dict[str, torch.Tensor]:
+    return altered({name: torch.full((SIZE,), value, dtype=torch.float64) for name in NAMES}, case)
+
+
+def altered(tensors: dict[str, torch.Tensor], case: str) -> dict[str, torch.Tensor]:
+    """What a trainer publishes by mistake. The last tensor is another one, so that others may be loaded before."""
+    name, tensor = tensors.popitem()
+    if case != "missing tensor":
+        changes = {"other shape": torch.cat([tensor, tensor]), "other dtype": tensor.to(torch.int8)}
+        tensors[name] = changes.get(case, tensor)
+    return tensors
 
 
 def values_of(tensors: Iterable[torch.Tensor]) -> list[float]:
@@ -242,11 +251,14 @@ class Client:
     def __init__(self, engine: Any) -> None:
         self.engine, self.server_timeout = engine, TIMEOUT_S
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _ask(self, method: str, *args: Any, timeout: float = 2 * TIMEOUT_S) -> Any:
+        """TRL's client has a timeout, and vLLM's has none."""
         try:
-            return ray.get(self.engine.call.remote(method, *args), timeout=2 * TIMEOUT_S)
+            return ray.get(self.engine.call.remote(method, *args), timeout=timeout)
         except ray.exceptions.RayActorError as error:
             raise ConnectionError(str(error)) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise TimeoutError(str(error)) from error
 
     def wait_for_server_ready(self) -> None:
         until = time.monotonic() + self.server_timeout
@@ -261,14 +273,14 @@ class Client:
     def init_weight_transfer_engine(self, info: dict[str, Any], **_: Any) -> None:
         self._ask("init_weight_transfer_engine", info)
 
-    def start_weight_update(self, **_: Any) -> None:
-        self._ask("start_weight_update")
+    def start_weight_update(self, **options: Any) -> None:
+        self._ask("start_weight_update", **options)
 
-    def update_weights(self, info: dict[str, Any], **_: Any) -> None:
-        self._ask("update_weights", info)
+    def update_weights(self, info: dict[str, Any], **options: Any) -> None:
+        self._ask("update_weights", info, **options)
 
-    def finish_weight_update(self, *_: Any, **__: Any) -> None:
-        self._ask("finish_weight_update")
+    def finish_weight_update(self, *, weight_version: str = "", **options: Any) -> None:
+        self._ask("finish_weight_update", **options)
 
     def pause(self, **_: Any) -> None:
         pass
@@ -279,8 +291,8 @@ class Client:
 class Trainer:
     """An actor that begins as a program does: each of its lives numbers its versions from 1 on."""
 
-    def __init__(self) -> None:
-        self.value, self.transfer = 0.0, None
+    def __init__(self, timeout: float = TIMEOUT_S) -> None:
+        self.value, self.transfer, self.timeout = 0.0, None, timeout
 
     def pids(self) -> dict[str, int]:
         return {"trainer": os.getpid()}
@@ -298,16 +310,17 @@ class VllmTrainer(Trainer):
 
     lends = False
 
-    def train(self, engine: Any) -> float:
+    def train(self, engine: Any, case: str = "") -> float:
         """Bring a new value to the engine."""
         stub_vllm()
         from raytorchrpc.integrations.vllm.trainer import ModelSource, TrainerEngine, TrainerInit
 
         if self.transfer is None:
             self.weights = filled(self.next_value())
-            init = TrainerInit(rank=0, timeout=TIMEOUT_S, lend=self.lends)
+            init = TrainerInit(rank=0, timeout=self.timeout, lend=self.lends)
             self.transfer = TrainerEngine.trainer_init(init, client=Client(engine), source=ModelSource(self.weights))
-        self.weights.update(filled(self.next_value()))
+        self.weights.clear()
+        self.weights.update(filled(self.next_value(), case))
         self.transfer.send_weights()
         return self.value
 
@@ -318,10 +331,23 @@ class LendingTrainer(VllmTrainer):
     lends = True
 
 
+class ServedTrainer(VllmTrainer):
+    """Of engines that are servers, which join the group that it forms itself."""
+
+    def train(self, engine: Any, case: str = "") -> float:
+        if self.transfer is None:
+            try:
+                rtr.current_member()
+            except rtr.NotAMember:
+                config = rtr.GroupConfig.from_env(joinable_by="cluster")
+                rtr.init_group([], name="served", config=config, include_driver=True)
+        return super().train(engine, case)
+
+
 class TrlTrainer(Trainer):
     """With TRL's. It forms its group itself."""
 
-    def train(self, engine: Any) -> float:
+    def train(self, engine: Any, case: str = "") -> float:
         """Bring a new value to the engine."""
         stub("trl.experimental.async_grpo.vllm_client", VLLMClient=lambda *_: Client(engine))
         from raytorchrpc.integrations import versions
@@ -330,10 +356,10 @@ class TrlTrainer(Trainer):
         from raytorchrpc.integrations.trl import RayTorchRpcWeightTransfer
 
         if self.transfer is None:
-            transfer = RayTorchRpcWeightTransfer(timeout=TIMEOUT_S)
+            transfer = RayTorchRpcWeightTransfer(timeout=self.timeout)
             transfer.init_weight_transfer()
             self.transfer = transfer
-        self.transfer.send_weights(iter(filled(self.next_value()).items()))
+        self.transfer.send_weights(iter(filled(self.next_value(), case).items()))
         return self.value
 
 
@@ -350,12 +376,12 @@ class SglangEngine(sglang_engine.Engine):
 class SglangHolder:
     """An actor with an engine, which is there from its beginning."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = TIMEOUT_S) -> None:
         from raytorchrpc.integrations.sglang import LOADER, Updates
 
         self._lock = threading.Lock()
         self.engine = SglangEngine(tp_size=2, custom_weight_loader=[LOADER], hidden=256)
-        self.updates = Updates(self.engine, "policy", timeout=TIMEOUT_S)
+        self.updates = Updates(self.engine, "policy", timeout=timeout)
 
     def pids(self) -> dict[str, int]:
         return {"engine": os.getpid(), "worker": self.engine._ranks[1].pid or 0}
@@ -370,12 +396,12 @@ class SglangHolder:
 
 
 class SglangTrainer(Trainer):
-    def train(self, engine: Any) -> float:
+    def train(self, engine: Any, case: str = "") -> float:
         """Bring a new value to the engine."""
         store, value = rtr.WeightStore("policy", keep=2), self.next_value() % 2**20  # exact as float32
         self.value = value
         names = sglang_engine.checkpoint(256, 2, 0).items()
-        version = store.publish({name: torch.full_like(tensor, value) for name, tensor in names})
+        version = store.publish(altered({name: torch.full_like(tensor, value) for name, tensor in names}, case))
         ray.get(engine.bring.remote(version), timeout=2 * TIMEOUT_S)
         return value
 
@@ -392,7 +418,7 @@ def verl_engine(**options: Any) -> Any:
     versions.metadata = SimpleNamespace(version=lambda _: "0.9.0", PackageNotFoundError=ImportError)
     from raytorchrpc.integrations.verl import RayTorchRpcCheckpointEngine
 
-    return RayTorchRpcCheckpointEngine(SIZE * 16, timeout=TIMEOUT_S, **options)
+    return RayTorchRpcCheckpointEngine(SIZE * 16, **{"timeout": TIMEOUT_S, **options})
 
 
 class VerlWorker:
@@ -408,8 +434,8 @@ class VerlWorker:
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         return getattr(self.engine, method)(*args, **options)
 
-    async def send(self, value: float) -> None:
-        await self.engine.send_weights(iter(filled(value).items()))
+    async def send(self, value: float, case: str) -> None:
+        await self.engine.send_weights(iter(filled(value, case).items()))
 
     async def receive(self) -> None:
         async for name, tensor in self.engine.receive_weights():
@@ -440,27 +466,26 @@ class VerlManager:
     def members(self, group: str) -> list[str]:
         return [member.name for member in rtr.get_group(group).members]
 
-    def _ask_all(self, method: str, arguments: list[dict[str, Any]]) -> list[Any]:
-        actors = [*self.trainers, self.rollout]
-        calls = zip(actors, arguments, strict=True)
+    def _ask_all(self, trainers: list[Any], method: str, arguments: list[dict[str, Any]]) -> list[Any]:
+        calls = zip([*trainers, self.rollout], arguments, strict=True)
         return ray.get([actor.call.remote(method, **given) for actor, given in calls], timeout=2 * TIMEOUT_S)
 
-    def update(self) -> float:
+    def update(self, case: str = "") -> float:
         with self._lock:
-            return self._update()
+            return self._update(self.trainers[: 1 if case == "changed mesh" else None], case)
 
-    def _update(self) -> float:
+    def _update(self, trainers: list[Any], case: str) -> float:
         ray.get(self.rollout.resume.remote(False))
         value = float(time.monotonic_ns() // 1000)
-        count = len(self.trainers)
-        metadata = self._ask_all("prepare", [{}] * (count + 1))
+        count = len(trainers)
+        metadata = self._ask_all(trainers, "prepare", [{}] * (count + 1))
         rows = [
             {name: column[rank] for name, column in columns.items()}
             for columns, size in zip(self.topology(count, 1, metadata), (count, 1), strict=True)
             for rank in range(size)
         ]
-        self._ask_all("init_process_group", rows)
-        sent = [trainer.send.remote(value) for trainer in self.trainers]
+        self._ask_all(trainers, "init_process_group", rows)
+        sent = [trainer.send.remote(value, case) for trainer in trainers]
         ray.get([*sent, self.rollout.receive.remote()], timeout=2 * TIMEOUT_S)
         self.value = value
         ray.get(self.rollout.resume.remote(True))
@@ -503,7 +528,7 @@ class _Scheme:
         self.receive_weights(weights=self.weights, strategy=self._strategy)  # type: ignore[attr-defined]
 
 
-def torchrl_scheme() -> Any:
+def torchrl_scheme(timeout: float = TIMEOUT_S) -> Any:
     stub("tensordict", TensorDict=SimpleNamespace(from_module=lambda _: None), TensorDictBase=_Scheme)
     stub("torchrl.weight_update", WeightSyncScheme=_Scheme)
     stub("torchrl.weight_update.utils", _resolve_model=lambda context, _: context.policy)
@@ -513,7 +538,7 @@ def torchrl_scheme() -> Any:
     versions.metadata = SimpleNamespace(version=lambda _: "0.14.0", PackageNotFoundError=ImportError)
     from raytorchrpc.integrations.torchrl import RayTorchRpcWeightSyncScheme
 
-    return RayTorchRpcWeightSyncScheme(timeout=TIMEOUT_S)
+    return RayTorchRpcWeightSyncScheme(timeout=timeout)
 
 
 class Collector:
@@ -539,8 +564,8 @@ class Collector:
 class Sender:
     """An actor that does what torchrl's RayCollector does."""
 
-    def __init__(self, collectors: list[Any]) -> None:
-        self.collectors, self.scheme, self.value = collectors, torchrl_scheme(), 0.0
+    def __init__(self, collectors: list[Any], timeout: float = TIMEOUT_S) -> None:
+        self.collectors, self.scheme, self.value = collectors, torchrl_scheme(timeout), 0.0
         self.scheme._init_on_sender_impl(model_id="policy", context=self, remote_collectors=collectors)
         self._lock = threading.Lock()
 
@@ -549,10 +574,10 @@ class Sender:
     def newest(self) -> float:
         return self.value
 
-    def update(self) -> float:
+    def update(self, case: str = "") -> float:
         with self._lock:
             value = float(time.monotonic_ns() // 1000)
-            self.scheme.send(filled(value))
+            self.scheme.send(filled(value, case))
             self.value = value
             return value
 

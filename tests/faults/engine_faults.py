@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -40,8 +41,8 @@ class Report:
 class Form:
     """How an adapter brings weights, in these tests."""
 
-    train: Callable[[], float]
-    """Brings a new value to the engine, and returns it."""
+    train: Callable[..., float]
+    """Brings a new value to the engine, and returns it. Takes a case; see ``engine_fakes.altered``."""
     newest: Callable[[], float]
     """The value that was published last; 0: none since the trainer was restarted."""
     generate: Callable[[], list[float]]
@@ -64,19 +65,21 @@ def actor(cls: Any, *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def vllm(in_child: bool, trains: type = fakes.VllmTrainer) -> Iterator[Form]:
-    trainer, engine = actor(trains), actor(fakes.Engine, in_child)
+def vllm(
+    in_child: bool, trains: type[fakes.VllmTrainer] = fakes.VllmTrainer, timeout: float = fakes.TIMEOUT_S
+) -> Iterator[Form]:
+    trainer, engine = actor(trains, timeout), actor(fakes.Engine, in_child, timeout=timeout)
     with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
         form = _form_of(trainer, engine)
-        form.brings_itself = trains is fakes.VllmTrainer
+        form.brings_itself = not trains.lends
         yield form
     for each in (trainer, engine):
         ray.kill(each)
 
 
 @contextmanager
-def trl() -> Iterator[Form]:
-    trainer, engine = actor(fakes.TrlTrainer), actor(fakes.Engine, True, group="trl")
+def server(trains: type, group: str, timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    trainer, engine = actor(trains, timeout), actor(fakes.Engine, True, group=group, timeout=timeout)
     yield _form_of(trainer, engine)
     for each in (trainer, engine):
         ray.kill(each)
@@ -84,7 +87,7 @@ def trl() -> Iterator[Form]:
 
 def _form_of(trainer: Any, engine: Any) -> Form:
     return Form(
-        train=lambda: float(get(trainer.train.remote(engine))),
+        train=lambda case="": float(get(trainer.train.remote(engine, case))),
         newest=lambda: float(get(trainer.newest.remote())),
         generate=lambda: list(get(engine.generate.remote())),
         pids=lambda: {**get(trainer.pids.remote()), **get(engine.pids.remote())},
@@ -92,8 +95,8 @@ def _form_of(trainer: Any, engine: Any) -> Form:
 
 
 @contextmanager
-def sglang() -> Iterator[Form]:
-    trainer, engine = actor(fakes.SglangTrainer), actor(fakes.SglangHolder)
+def sglang(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    trainer, engine = actor(fakes.SglangTrainer), actor(fakes.SglangHolder, timeout)
     with rtr.init_group({"trainer": trainer, "engine": engine}, timeout=PATIENCE_S):
         yield _form_of(trainer, engine)
     for each in (trainer, engine):
@@ -101,12 +104,12 @@ def sglang() -> Iterator[Form]:
 
 
 @contextmanager
-def verl() -> Iterator[Form]:
-    trainers = [actor(fakes.VerlWorker, f"trainer_{number}") for number in range(2)]
-    rollout = actor(fakes.VerlWorker, "rollout")
+def verl(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
+    trainers = [actor(fakes.VerlWorker, f"trainer_{number}", timeout=timeout) for number in range(2)]
+    rollout = actor(fakes.VerlWorker, "rollout", timeout=timeout)
     manager = actor(fakes.VerlManager, trainers, rollout)
     yield Form(
-        train=lambda: float(get(manager.update.remote())),
+        train=lambda case="": float(get(manager.update.remote(case))),
         newest=lambda: float(get(manager.newest.remote())),
         generate=lambda: list(get(rollout.generate.remote())),
         pids=lambda: {name: pid for each in (*trainers, rollout) for name, pid in get(each.pids.remote()).items()},
@@ -117,12 +120,12 @@ def verl() -> Iterator[Form]:
 
 
 @contextmanager
-def torchrl() -> Iterator[Form]:
+def torchrl(timeout: float = fakes.TIMEOUT_S) -> Iterator[Form]:
     """Without kills of the trainer, with which torchrl's collectors end."""
     collectors = [actor(fakes.Collector, number) for number in range(2)]
-    sender = actor(fakes.Sender, collectors)
+    sender = actor(fakes.Sender, collectors, timeout)
     yield Form(
-        train=lambda: float(get(sender.update.remote())),
+        train=lambda case="": float(get(sender.update.remote(case))),
         newest=lambda: float(get(sender.newest.remote())),
         generate=lambda: list(get(sender.generate.remote())),
         pids=lambda: {name: pid for each in collectors for name, pid in get(each.pids.remote()).items()},
@@ -132,11 +135,13 @@ def torchrl() -> Iterator[Form]:
         ray.kill(each)
 
 
-FORMS: dict[str, Callable[[], Any]] = {
+FORMS: dict[str, Callable[..., Any]] = {
     "vllm in its actor": partial(vllm, False),
     "vllm in a child": partial(vllm, True),
     "vllm with a loan": partial(vllm, False, fakes.LendingTrainer),
-    "trl and a server": trl,
+    "vllm with a loan in a child": partial(vllm, True, fakes.LendingTrainer),
+    "vllm as a server": partial(server, fakes.ServedTrainer, "served"),
+    "trl and a server": partial(server, fakes.TrlTrainer, "trl"),
     "sglang": sglang,
     "verl": verl,
     "torchrl": torchrl,
@@ -154,9 +159,10 @@ def run(name: str, count: int, seed: int, loud: bool = False) -> Report:
         victims: list[str] = []
         for number in range(count):
             victims = victims or draw.sample(names := sorted(form.pids()), len(names))
-            _round(form, victims.pop(), draw, report)
+            _round(form, victim := victims.pop(), draw, report)
             if loud:
-                print(f"{number + 1} kills, {report.recovered_s[-1]:.2f} s, {report.violations}", flush=True)
+                took = report.recovered_s[-1] if report.recovered_s else math.nan
+                print(f"{name}, seed {seed}: kill {number + 1}, {victim}: {took:.2f} s {report.violations}", flush=True)
             if any("HANG" in violation for violation in report.violations):
                 break
     return report

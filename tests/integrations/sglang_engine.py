@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.util import find_spec
@@ -170,7 +171,7 @@ class Engine:
     ) -> None:
         start = multiprocessing.get_context("spawn")
         meeting = tempfile.mktemp(prefix="ranks-")
-        self._pipes, self._ranks = [], []
+        self._pipes, self._ranks, self._lock = [], [], threading.Lock()
         for rank in range(tp_size):
             pipe, other = start.Pipe()
             args = (other, rank, tp_size, meeting, custom_weight_loader, (hidden, layers, computes))
@@ -188,9 +189,10 @@ class Engine:
     def _tell_each(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """If a rank has ended, so does this process, as under SGLang's watchdog."""
         try:
-            for pipe, call in zip(self._pipes, calls, strict=True):
-                pipe.send(call)
-            return [pipe.recv() for pipe in self._pipes]
+            with self._lock:
+                for pipe, call in zip(self._pipes, calls, strict=True):
+                    pipe.send(call)
+                return [pipe.recv() for pipe in self._pipes]
         except (EOFError, OSError):
             for process in self._ranks:
                 process.kill()

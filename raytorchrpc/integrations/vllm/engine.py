@@ -21,9 +21,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import Progress, check_fields, load_whole
+from raytorchrpc.integrations.engines import Progress, brought_layouts, check_fields, check_layout, load_whole
 from raytorchrpc.integrations.follower import Follower, alone
-from raytorchrpc.integrations.recording import NoPlan
+from raytorchrpc.integrations.recording import NoPlan, check_filled
 from raytorchrpc.integrations.versions import report
 from raytorchrpc.integrations.vllm import steps
 
@@ -90,6 +90,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _bring: Callable[[int, Progress], None] | None = None
     _planned_for: int | None = None
     """The instance of the store that ``_bring`` pulls from."""
+    _layout: Any = None
+    """What ``_bring`` was made for."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the group, find the store and, if it has a version, prepare the updates. Blocks.
@@ -156,11 +158,14 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _initialised(self) -> Follower | None:
         """What follows the store; None: nobody has named one."""
-        if self._follower is None:
-            given = getattr(self.vllm_config, "additional_config", None)
-            if isinstance(given, dict) and "raytorchrpc" in given:
-                self._follower = self._make_follower(self.parse_init_info(given["raytorchrpc"]))
+        if self._follower is None and (given := self._given()) is not None:
+            self._follower = self._make_follower(self.parse_init_info(given))
         return self._follower
+
+    def _given(self) -> dict[str, Any] | None:
+        """What the engine was started with, in the form of ``InitInfo``."""
+        given = getattr(self.vllm_config, "additional_config", None)
+        return given.get("raytorchrpc") if isinstance(given, dict) else None
 
     def _make_follower(self, info: InitInfo) -> Follower:
         if info.into not in INTO:
@@ -168,7 +173,8 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         report("vllm", "0.32", "0.33", logger, vllm.__version__)  # its CPU build has other metadata
         self._info = info
         gather = _gather if self.parallel_config.world_size > 1 else alone
-        follower = Follower("vLLM", info.store, self._write, group=info.group, timeout=info.timeout, gather=gather)
+        group = info.group or (self._given() or {}).get("group")  # a trainer may not say which it has formed
+        follower = Follower("vLLM", info.store, self._write, group=group, timeout=info.timeout, gather=gather)
         follower.is_torn = self._follower is not None and self._follower.is_torn
         return follower
 
@@ -181,6 +187,7 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         except rtr.ConfigurationError:
             self._bring = None  # the trainer publishes other tensors now: prepare again
             raise
+        brought_layouts[self.model] = self._layout
 
     def _prepare(self, store: rtr.WeightStore, version: int, timeout: float) -> Callable[[int, Progress], None]:
         """Find the fastest way that the model allows, or the one that ``into`` asks for.
@@ -202,20 +209,25 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if bring is None:
             if into not in ("auto", "load_weights"):
                 raise rtr.ConfigurationError(f"into={into!r} is impossible: {why}; into='auto' takes the fastest way")
-            bring = partial(self._load, store, layout)
+            bring = partial(self._load, store)
             self.how = f"by load_weights ({layout.nbytes / 1e6:,.1f} MB): {why}"
         logger.info("raytorchrpc updates %s %s", type(self.model).__name__, self.how)
-        self._bring, self._planned_for = bring, store.instance
+        self._bring, self._planned_for, self._layout = bring, store.instance, layout
         return bring
 
-    def _load(self, store: rtr.WeightStore, layout: Any, version: int, progress: Progress) -> None:
+    def _load(self, store: rtr.WeightStore, version: int, progress: Progress) -> None:
         """Pull whole tensors, and have the model's ``load_weights`` do the rest: the way that all models allow."""
+        layout = store.layout(version, timeout=progress.left())
+        check_layout("vLLM", self.model, layout)
         groups = layerwise_groups(list(layout))  # so that one layer at a time takes memory
         initialize_layerwise_reload(self.model)
         try:
-            load_whole(self.model, store, layout, version, groups, self.device, progress)
+            filled = load_whole(self.model, store, layout, groups, self.device, progress)
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
+        if filled and getattr(self.model_config, "quantization", None) is None:  # as vLLM does with a checkpoint
+            lacking = [name for name, _ in self.model.named_parameters() if name not in filled]
+            check_filled("vLLM", self.model, layout, lacking)
 
 
 def _gather(own: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import Progress, divide
+from raytorchrpc.integrations.engines import Progress, check_layout, divide
 from raytorchrpc.integrations.recording import Copy, NoPlan, Parts, Recorder, View, check_filled, memory_of, record
 from raytorchrpc.integrations.vllm import internals
 from raytorchrpc.process import threads
@@ -61,6 +61,7 @@ class LayeredUpdate:
             NoPlan: the loaders do more than to copy tensors.
             ConfigurationError: ``into`` is impossible, or the published tensors are not those of the model.
         """
+        self._store = store
         self._engine, self._modules = engine, {module: name for name, module in engine.model.named_modules()}
         layers, self._sharing = _layers_of(engine.model, self._modules, layout)
         processed = [layer for layer in layers if layer.processed or into == "layers"]
@@ -78,6 +79,8 @@ class LayeredUpdate:
 
     def bring(self, version: int, progress: Progress) -> None:
         """Bring a version into the model, pulling each group while vLLM processes the one before. Blocks."""
+        if len(self._groups) > 1:  # else the one pull writes nothing that it refuses
+            check_layout("vLLM", self._engine.model, self._store.layout(version, timeout=progress.left()))
         pulling: Future[None] | None = None
         try:
             for group, following in itertools.zip_longest(self._groups, self._groups[1:]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import raytorchrpc as rtr
-from raytorchrpc.integrations.engines import check_fields
+from raytorchrpc.integrations.engines import answered, check_fields
 from raytorchrpc.integrations.vllm.engine import InitInfo, UpdateInfo
 
 
@@ -105,42 +106,50 @@ class TrainerEngine(TrainerWeightTransferEngine[TrainerInit]):
         engine = cls(init_info, client, source)
         if init_info.lend and not isinstance(source, ModelSource):
             raise rtr.ConfigurationError(f"lend=True takes ModelSource(model), not a {type(source).__name__}")
-        if not init_info.lend:
-            engine._publish()
-        elif engine._store is not None:
-            engine._store.version()  # from now on engines find it
-        if engine.is_sender:
-            engine.connect()
+        with engine._offered():  # also when lent: an engine that a lost trainer left with parts of two versions waits
+            if engine.is_sender:
+                engine.connect()
         return engine
 
     def connect(self) -> None:
         """Have the engines find the store. Only rank 0; blocks."""
-        self.client.init_weight_transfer_engine(self._info)
+        self._ask("init_weight_transfer_engine", self._info)
 
     def send_weights(self) -> None:
         """Publish the present weights, and have the engines bring them. Every training process calls it.
 
         Blocks at rank 0 until all engines have the weights, and elsewhere only while they are copied; with ``lend``
-        everywhere until the engines have them. If an engine
-        fails, the error is its own, and the next ``send_weights`` works once it is there again, also as a new process.
+        everywhere until the engines have them. If an engine fails, the error is its own, and the next ``send_weights``
+        works once it is there again, also as a new process. RpcTimeout names a call that an engine does not answer.
         """
-        if not self._init.lend:
-            self._bring(self._publish())
-        elif self._store is not None:
-            with self._store.lend(self.source.tensors(), timeout=self._init.timeout) as version:
-                if self.is_sender:
-                    self._bring(self._store.wait(version, self._init.timeout))
+        with self._offered() as version:
+            if self.is_sender:
+                self._bring(version)
 
     def _bring(self, version: int) -> None:
-        """Have the engines bring a version, at rank 0."""
-        if self.is_sender:
-            try:
-                self.client.start_weight_update()
-            except Exception:  # a trainer that was lost in an update has left it open
-                self.client.finish_weight_update()
-                self.client.start_weight_update()
-            self.client.update_weights(asdict(UpdateInfo(version, self._init.timeout, self._info)))
-            self.client.finish_weight_update(weight_version=str(version))
+        """Have the engines bring a version. Only rank 0."""
+        try:
+            self._ask("start_weight_update")
+        except rtr.RpcTimeout:
+            raise
+        except Exception:  # a trainer that was lost in an update has left it open
+            self._ask("finish_weight_update")
+            self._ask("start_weight_update")
+        self._ask("update_weights", asdict(UpdateInfo(version, self._init.timeout, self._info)))
+        self._ask("finish_weight_update", weight_version=str(version))
+
+    def _ask(self, method: str, *args: Any, **options: Any) -> None:
+        """Call a method of the client, which may never return."""
+        answered("vLLM", getattr(self.client, method), *args, timeout=self._init.timeout, **options)
+
+    @contextmanager
+    def _offered(self) -> Iterator[int]:
+        """Make the present weights a version, and yield its number; what is lent is taken back at the end."""
+        if not self._init.lend or self._store is None:
+            yield self._publish()
+            return
+        with self._store.lend(self.source.tensors(), timeout=self._init.timeout) as version:
+            yield self._store.wait(version, self._init.timeout) if self.is_sender else version
 
     def _publish(self) -> int:
         """Publish the present weights; returns the version. Rank 0 waits until all processes have published it."""

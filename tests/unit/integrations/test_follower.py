@@ -143,6 +143,22 @@ def test_a_model_is_brought_the_newest_before_it_is_used_first(members: Members,
     assert loaded.brought == []
 
 
+def test_a_model_is_not_used_with_a_part_of_a_loan_that_has_ended(members: Members, home: Home) -> None:
+    model = Model(members)
+    home.publish(1)
+
+    def take_back() -> None:
+        with members.acting("home"):
+            rtr.WeightStore("policy", keep=2).clear()
+        raise rtr.RpcTimeout("the home has taken it back")
+
+    model.between, model.follower._timeout = take_back, 0.5
+    with pytest.raises(rtr.RayTorchRpcError, match="failed midway"):
+        model.ensure()
+    home.publish(2)
+    assert model.ensure() == [2, 2]
+
+
 def test_all_processes_of_an_engine_repeat_what_failed_in_one(members: Members, home: Home) -> None:
     """The other one has brought version 1 meanwhile, and this one the newest."""
     others = [(1, None, False, 5.0), ((0, 1), None, True, 5.0), (2, None, True, 5.0), None]
