@@ -92,6 +92,18 @@ def test_rows_may_be_strided_in_any_dimension_and_part_of_larger_tensors(members
     assert torch.equal(moved, whole.movedim(1, 0)[[1, 2, 30]])
 
 
+def test_tensors_made_under_inference_mode_and_parameters(members: Members) -> None:
+    """As the caches of engines are. Autograd learns that the others have changed."""
+    with torch.inference_mode():
+        given, into = torch.ones(4, 3), torch.zeros(4, 3)
+    region(members, {"a": given, "b": torch.nn.Parameter(torch.ones(4, 3))})
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    version = parameter._version
+    read(members, {"a": into, "b": parameter}, rows=[1, 2])
+    assert into[:2].all() and not into[2:].any() and float(parameter.detach().sum()) == 6
+    assert parameter._version > version and parameter.requires_grad
+
+
 def test_no_rows_and_empty_tensors(members: Members) -> None:
     region(members, [torch.ones(4, 0), torch.ones(4, 2)])
     into = [torch.zeros(4, 0), torch.zeros(4, 2)]
