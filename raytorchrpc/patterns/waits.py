@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.this_process import has_ended
@@ -33,16 +31,15 @@ def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up
     return reply
 
 
-def once_ended(local: LocalMember, reader: Member, over: Callable[[], object], is_wanted: Callable[[], object]) -> None:
+def once_ended(deadlines: Deadlines, pid: int, over: Callable[[], object], is_wanted: Callable[[], object]) -> None:
     """Call ``over`` once the process of a lost reader on this host has ended, as long as ``is_wanted()``.
 
     Its sockets close earlier, while it may go on reading memory.
     """
-    if has_ended(reader.pid):
+    if has_ended(pid):
         over()
     elif is_wanted():
-        check = partial(once_ended, local, reader, over, is_wanted)
-        local.deadlines.at(time.monotonic() + _CHECK_S, check)
+        deadlines.at(time.monotonic() + _CHECK_S, partial(once_ended, deadlines, pid, over, is_wanted))
 
 
 class ReplyLock:

@@ -271,7 +271,16 @@ class ExposedRegion:
     def wait(self, rows: numpy.ndarray, seconds: float) -> bool:
         if on_loop():
             refuse_on_loop("waiting for leases", "`await asyncio.to_thread(region.wait, rows)`")
-        return wait_serving(_Waits(self.changed, lambda: not self.held[rows].any()), seconds)
+
+        def is_over() -> bool:
+            return not self.held[rows].any()
+
+        until = time.monotonic() + seconds
+        # Once more after another method of the actor has run, which may have leased them.
+        while wait_serving(_Waits(self.changed, is_over), max(0.0, until - time.monotonic())):
+            if is_over():
+                return True
+        return False
 
     def lose(self, rank: int) -> None:
         """See ``Served``. A process that lives, out of reach, may go on reading until its leases end."""
@@ -279,7 +288,7 @@ class ExposedRegion:
             if (reader := lease._reader) is not None and reader.rank == rank:
                 lost = partial(self.end, lease, "lost")
                 if reader.node_id == self.local.me.node_id:
-                    once_ended(self.local, reader, lost, partial(self._leases.get, lease._number))
+                    once_ended(self.local.deadlines, reader.pid, lost, partial(self._leases.get, lease._number))
                 else:  # nobody here knows whether it has ended
                     lost()
 

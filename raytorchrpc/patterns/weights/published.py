@@ -113,8 +113,8 @@ class Readable:
                     self.pool.release_loans(leases)
                     return
                 once_ended(
-                    self._local,
-                    peer,
+                    self._local.deadlines,
+                    peer.pid,
                     lambda: list(map(self.pool.release, leases)),
                     lambda: leases & self.pool.leases_of(rank),
                 )

@@ -168,6 +168,24 @@ def test_a_read_after_the_end_of_its_lease_is_told(members: Members, how: str) -
         read(members, room(2), lease=pickle.loads(pickle.dumps(lease)))
 
 
+def test_a_wait_goes_on_if_another_method_has_leased_the_rows(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait lets other methods of the actor run, and returns only when it is its turn again."""
+    made, regained = region(members), list[rtr.Lease]()
+
+    def wait_and_regain(pending: Any, timeout_s: float) -> bool:
+        is_over: bool = pending.wait(timeout_s)
+        if not regained:
+            regained.append(made.lease([5], timeout=LONG))
+        return is_over
+
+    monkeypatch.setattr("raytorchrpc.patterns.regions.region.wait_serving", wait_and_regain)
+    assert not made.wait([5], timeout=0.05)
+    regained[0].release()
+    assert made.wait([5], timeout=LONG)
+
+
 def test_a_reader_gives_its_lease_back(members: Members) -> None:
     made = region(members)
     lease = made.lease([5, 9], timeout=LONG)
