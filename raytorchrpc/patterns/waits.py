@@ -1,16 +1,21 @@
-"""Replies that wait at a home for something that is not there yet."""
+"""Replies that wait at a home for something that is not there yet, and ends of what lost readers have."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.process.locks import Lock
+from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.process.workers import Deadlines
 
 K = TypeVar("K")
+
+#: How often to check whether the process of a lost reader has ended (seconds).
+_CHECK_S = 1.0
 
 
 def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up: Callable[[], Any]) -> DeferredReply:
@@ -24,6 +29,17 @@ def give_up_at(deadlines: Deadlines, until: float, reply: DeferredReply, give_up
 
     reply.add_done_callback(done)
     return reply
+
+
+def once_ended(deadlines: Deadlines, pid: int, over: Callable[[], object], is_wanted: Callable[[], object]) -> None:
+    """Call ``over`` once the process of a lost reader on this host has ended, as long as ``is_wanted()``.
+
+    Its sockets close earlier, while it may go on reading memory.
+    """
+    if has_ended(pid):
+        over()
+    elif is_wanted():
+        deadlines.at(time.monotonic() + _CHECK_S, partial(once_ended, deadlines, pid, over, is_wanted))
 
 
 class ReplyLock:

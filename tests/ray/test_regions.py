@@ -105,7 +105,7 @@ def stop() -> None:
     insides.saved.thread.join(LONG)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_owners_and_readers_that_are_killed(spawn: Spawn, tmp_path: Path, kills: int) -> None:
     """Each read is right or says why not, within its time; and who comes back is read, and reads, again."""
     chance, record = random.Random(kills), tmp_path / "record"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy
@@ -15,6 +16,7 @@ from torch.autograd.graph import increment_version
 from raytorchrpc.calls.client.future import Future
 from raytorchrpc.calls.member import LocalMember
 from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeout, takes_timeout
+from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound, PeerLost, RpcTimeout
@@ -125,23 +127,23 @@ def read(
         >>> region.close()
     """
     local, seconds = run(begin(timeout))
+    owner, label = local.peers.route(member).member, f"region {name!r}"
     targets = dict(into) if isinstance(into, Mapping) else dict(enumerate(into))
-    if lease is not None and (lease.region != name or lease.member != local.peers.route(member).member.name):
-        raise ConfigurationError(f"the lease is on region {lease.region!r} of {lease.member!r}, not on this one")
-    if rows is None and lease is not None:
-        rows = lease.rows
-    source = None if rows is None else checked_rows(rows, 1 << 62, f"region {name!r}")
-    if source is not None and lease is not None and not numpy.isin(source, lease.rows).all():
-        raise ConfigurationError("the lease has not all of rows=")
     if any(not isinstance(tensor, torch.Tensor) for tensor in targets.values()):
         raise ConfigurationError("into= has tensors, in a mapping or a sequence")
+    if rows is None and lease is not None:
+        rows = lease.rows
+    wanted = None if rows is None else checked_rows(rows, 1 << 62, label)
+    if lease is not None and (lease.region, lease.member) != (name, owner.name):
+        raise ConfigurationError(f"the lease is on region {lease.region!r} of {lease.member!r}, not on this one")
+    if lease is not None and wanted is not None and not numpy.isin(wanted, lease.rows).all():
+        raise ConfigurationError("the lease has not all of rows=")
     reads = local.services.open("region reads", "", lambda: _Reads(local))
+    by_name, until = isinstance(into, Mapping), time.monotonic() + seconds
+    enter = own_streams(list(targets.values()))
     made = Read(name)
-    read = _Reading(
-        reads, member, name, targets, isinstance(into, Mapping), source, at, lease, last, time.monotonic() + seconds
-    )
-    read.enter = own_streams(list(targets.values()))
-    reads.workers.submit(read.run, made._reply)
+    reading = _Reading(reads, local, owner, name, targets, by_name, wanted, at, lease, last, until, enter)
+    reads.workers.submit(reading.run, made._reply)
     return made
 
 
@@ -178,28 +180,23 @@ class _Move(NamedTuple):
     target: torch.Tensor
 
 
+@dataclass
 class _Reading:
-    """One read, on its thread."""
+    """One read, on its thread. See ``read`` for what it was given."""
 
+    reads: _Reads
+    local: LocalMember
+    owner: Member
+    name: str
+    targets: dict[Any, torch.Tensor]
+    by_name: bool
+    rows: numpy.ndarray | None
+    at: Rows | None
+    lease: Lease | None
+    last: bool
+    until: float
     enter: Callable[[], AbstractContextManager[None]]
-
-    def __init__(
-        self,
-        reads: _Reads,
-        member: Any,
-        name: str,
-        targets: dict[Any, torch.Tensor],
-        by_name: bool,
-        rows: numpy.ndarray | None,
-        at: Rows | None,
-        lease: Lease | None,
-        last: bool,
-        until: float,
-    ) -> None:
-        self._reads, self._local = reads, reads.local
-        self._member = self._local.peers.route(member).member
-        self._name, self._targets, self._by_name = name, targets, by_name
-        self._rows, self._at, self._lease, self._last, self._until = rows, at, lease, last, until
+    """Has the thread use CUDA streams of its own."""
 
     def run(self, reply: DeferredReply) -> None:
         """Read, and settle the reply."""
@@ -210,36 +207,36 @@ class _Reading:
         else:
             reply.settle(None)
         finally:
-            self._targets = {}
+            self.targets = {}
 
     def _read(self) -> None:
-        key = self._member.rank, self._name
-        known = self._reads.known.get(key)
-        if known is not None and (self._lease is None or self._lease._address[2] == known.instance_id):
+        key = self.owner.rank, self.name
+        known = self.reads.known.get(key)
+        if known is not None and (self.lease is None or self.lease._address[2] == known.instance_id):
             try:
                 return self._read_from(known)
             except (NotFound, PeerLost):  # another region of that name, perhaps of the member's next process
-                if self._lease is not None:
+                if self.lease is not None:
                     raise
-                self._reads.known.pop(key, None)
-        instance_id = None if self._lease is None else self._lease._address[2]
-        described = Description(*self._call(DESCRIBE, KIND, self._name, instance_id))
+                self.reads.known.pop(key, None)
+        instance_id = None if self.lease is None else self.lease._address[2]
+        described = Description(*self._call(DESCRIBE, KIND, self.name, instance_id))
         known = described._replace(entries=tuple(TensorEntry(*entry) for entry in described.entries))
-        self._reads.known[key] = known
+        self.reads.known[key] = known
         self._read_from(known)
 
     def _call(self, service: str, *args: Any) -> Any:
-        seconds = self._until - time.monotonic()
+        seconds = self.until - time.monotonic()
         if seconds <= 0:
-            raise RpcTimeout(f"the read of region {self._name!r} of {self._member.name!r} has no time left")
-        if self._member.rank == self._local.me.rank:
-            return self._local.incoming.services[service].function(self._local, self._member.rank, *args)
-        call = self._local.outgoing.call(self._member.rank, service, args, {}, CallOptions(seconds, retry=0))
+            raise RpcTimeout(f"the read of region {self.name!r} of {self.owner.name!r} has no time left")
+        if self.owner.rank == self.local.me.rank:
+            return self.local.incoming.services[service].function(self.local, self.owner.rank, *args)
+        call = self.local.outgoing.call(self.owner.rank, service, args, {}, CallOptions(seconds, retry=0))
         return Future(call).wait()
 
     def _read_from(self, known: Description) -> None:
         moves, rows, at = self._checked(known)
-        address = KIND, self._name, known.instance_id
+        address = KIND, self.name, known.instance_id
         by_way: dict[tuple[str, torch.device], list[_Move]] = {}
         for move in moves if len(rows) else ():
             kind, device = move.entry.device_type, move.target.device
@@ -253,25 +250,25 @@ class _Reading:
             for device in {target.device for target in written if target.is_cuda}:
                 finish_stream(device)
             increment_version(written)
-        number = 0 if self._lease is None else self._lease._number
-        torn = self._call(CONFIRM, *address, number, self._last)
+        number = 0 if self.lease is None else self.lease._number
+        torn = self._call(CONFIRM, *address, number, self.last)
         if torn is not None:
             raise RpcTimeout(
-                f"the lease on region {self._name!r} of {self._member.name!r} does not cover this read ({torn}): the "
+                f"the lease on region {self.name!r} of {self.owner.name!r} does not cover this read ({torn}): the "
                 f"rows in into= may be torn; read them under another lease, or lease with a longer timeout="
             )
 
     def _checked(self, known: Description) -> tuple[list[_Move], numpy.ndarray, numpy.ndarray]:
         """What to move where. Raises ConfigurationError."""
-        label = f"region {self._name!r} of {self._member.name!r}"
+        label = f"region {self.name!r} of {self.owner.name!r}"
         entries = {entry.name: entry for entry in known.entries}
-        names = list(self._targets) if self._by_name else list(entries)
+        names = list(self.targets) if self.by_name else list(entries)
         if unknown := [name for name in names if name not in entries]:
             raise ConfigurationError(f"{label} has no {unknown[0]!r}; it has {', '.join(map(repr, entries))}")
-        if len(names) != len(self._targets):
-            raise ConfigurationError(f"{label} has {len(names)} tensors, and into= {len(self._targets)}")
-        moves = [_Move(entries[name], target) for name, target in zip(names, self._targets.values(), strict=True)]
-        room = checked_tensors(dict(zip(names, self._targets.values(), strict=True)), known.dim, "into=")
+        if len(names) != len(self.targets):
+            raise ConfigurationError(f"{label} has {len(names)} tensors, and into= {len(self.targets)}")
+        moves = [_Move(entries[name], target) for name, target in zip(names, self.targets.values(), strict=True)]
+        room = checked_tensors(dict(zip(names, self.targets.values(), strict=True)), known.dim, "into=")
         for (name, dtype, shape, *_), target in moves:
             here, there = list(target.shape), list(shape)
             here[known.dim] = there[known.dim] = -1
@@ -280,8 +277,8 @@ class _Reading:
                     f"{name!r} of {label} is {dtype} {shape}, and of into= {DTYPE_NAMES[target.dtype]} "
                     f"{tuple(target.shape)}: only the rows, along dim={known.dim}, may differ"
                 )
-        rows = checked_rows(self._rows, known.entries[0].shape[known.dim], label)
-        at = checked_rows(numpy.arange(len(rows)) if self._at is None else self._at, room, "into=")
+        rows = checked_rows(self.rows, known.entries[0].shape[known.dim], label)
+        at = checked_rows(numpy.arange(len(rows)) if self.at is None else self.at, room, "into=")
         if len(at) != len(rows):
             raise ConfigurationError(f"at= has {len(at)} rows, and rows= {len(rows)}")
         return moves, rows, at
@@ -297,15 +294,15 @@ class _Reading:
     ) -> bool:
         """Have a lane copy the rows; False if it cannot."""
         name, descriptor = known.exposed[kind]
-        lane: TensorLane | None = self._local.tensor_lanes.get(name)
-        if lane is None or self._member.rank == self._local.me.rank:
+        lane: TensorLane | None = self.local.tensor_lanes.get(name)
+        if lane is None or self.owner.rank == self.local.me.rank:
             return False
         try:
-            lane.gather(self._member.name, descriptor, pieces_of(moves, known.dim, rows, at), device)
+            lane.gather(self.owner.name, descriptor, pieces_of(moves, known.dim, rows, at), device)
         except LaneUnavailable as error:
             known.exposed.pop(kind, None)  # for the next reads
-            owner = f"region {self._name!r} of {self._member.name!r}"
-            self._local.payloads.warn(f"rows of {owner} come in messages, not by {name}", error.reason)
+            owner = f"region {self.name!r} of {self.owner.name!r}"
+            self.local.payloads.warn(f"rows of {owner} come in messages, not by {name}", error.reason)
             return False
         return True
 

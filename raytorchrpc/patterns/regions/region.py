@@ -6,7 +6,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,16 +22,15 @@ from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
 from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import checked_count
 from raytorchrpc.patterns.home import object_services
-from raytorchrpc.process.locks import Lock
-from raytorchrpc.process.this_process import has_ended
+from raytorchrpc.patterns.waits import once_ended
+from raytorchrpc.process import locks
+from raytorchrpc.process.completion import nothing
 from raytorchrpc.tensors.cuda_streams import finish_stream
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable
 
 KIND = "region"
 #: Services of an owner: what a region has and where; rows of it in a message; whether what was read is right.
 DESCRIBE, ROWS, CONFIRM = "raytorchrpc.region.describe", "raytorchrpc.region.rows", "raytorchrpc.region.confirm"
-#: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
-_CHECK_S = 1.0
 
 #: Rows, as users give them: integers in a tensor, an array or a sequence.
 Rows = torch.Tensor | numpy.ndarray | Sequence[int]
@@ -159,11 +158,16 @@ class Lease:
         >>> region.close()
     """
 
+    _exposed: ExposedRegion | None = None  # the rest is of the owner alone
+    _reader: Member | None = None
+    _reads = 1
+    _ended: str | None = None
+    _cancel_deadline: Callable[[], None] = staticmethod(nothing)
+
     def __init__(self, member: str, region: str, instance_id: int, number: int, rows: numpy.ndarray) -> None:
         self.member, self.region, self.rows = member, region, rows
         """The owner's name, the region's, and the rows (an array, int64)."""
         self._address, self._number = (KIND, region, instance_id), number
-        self._granted: _Granted | None = None
 
     def done(self) -> bool:
         """Whether it has ended, so that the owner may write to the rows. Only in the owner."""
@@ -174,28 +178,26 @@ class Lease:
         """How it has ended: "read", "expired", "released", "lost" (its reader) or "closed" (its region); None: not yet.
         Only in the owner.
         """
-        if self._granted is None:
+        if self._exposed is None:
             raise RayTorchRpcError(f"only {self.member!r}, which granted this lease, is told how it ends")
-        return self._granted.ended
+        return self._ended
 
     @takes_timeout
     def wait(self, timeout: float = MAX_TIMEOUT_S) -> bool:
         """Block until it has ended, at most ``timeout`` seconds; whether so. Only in the owner."""
         if not self.done() and on_loop():
             refuse_on_loop("waiting for a lease", "`await asyncio.to_thread(lease.wait)`")
-        assert self._granted is not None
-        return wait_serving(self._granted, checked_timeout(timeout))
+        assert self._exposed is not None
+        return wait_serving(_Waits(self._exposed.changed, self.done), checked_timeout(timeout))
 
     def release(self) -> None:
         """End it now. In the owner, a read in progress raises RpcTimeout. In a reader, does not wait for the owner."""
-        if self._granted is not None:
-            self._granted.end("released")
+        if self._exposed is not None:
+            self._exposed.end(self, "released")
             return
-        local = process_member()
         with suppress(RayTorchRpcError):
-            local.outgoing.call(
-                self.member, CONFIRM, (*self._address, self._number, True, True), {}, CallOptions(retry=0)
-            )
+            args = (*self._address, self._number, True, True)
+            process_member().outgoing.call(self.member, CONFIRM, args, {}, CallOptions(retry=0))
 
     def __enter__(self) -> Lease:
         return self
@@ -207,23 +209,15 @@ class Lease:
         return Lease, (self.member, self.region, self._address[2], self._number, self.rows)
 
 
-class _Granted:
-    """A lease, in its owner."""
+class _Waits(NamedTuple):
+    """What to wait for with ``wait_serving``."""
 
-    def __init__(
-        self, region: ExposedRegion, number: int, rows: numpy.ndarray, reader: Member | None, reads: int
-    ) -> None:
-        """``reader``: with the process that it has now; None: any member reads."""
-        self.region, self.number, self.rows, self.reader, self.reads = region, number, rows, reader, reads
-        self.ended: str | None = None
-        self.cancel_deadline: Any = None
-
-    def end(self, how: str) -> None:
-        self.region.end(self, how)
+    changed: threading.Condition
+    is_over: Callable[[], bool]
 
     def wait(self, timeout_s: float) -> bool:
-        with self.region.changed:
-            return self.region.changed.wait_for(lambda: self.ended is not None, timeout_s)
+        with self.changed:
+            return self.changed.wait_for(self.is_over, timeout_s)
 
 
 class ExposedRegion:
@@ -237,9 +231,8 @@ class ExposedRegion:
         self._tensors = {key: tensor.detach() for key, tensor in tensors.items()}
         self.held = numpy.zeros(rows, numpy.int64)
         """How many leases each row has."""
-        self._lock = Lock()
-        self.changed = threading.Condition(self._lock)
-        self._leases: dict[int, _Granted] = {}
+        self.changed = locks.condition()
+        self._leases: dict[int, Lease] = {}
         # Random, so that leases of an earlier process of this member are not valid here.
         self._numbers = itertools.count(1 + secrets.randbits(48))
         self._exposed: dict[tuple[str, str], Any] = {}
@@ -250,62 +243,62 @@ class ExposedRegion:
     # --- leases --------------------------------------------------------------------------------------------------
 
     def grant(self, rows: Rows | None, seconds: float, reader: Any, reads: int) -> Lease:
-        checked = self.checked(rows)
-        self.local.services.find(KIND, self.name, self.instance_id, self.local.me.name)
-        member = None if reader is None else self.local.peers.route(reader).member
+        checked, me = self.checked(rows), self.local.me.name
+        self.local.services.find(KIND, self.name, self.instance_id, me)
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
             finish_stream(device)
-        with self._lock:
-            granted = _Granted(self, next(self._numbers), checked, member, reads)
-            granted.cancel_deadline = self.local.deadlines.at(
-                time.monotonic() + seconds, partial(granted.end, "expired")
-            )
-            self._leases[granted.number] = granted
-            numpy.add.at(self.held, checked, 1)
+        lease = Lease(me, self.name, self.instance_id, next(self._numbers), checked)
+        lease._exposed, lease._reads = self, reads
+        lease._reader = member = None if reader is None else self.local.peers.route(reader).member
+        with self.changed:
+            expire = partial(self.end, lease, "expired")
+            lease._cancel_deadline = self.local.deadlines.at(time.monotonic() + seconds, expire)
+            self._leases[lease._number] = lease
+            self.held[checked] += 1
         if member is not None and member.name in self.local.peers.away():
-            self._end_once_ended(granted, member)
-        lease = Lease(self.local.me.name, self.name, self.instance_id, granted.number, checked)
-        lease._granted = granted
+            self.lose(member.rank)
         return lease
 
-    def end(self, granted: _Granted, how: str) -> None:
-        with self._lock:
-            if self._leases.pop(granted.number, None) is None:
+    def end(self, lease: Lease, how: str) -> None:
+        with self.changed:
+            if self._leases.pop(lease._number, None) is None:
                 return
-            numpy.subtract.at(self.held, granted.rows, 1)
-            granted.ended = how
+            self.held[lease.rows] -= 1
+            lease._ended = how
             self.changed.notify_all()
-        granted.cancel_deadline()
+        lease._cancel_deadline()
 
     def wait(self, rows: numpy.ndarray, seconds: float) -> bool:
-        until = time.monotonic() + seconds
         if on_loop():
             refuse_on_loop("waiting for leases", "`await asyncio.to_thread(region.wait, rows)`")
-        for granted in list(self._leases.values()):
-            if numpy.isin(granted.rows, rows).any():
-                wait_serving(granted, max(0.0, until - time.monotonic()))
-        return not bool((self.held[rows] > 0).any())
+
+        def is_over() -> bool:
+            return not self.held[rows].any()
+
+        until = time.monotonic() + seconds
+        # Once more after another method of the actor has run, which may have leased them.
+        while wait_serving(_Waits(self.changed, is_over), max(0.0, until - time.monotonic())):
+            if is_over():
+                return True
+        return False
 
     def lose(self, rank: int) -> None:
         """See ``Served``. A process that lives, out of reach, may go on reading until its leases end."""
-        for granted in list(self._leases.values()):
-            if granted.reader is not None and granted.reader.rank == rank:
-                self._end_once_ended(granted, granted.reader)
-
-    def _end_once_ended(self, granted: _Granted, reader: Member) -> None:
-        if reader.node_id != self.local.me.node_id or has_ended(reader.pid):
-            granted.end("lost")
-        elif granted.ended is None:
-            check = partial(self._end_once_ended, granted, reader)
-            self.local.deadlines.at(time.monotonic() + _CHECK_S, check)
+        for lease in list(self._leases.values()):
+            if (reader := lease._reader) is not None and reader.rank == rank:
+                lost = partial(self.end, lease, "lost")
+                if reader.node_id == self.local.me.node_id:
+                    once_ended(self.local.deadlines, reader.pid, lost, partial(self._leases.get, lease._number))
+                else:  # nobody here knows whether it has ended
+                    lost()
 
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``."""
 
     def close(self, error: Exception) -> None:
         """See ``Served``."""
-        for granted in list(self._leases.values()):
-            granted.end("closed")
+        for lease in list(self._leases.values()):
+            self.end(lease, "closed")
         self._tensors, self._exposed = {}, {}
 
     # --- services ------------------------------------------------------------------------------------------------
@@ -349,16 +342,15 @@ class ExposedRegion:
         """
         if not number:
             return None
-        with self._lock:
-            granted = self._leases.get(number)
-            if granted is None:
+        with self.changed:
+            lease = self._leases.get(number)
+            if lease is None:
                 return "it has ended: its time was over, it was read, or the owner took it back"
-            if granted.reader is not None and granted.reader.rank != rank:
+            if lease._reader is not None and lease._reader.rank != rank:
                 return "it was granted to another member"
-            granted.reads -= int(is_last)
-            ends = is_last and (gives_up or granted.reads <= 0)
-        if ends:
-            granted.end("released" if gives_up else "read")
+            lease._reads -= int(is_last)
+            if is_last and (gives_up or lease._reads <= 0):
+                self.end(lease, "released" if gives_up else "read")
         return None
 
 

@@ -8,19 +8,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from raytorchrpc.calls.counters import StoreKey
 from raytorchrpc.calls.member import LocalMember
-from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.server.services import DeferredReply
 from raytorchrpc.errors import ConfigurationError, Empty, LaneUnavailable, NotAMember, NotFound
 from raytorchrpc.lanes.base import in_place
 from raytorchrpc.patterns.home import object_services
-from raytorchrpc.patterns.waits import ReplyLock, Waits
+from raytorchrpc.patterns.waits import ReplyLock, Waits, once_ended
 from raytorchrpc.patterns.weights.deltas import Deltas, find_deltas, may_have_delta
 from raytorchrpc.patterns.weights.drafts import Draft
 from raytorchrpc.patterns.weights.relays import RelayPlan
@@ -37,7 +35,6 @@ from raytorchrpc.patterns.weights.snapshots import (
     equal_bits,
 )
 from raytorchrpc.process.locks import Turn
-from raytorchrpc.process.this_process import has_ended
 from raytorchrpc.tensors.kept_errors import again
 
 KIND = "weight store"
@@ -56,8 +53,6 @@ RELEASE = "raytorchrpc.weights.release"
 #: A lease outlasts the timeout of its pull by this much, so that a copy that began in time finds the same weights
 #: (seconds).
 LINGER_S = 60.0
-#: How often to check whether the process of a lost reader has ended: its sockets close earlier (seconds).
-_CHECK_S = 1.0
 
 
 class VersionLease(NamedTuple):
@@ -113,18 +108,16 @@ class Readable:
         """See ``Served``. A process that lives, out of reach, may go on reading until its leases end."""
         if leases := self.pool.leases_of(rank):
             with suppress(NotAMember):
-                self._release_once_ended(self._local.peers.route(rank).member, rank, leases)
-
-    def _release_once_ended(self, peer: Member, rank: int, leases: set[int]) -> None:
-        if peer.node_id != self._local.me.node_id:  # nobody here knows whether it has ended
-            self.pool.release_loans(leases)
-            return
-        if has_ended(peer.pid):
-            for lease in leases:
-                self.pool.release(lease)
-        elif leases := leases & self.pool.leases_of(rank):
-            check = partial(self._release_once_ended, peer, rank, leases)
-            self._local.deadlines.at(time.monotonic() + _CHECK_S, check)
+                peer = self._local.peers.route(rank).member
+                if peer.node_id != self._local.me.node_id:  # nobody here knows whether it has ended
+                    self.pool.release_loans(leases)
+                    return
+                once_ended(
+                    self._local.deadlines,
+                    peer.pid,
+                    lambda: list(map(self.pool.release, leases)),
+                    lambda: leases & self.pool.leases_of(rank),
+                )
 
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``."""

@@ -92,6 +92,18 @@ def test_rows_may_be_strided_in_any_dimension_and_part_of_larger_tensors(members
     assert torch.equal(moved, whole.movedim(1, 0)[[1, 2, 30]])
 
 
+def test_tensors_made_under_inference_mode_and_parameters(members: Members) -> None:
+    """As the caches of engines are. Autograd learns that the others have changed."""
+    with torch.inference_mode():
+        given, into = torch.ones(4, 3), torch.zeros(4, 3)
+    region(members, {"a": given, "b": torch.nn.Parameter(torch.ones(4, 3))})
+    parameter = torch.nn.Parameter(torch.zeros(4, 3))
+    version = parameter._version
+    read(members, {"a": into, "b": parameter}, rows=[1, 2])
+    assert into[:2].all() and not into[2:].any() and float(parameter.detach().sum()) == 6
+    assert parameter._version > version and parameter.requires_grad
+
+
 def test_no_rows_and_empty_tensors(members: Members) -> None:
     region(members, [torch.ones(4, 0), torch.ones(4, 2)])
     into = [torch.zeros(4, 0), torch.zeros(4, 2)]
@@ -154,6 +166,24 @@ def test_a_read_after_the_end_of_its_lease_is_told(members: Members, how: str) -
     error = rtr.NotFound if how == "closed" else rtr.RpcTimeout
     with pytest.raises(error, match="kv"):
         read(members, room(2), lease=pickle.loads(pickle.dumps(lease)))
+
+
+def test_a_wait_goes_on_if_another_method_has_leased_the_rows(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wait lets other methods of the actor run, and returns only when it is its turn again."""
+    made, regained = region(members), list[rtr.Lease]()
+
+    def wait_and_regain(pending: Any, timeout_s: float) -> bool:
+        is_over: bool = pending.wait(timeout_s)
+        if not regained:
+            regained.append(made.lease([5], timeout=LONG))
+        return is_over
+
+    monkeypatch.setattr("raytorchrpc.patterns.regions.region.wait_serving", wait_and_regain)
+    assert not made.wait([5], timeout=0.05)
+    regained[0].release()
+    assert made.wait([5], timeout=LONG)
 
 
 def test_a_reader_gives_its_lease_back(members: Members) -> None:

@@ -133,7 +133,7 @@ def test_a_reader_that_is_gone_or_says_nothing_holds_nothing(deadlines: Deadline
 
 def test_a_reader_that_is_lost_and_lives_may_go_on_reading(deadlines: Deadlines, monkeypatch: Any) -> None:
     """Until it ends, if that can be seen here; until its time is over in any case."""
-    monkeypatch.setattr("raytorchrpc.patterns.weights.published._CHECK_S", 0.01)
+    monkeypatch.setattr("raytorchrpc.patterns.waits._CHECK_S", 0.01)
     weights = store(deadlines)
     publish(weights, model(1))
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
