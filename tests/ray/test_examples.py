@@ -27,13 +27,15 @@ NAMES = (
 
 #: What a group that forms logs while it waits for its members, whose processes start slowly on a busy machine.
 NOTICE = re.compile(r"^group '\w+', after \d+ s, .*waits for .*\n", re.MULTILINE)
+#: What actors and tasks print, which Ray shows in the driver.
+OF_WORKERS = re.compile(r"^\x1b\[\d+m\(.*\n", re.MULTILINE)
 
 
 def script(name: str, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """How an example ended; its errors without such notices."""
+    """How an example ended; its own errors, without such notices and without what workers print."""
     path, environ = str(ROOT / "examples" / f"{name}.py"), {**os.environ, **environ}
     ran = run_program(path, *options, env=environ, timeout=250)
-    ran.stderr = NOTICE.sub("", ran.stderr)
+    ran.stderr = OF_WORKERS.sub("", NOTICE.sub("", ran.stderr))
     return ran
 
 
