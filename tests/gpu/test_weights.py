@@ -110,6 +110,34 @@ def test_a_model_that_is_lent(actors: dict[str, Any], reader: str, device: str, 
     assert ray.get(follows, timeout=120) >= 1
 
 
+def hold(store: rtr.WeightStore, reader: Any, rounds: int) -> list[list[float]]:
+    """Lend a model while the reader pulls its tensors one by one; what it has got of each, by round."""
+    model = {f"layer{number}": torch.zeros(size, device="cuda") for number, size in enumerate(SIZES)}
+    brought = []
+    for value in range(rounds):
+        for tensor in model.values():
+            tensor.fill_(value)
+        with store.lend(model):
+            brought.append(ray.get(reader.run.remote(pull_parts, store)))
+    return brought
+
+
+def pull_parts(store: rtr.WeightStore) -> list[float]:
+    """Each tensor by a pull of its own, which maps and reads no other."""
+    brought = []
+    for number, size in enumerate(SIZES):
+        part = {f"layer{number}": torch.full((size,), -1.0, device="cuda")}
+        store.pull(part, only=f"layer{number}", strict=False)
+        brought += [float(tensor.min() + tensor.max()) / 2 for tensor in part.values()]
+    return brought
+
+
+def test_parts_of_a_model_that_is_lent(actors: dict[str, Any]) -> None:
+    store = rtr.WeightStore("lent in parts", home="learner")
+    brought = in_actor(actors["learner"], hold, store, actors["same"], 3)
+    assert brought == [[float(value)] * len(SIZES) for value in range(3)]
+
+
 def learn_last(store: rtr.WeightStore, version: int) -> None:
     """Publish, for readers that missed the last loan."""
     model = {f"layer{number}": torch.full((size,), float(version), device="cuda") for number, size in enumerate(SIZES)}

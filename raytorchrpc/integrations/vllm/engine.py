@@ -53,7 +53,7 @@ class InitInfo(WeightTransferInitInfo):
     group: str | None = None
     into: str = "auto"
     timeout: float = 60.0
-    group_bytes: int = 32 << 20
+    group_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionImplBase
 
 Tensors = dict[str, torch.Tensor]
 
@@ -75,8 +76,16 @@ def take_out(layer: Module, device: torch.device, kept: Sequence[str]) -> None:
 
 
 def process(layer: Module) -> None:
-    """Process what was loaded into the layer, copy it to where the kernels read it, and put these tensors back."""
+    """Process what was loaded into the layer, copy it to where the kernels read it, and put these tensors back.
+
+    Frees what was loaded: the wrappers of its loaders refer to it in cycles, which Python collects much later.
+    """
+    loaded = [tensor.data.untyped_storage() for tensor in tensors_of(layer).values()]
     _layerwise_process(layer, get_layerwise_info(layer))
+    in_use = {tensor.data.untyped_storage().data_ptr() for tensor in tensors_of(layer).values()}
+    for storage in loaded:
+        if storage.data_ptr() not in in_use:
+            storage.resize_(0)
 
 
 def put_back(layer: Module) -> None:
@@ -107,3 +116,11 @@ def why_processed(layer: Module) -> str | None:
 def is_attention(layer: Module) -> bool:
     """Whether vLLM processes this layer after all others, whose weights it may read."""
     return bool(is_deferred_attention_layer(layer))
+
+
+def reads_weights(layer: Module) -> bool:
+    """Whether what vLLM makes of this attention layer may depend on weights; else its scales are all it makes."""
+    kind, impl = type(layer), type(getattr(layer, "impl", None))
+    is_plain = getattr(kind, "process_weights_after_loading", None) is Attention.process_weights_after_loading
+    makes = getattr(impl, "process_weights_after_loading", None)
+    return not is_plain or makes is not AttentionImplBase.process_weights_after_loading

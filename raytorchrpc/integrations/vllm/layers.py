@@ -38,10 +38,13 @@ class Layer(NamedTuple):
     processed: str | None
     """What vLLM makes of it after loading; None: it leaves it as it was loaded."""
 
-    def targets(self) -> Iterable[rtr.Shard]:
-        """Where its parts go now, in its tensors, whose padding is filled."""
+    def fill_padding(self) -> None:
+        """As the loaders do; also where nothing was taken out, as vLLM may have discarded the weights in its sleep."""
         for name, view in self.zeros:
             view.of(getattr(self.module, name).data).zero_()
+
+    def targets(self) -> Iterable[rtr.Shard]:
+        """Where its parts go now, in its tensors."""
         return [copied.shard(getattr(self.module, name).data) for name, copied in self.parts]
 
 
@@ -64,6 +67,8 @@ class LayeredUpdate:
         self._store = store
         self._engine, self._modules = engine, {module: name for name, module in engine.model.named_modules()}
         layers, self._sharing = _layers_of(engine.model, self._modules, layout)
+        attention = filter(internals.is_attention, self._modules)
+        self._attention = [module for module in attention if internals.reads_weights(module)]
         processed = [layer for layer in layers if layer.processed or into == "layers"]
         if into == "parameters" and processed:
             first = processed[0]
@@ -98,7 +103,7 @@ class LayeredUpdate:
                     internals.put_back(layer.module)
         for module in self._sharing:
             module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-        for module in filter(internals.is_attention, self._modules):
+        for module in self._attention:
             module.process_weights_after_loading(self._engine.model_config.dtype)
 
     def _start(self, group: _Group, version: int, progress: Progress) -> Future[None]:
@@ -126,11 +131,21 @@ class _Group:
         self._layers, self.taken_out = layers, layers if loads else ()
         """Which vLLM loads and processes, instead of reading them as they are."""
         self._store = copy(store)  # each remembers how its own pulls go
+        self._memory: Sequence[int] = ()
+        self._targets: Sequence[rtr.Shard] = ()
+        """Of layers that are not taken out: the last ones, and where these were."""
         self._parts = Parts(copied.source for layer in layers for _, copied in layer.parts)
 
     def targets(self) -> Sequence[rtr.Shard]:
-        """Where the tensors go now."""
-        return [shard for layer in self._layers for shard in layer.targets()]
+        """Where the tensors go now. Layers that are not taken out stay where they are, unless vLLM moves them."""
+        for layer in self._layers:
+            layer.fill_padding()
+        if self.taken_out:
+            return [shard for layer in self._layers for shard in layer.targets()]
+        memory = [getattr(layer.module, name).data_ptr() for layer in self._layers for name, _ in layer.parts]
+        if memory != self._memory:
+            self._memory, self._targets = memory, [shard for layer in self._layers for shard in layer.targets()]
+        return self._targets
 
     def pull(self, targets: Sequence[rtr.Shard], version: int, timeout: float) -> None:
         """Fill the targets. Blocks."""

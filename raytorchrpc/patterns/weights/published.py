@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -160,9 +160,16 @@ class Readable:
                     torch.cuda.synchronize(device)
         return slow
 
-    def serve_pieces(self, caller: int, lease: int, places: Places, device_type: str) -> list[torch.Tensor]:
-        """Return no pieces if a device map lacks a mapping to the caller; its next request raises which."""
+    def serve_pieces(
+        self, caller: int, lease: int, places: Places, device_type: str, needed: Collection[int] = ()
+    ) -> list[torch.Tensor]:
+        """Return no pieces if a device map lacks a mapping to the caller; its next request raises which.
+
+        ``needed``: the numbers of those that the caller reads; it gets nothing of the others. Empty: it reads all.
+        """
         pieces = self.pool.leased(lease).pieces(device_type, places)
+        if needed:
+            pieces = [piece if number in needed else piece[:0] for number, piece in enumerate(pieces)]
         try:
             self._local.payloads.check_reply(self._local.peers.route_back(caller), pieces)
         except LaneUnavailable:
@@ -459,11 +466,12 @@ class PublishedWeights(Readable, Versions[Snapshot]):
         layout: int,
         seconds: float,
         device_type: str | None,
+        needed: tuple[int, ...],
         alike: tuple[str, str] | None,
     ) -> tuple[tuple[Any, ...], list[torch.Tensor]] | None:
         """Lease a version to a peer, with its memory if the peer can read all tensors in place on ``device_type``.
 
-        ``alike``: the signature of a pull that is worth a turn, and its GPU.
+        ``needed``: see ``serve_pieces``. ``alike``: the signature of a pull that is worth a turn, and its GPU.
         """
         lease = self.lease(caller, version, since, layout, seconds)
         if lease is None:
@@ -476,7 +484,9 @@ class PublishedWeights(Readable, Versions[Snapshot]):
                 return tuple(lease._replace(turn=(turn.source, turn.leads))), []
         if not lease.lease or device_type is None:
             return tuple(lease), []
-        return tuple(lease), self.serve_pieces(caller, lease.lease, (), device_type)
+        if lease.rows is not None:  # the numbers are of another layout
+            needed = ()
+        return tuple(lease), self.serve_pieces(caller, lease.lease, (), device_type, needed)
 
     # --- relays --------------------------------------------------------------------------------------------------
 

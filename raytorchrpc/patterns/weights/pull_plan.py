@@ -132,6 +132,10 @@ class SourceCopies:
         self.nbytes = sum([transfer.nbytes for transfer in transfers])
         self.converts = any(transfer.place[1] is not None for transfer in transfers)
         """Whether the publisher has to convert some of it first."""
+        self.pieces: tuple[int, ...] = ()
+        """The pieces that it reads of an unconverted snapshot, by number; none: all, or the only one."""
+        if not self.converts and layout.count > 1:
+            self.pieces = tuple(sorted({transfer.piece for transfer in transfers}))
         self._names = list(dict.fromkeys([transfer.target for transfer in transfers]))  # of what it fills
         filled = [tensors[name] for name in self._names]
         self.device_type = _one_device_type(filled) if filled else None
@@ -168,7 +172,7 @@ class SourceCopies:
 
     def asks_like(self, other: SourceCopies) -> bool:
         """Whether a home is asked the same for both."""
-        is_same = self.transfers is other.transfers and self.layout is other.layout
+        is_same = self.transfers is other.transfers and self.layout is other.layout  # so the pieces are, too
         return is_same and (self.device_type, self.alike) == (other.device_type, other.alike)
 
 

@@ -80,6 +80,8 @@ class KnownLayout:
     def __init__(self, number: int, rows: Sequence[Row], spans: Sequence[Span] | None = None) -> None:
         """``spans``: see ``snapshots.Layout``."""
         self.number, self.rows, self._spans = number, rows, spans
+        self.count = 1 if spans is None else 1 + max((number for number, _ in spans), default=0)
+        """How many pieces an unconverted snapshot has that is read in place."""
         self._offsets: dict[str | None, list[int]] = {}
 
     def offsets(self, conversion: str | None) -> list[int]:

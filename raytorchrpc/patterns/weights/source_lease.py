@@ -90,6 +90,7 @@ class SourceLease:
         requests: Requests,
         layout: KnownLayout | None,
         device_type: str | None,
+        needed: tuple[int, ...] = (),
         on_end: Callable[[VersionLease], object] = lambda lease: None,
     ) -> None:
         """
@@ -98,6 +99,7 @@ class SourceLease:
             requests: of the pull.
             layout: that this process knows of the home.
             device_type: of the memory that is to come with the lease, if a lane can read it in place; None: none is.
+            needed: which pieces of that memory are; see ``Readable.serve_pieces``.
             on_end: called before the lease ends.
         """
         self.store, self.requests, self.layout = store, requests, layout
@@ -105,7 +107,7 @@ class SourceLease:
         self.device_type = device_type if not self.is_home and requests.is_readable(self.home, device_type) else None
         self.given: VersionLease | None = None
         self.memory = Window()  # that has come with the lease
-        self._on_end = on_end
+        self._needed, self._on_end = needed, on_end
         self._asked: Future[Any] | None = None
 
     @property
@@ -128,7 +130,7 @@ class SourceLease:
             if lease is not None:
                 self._take(lease)
             return
-        request = (*self.store._address, *args, seconds, self.device_type, turn)
+        request = (*self.store._address, *args, seconds, self.device_type, self._needed, turn)
         options: dict[str, Any] = {"caller_waits": caller_waits, "into": self.memory}
         self._asked = self.store._send(local, published.LEASE, request, seconds, **options)
 

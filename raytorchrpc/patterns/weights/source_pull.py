@@ -54,7 +54,8 @@ class SourcePull:
         device_type: str | None,
     ) -> None:
         """``device_type``: see ``SourceLease``."""
-        self.lease = SourceLease(store, requests, layout, device_type, self._give_turn_back)
+        needed = () if planned is None else planned.pieces
+        self.lease = SourceLease(store, requests, layout, device_type, needed, self._give_turn_back)
         self.planned, self.home = planned, store.home
         self.failure: NotFound | PeerLost | None = None  # what this source has raised
         self.selection = Selection((), ())  # as soon as it is requested: what the pull brings

@@ -249,6 +249,21 @@ def test_one_reader_of_each_gpu_takes_its_turn() -> None:
 # --- memory that is lent ------------------------------------------------------------------------------------------
 
 
+def test_a_reader_of_some_pieces_gets_nothing_of_the_others(deadlines: Deadlines, monkeypatch: Any) -> None:
+    """But all of them if it does not know the layout, whose numbers mean other pieces."""
+    weights = store(deadlines)
+    publish(weights, model(1))
+    pieces = [torch.ones(size, dtype=torch.uint8) for size in (3, 4, 5)]
+    weights._local.payloads = SimpleNamespace(check_reply=lambda route, pieces: None)
+    weights._local.peers.route_back = lambda rank: None
+    monkeypatch.setattr("raytorchrpc.patterns.weights.snapshots.Snapshot.pieces", lambda *_: pieces)
+    readers[1] = reader(1)
+    lease, sent = weights.serve_lease(1, None, None, 0, LONG, "cuda", (1,), None)
+    assert [len(piece) for piece in sent] == [3, 4, 5]
+    lease, sent = weights.serve_lease(1, None, None, lease[2], LONG, "cuda", (1,), None)
+    assert [len(piece) for piece in sent] == [0, 4, 0]
+
+
 def test_lent_memory_is_found_and_ends_with_its_last_tensor() -> None:
     lender, borrower = Lender(), Borrower()
     piece = lender.make(1 << 16)
