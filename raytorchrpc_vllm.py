@@ -12,9 +12,14 @@ BACKEND = "raytorchrpc"
 
 
 def register() -> None:
-    """Register the backend with vLLM. Idempotent; imports nothing that vLLM has not imported."""
+    """Register the backend with vLLM, and the names of adapters with its server. Idempotent.
+
+    Imports nothing that vLLM has not imported.
+    """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+        from vllm.lora.request import LoRARequest
+        from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
     except ImportError:
         return  # an older vLLM, which has no engines for weights
     for factory, module, name in (
@@ -23,3 +28,12 @@ def register() -> None:
     ):
         with suppress(ValueError):  # registered already: some processes of vLLM load their plugins again
             factory.register_engine(BACKEND, f"raytorchrpc.integrations.vllm.{module}", name)
+
+    class Resolver(LoRAResolver):  # type: ignore[misc]
+        """Lets requests have an adapter by the name of ``integrations.adapters.name_of``, also after a restart."""
+
+        async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+            return LoRARequest(lora_name, 1, lora_name) if lora_name.startswith(f"{BACKEND}://") else None
+
+    if BACKEND not in LoRAResolverRegistry.get_supported_resolvers():
+        LoRAResolverRegistry.register_resolver(BACKEND, Resolver())

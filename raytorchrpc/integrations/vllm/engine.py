@@ -21,11 +21,12 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import raytorchrpc as rtr
+from raytorchrpc.integrations.adapters import SCHEME
 from raytorchrpc.integrations.engines import Progress, check_fields, load_whole
 from raytorchrpc.integrations.follower import Follower, alone
 from raytorchrpc.integrations.recording import NoPlan
 from raytorchrpc.integrations.versions import report
-from raytorchrpc.integrations.vllm import steps
+from raytorchrpc.integrations.vllm import adapters, steps
 
 logger = init_logger("vllm.raytorchrpc")
 
@@ -233,3 +234,4 @@ def _gather(own: Any) -> list[Any]:
 
 
 steps.watch(WeightEngine)
+steps.load_adapters(SCHEME, adapters.pulled)
