@@ -156,15 +156,6 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("``", "`").replace("|", "\\|").split())
 
 
-def figures(name: str) -> Iterator[str]:
-    """The tables of a file in ``benchmarks/results``, and what was measured."""
-    results, bench = (import_module(f"raytorchrpc.bench.{module}") for module in ("results", "tables"))
-    result = results.read_result(DOCS.parent / "benchmarks" / "results" / f"{name}.json")
-    yield f"{result.about}\n\n{'; '.join(result.machine)}; tree {result.tree}, {result.started[:10]}."
-    for table in bench.tables(result):
-        yield f"\n**{table.title}**\n\n{table.markdown()}"
-
-
 def metrics() -> Iterator[str]:
     """A table of the series. A star marks those, and the labels, that only ``metrics_period_s`` turns on."""
     module = import_module("raytorchrpc.calls.metrics")
@@ -204,7 +195,6 @@ _KINDS: dict[str, Callable[..., Iterable[str]]] = {
     "api": api,
     "commands": commands,
     "examples": examples,
-    "figures": figures,
     "file": file,
     "metrics": metrics,
 }
