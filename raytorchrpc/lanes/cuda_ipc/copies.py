@@ -19,7 +19,7 @@ import torch
 from raytorchrpc.lanes.base import SMALL, Copies, Copy
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel, KernelSource
-from raytorchrpc.tensors.dtypes import Shape, span_of, strided_span, view_at, within
+from raytorchrpc.tensors.dtypes import Dimension, Shape, collapse, span_of, strided_span, view_at, within
 
 
 class Rows(NamedTuple):
@@ -42,39 +42,6 @@ class Rows(NamedTuple):
 _NARROW = 32
 #: Everything between the rows is only copied if the span of the region has at most this many times its bytes.
 _DENSE = 4
-
-
-class Dimension(NamedTuple):
-    """One dimension of a copy: its extent, and the bytes from one place to the next in the source and the target."""
-
-    extent: int
-    source: int
-    target: int
-
-
-def collapse(
-    shape: Sequence[int], itemsize: int, source: Sequence[int], target: Sequence[int]
-) -> tuple[int, list[Dimension]]:
-    """Merge the dimensions that are jointly contiguous in source and target.
-
-    ``source``, ``target``: the strides of a region that is not empty, in elements of ``itemsize`` bytes. Returns the
-    bytes that are contiguous in both, and the dimensions over them, outermost first.
-    """
-    dimensions = [
-        Dimension(extent, here * itemsize, there * itemsize)
-        for extent, here, there in zip(shape, source, target, strict=True)
-        if extent != 1
-    ]
-    dimensions.sort(key=lambda dimension: dimension.target, reverse=True)
-    merged: list[Dimension] = []
-    for inner in [*dimensions, Dimension(itemsize, 1, 1)]:
-        if merged:
-            outer = merged[-1]
-            if outer.source == inner.source * inner.extent and outer.target == inner.target * inner.extent:
-                inner = inner._replace(extent=outer.extent * inner.extent)
-                merged.pop()
-        merged.append(inner)
-    return merged.pop().extent, merged
 
 
 def rows_of(
