@@ -284,6 +284,10 @@ class Copy(NamedTuple):
         return view_at(tensor, offset, (target.dtype, target.shape), strides)
 
 
+#: What lanes prepare for the copies of one read: for each place where a publisher may have it.
+_MOST_PREPARED = 16
+
+
 class Copies(Sequence[Copy]):
     """The copies of one read, and the tensors that they fill. Those of a model come again for each version: what a lane
     has worked out about them once, it keeps here; see ``prepared``.
@@ -345,6 +349,8 @@ class Copies(Sequence[Copy]):
     def prepared(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return ``make()``, or what it returned before for this key. It must not hold the targets' memory."""
         if key not in self._known:
+            if len(self._known) >= _MOST_PREPARED:  # memory that moves all the time must not fill this one
+                self._known.clear()
             self._known[key] = make()
         prepared: T = self._known[key]
         return prepared

@@ -193,18 +193,26 @@ def _divided(
 
 
 class Scatter(NamedTuple):
-    """How to make the copies out of one exported tensor on a GPU. Holds addresses, and none of the memory."""
+    """How to make the copies of one read on a GPU. Holds addresses, and none of the memory."""
 
     direct: RowCopies
     alone: list[int]
     """Copies that need a temporary each, by index."""
+    origins: Sequence[int]
+    """Where each exported tensor begins, in bytes from the first of them: one kernel copies out of many."""
 
-    @staticmethod
-    def of(copies: Copies, sizes: Sequence[int], device: torch.device, beside: bool = False) -> list[Scatter]:
-        """For each exported tensor. ``sizes``: theirs (bytes). ``beside``: see RowCopies. Raises OutOfBounds."""
-        scatters = [Scatter(RowCopies(beside=beside), []) for _ in sizes]
+    @classmethod
+    def of(
+        cls,
+        copies: Copies,
+        sizes: Sequence[int],
+        device: torch.device,
+        beside: bool = False,
+        origins: Sequence[int] = (0,),
+    ) -> Scatter:
+        """``sizes``: of the exported tensors (bytes). ``beside``: see RowCopies. Raises OutOfBounds."""
+        scatter = cls(RowCopies(beside=beside), [], origins)
         for index, (source, target, offset, strides) in enumerate(copies):
-            scatter = scatters[source]
             if target is None:
                 scatter.alone.append(index)
                 continue
@@ -213,15 +221,16 @@ class Scatter(NamedTuple):
             if rows is None or target.device != device:
                 scatter.alone.append(index)
                 continue
+            offset += origins[source]
             for end, begin, *rest in rows:
                 scatter.direct.rows.append(Rows(target.address + end, offset + begin, *rest))
-        return scatters
+        return scatter
 
     def queue(
         self,
         copies: Copies,
-        flat: int,
-        shape: Shape,
+        first: int,
+        shapes: Sequence[Shape],
         device: torch.device,
         driver: Driver,
         kernel: Callable[[], Kernel | None],
@@ -229,11 +238,16 @@ class Scatter(NamedTuple):
     ) -> list[tuple[int, torch.Tensor]]:
         """Queue it on ``stream``, the current one of ``device``. Returns what arrives in temporaries, by the copy.
 
-        ``copies``: those for which it was made. ``flat``: address of the exported tensor. ``shape``: its dtype and
-        shape. ``kernel``: see ``RowCopies``.
+        ``copies``: those for which it was made. ``first``: address from which ``origins`` count. ``shapes``: dtypes and
+        shapes of the exported tensors. ``kernel``: see ``RowCopies``.
         """
-        self.direct.queue(flat, driver, kernel, stream)
-        return [(index, _by_temporary(copies[index], flat, shape, device, driver, stream)) for index in self.alone]
+        self.direct.queue(first, driver, kernel, stream)
+        arrived = list[tuple[int, torch.Tensor]]()
+        for index in self.alone:
+            copy = copies[index]
+            flat = first + self.origins[copy.source]
+            arrived.append((index, _by_temporary(copy, flat, shapes[copy.source], device, driver, stream)))
+        return arrived
 
 
 @functools.lru_cache(8192)  # the layers of a model are alike
