@@ -31,7 +31,9 @@ def adapter_of(model: Any) -> dict[str, torch.Tensor]:
         raise rtr.ConfigurationError(f"adapter_of takes a PEFT model with one active adapter, not {type(model)}")
     (name,) = model.active_adapters
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    whole = {key: its.full_tensor() if hasattr(its, "full_tensor") else its.detach() for key, its in tensors.items()}
+    whole = {
+        key: part.full_tensor() if hasattr(part, "full_tensor") else part.detach() for key, part in tensors.items()
+    }
     text = json.dumps(model.peft_config[name].to_dict(), default=list)  # it has sets
     return {**whole, CONFIG: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 

@@ -117,7 +117,7 @@ class RayTorchRpcWeightTransfer:
                 self._vllm.unload_lora_adapter(before, timeout=self.timeout)
         return name
 
-    def _deliver(self, what: str, bring: Callable[[Progress], None]) -> None:
+    def _deliver(self, label: str, bring: Callable[[Progress], None]) -> None:
         """Have the server take something, which may be started again meanwhile."""
         progress = Progress(self.timeout)
         while True:
@@ -130,7 +130,7 @@ class RayTorchRpcWeightTransfer:
                         self._vllm.wait_for_server_ready()
                         continue
                 raise rtr.RayTorchRpcError(
-                    f"the vLLM server at {self._server_url} has not taken {what}; it has to run with "
+                    f"the vLLM server at {self._server_url} has not taken {label}; it has to run with "
                     f'VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{{"backend": "raytorchrpc"}}\', in the Ray '
                     f"cluster of the training process or as its child: {error}"
                 ) from error
