@@ -27,7 +27,7 @@ from raytorchrpc.patterns.weights.prefetch import Twins, WeightPrefetch
 from raytorchrpc.patterns.weights.prefetch import begin as begin_prefetch
 from raytorchrpc.patterns.weights.published import KIND, WAIT, PublishedWeights
 from raytorchrpc.patterns.weights.publishers import Publisher, forget_everywhere, names_of, publishers_of, stage
-from raytorchrpc.patterns.weights.pull_memory import PulledVersions, memory_of
+from raytorchrpc.patterns.weights.pull_memory import PulledVersions, PullMemory, memory_of
 from raytorchrpc.patterns.weights.slices import Options
 from raytorchrpc.patterns.weights.snapshots import Snapshot
 from raytorchrpc.patterns.weights.source_lease import Requests
@@ -145,6 +145,13 @@ class WeightStore(Handle):
         super()._set_state(*state)
         self._memory, self._twins = memory_of(state[:3]), Twins()
         self._publishers = publishers_of(self)
+
+    def __copy__(self) -> WeightStore:
+        """A handle that remembers its own pulls alone, for a part of a model, or another model."""
+        restore, state = self.__reduce__()
+        handle: WeightStore = restore(*state)
+        handle._memory = PullMemory()
+        return handle
 
     @property
     def publishers(self) -> tuple[str, ...]:

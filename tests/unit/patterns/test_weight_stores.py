@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import raytorchrpc as rtr
 from raytorchrpc.errors import NotFound, PeerLost
 from tests.polling import wait_until
-from tests.unit.members import TENSORS, Members, in_thread
+from tests.unit.members import TENSORS, Members, in_thread, spied
 from tests.unit.patterns.weight_values import values
 
 #: Bytes of each tensor.
@@ -86,6 +88,22 @@ def test_what_is_published_may_be_changed_at_once(members: Members, reader: str)
         mine = model(0.0)
         assert rtr.WeightStore.find("w").pull(mine) == 1
         assert values(mine) == [1.0] * 5
+
+
+def test_a_handle_that_comes_with_each_call_plans_as_often_as_one_that_is_kept(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a copy, for another model, remembers its own pulls alone."""
+    publish(members, 1.0)
+    plans = spied(monkeypatch, "raytorchrpc.patterns.weights.model_pull.make_plan")
+    with members.acting("a"):
+        sent, target = pickle.dumps(rtr.WeightStore.find("w")), model(0.0)
+        for _ in range(3):
+            pickle.loads(sent).pull(target)
+        assert values(target) == [1.0] * 5
+        assert len(plans) == 1
+        copy.copy(pickle.loads(sent)).pull(model(0.0))
+        assert len(plans) == 2
 
 
 def test_a_pull_that_has_tensors_sent_bounds_each_message(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
