@@ -111,7 +111,7 @@ def make_distillation_trainer(path: str, url: str, folder: Path, transfer: Any) 
     args = AsyncDistillationConfig(
         output_dir=str(folder),
         vllm_server_base_url=url,
-        teacher_server_urls=url,
+        teacher_server_urls={"teacher": url},
         model_init_kwargs={"attn_implementation": "sdpa"},  # the default is FlashAttention
         max_steps=3,
         per_device_train_batch_size=2,

@@ -67,7 +67,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         version: of the store; None: the newest, and if there is none yet, the first.
         timeout: seconds; None: the one of ``InitInfo``.
-        init_info: for an engine that was not initialised, as one that was started again; see ``InitInfo``.
+        init_info: for an engine that was not initialised, or follows another store or group; see ``InitInfo``.
     """
 
     version: int | None = None
@@ -128,8 +128,9 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Like ``update_weights``, but copies to a GPU may still be queued when it returns."""
-        if self._initialised() is None and update_info.init_info is not None:
-            self._follower = self._make_follower(self.parse_init_info(update_info.init_info))
+        follower, given = self._initialised(), update_info.init_info
+        if given is not None and (follower is None or self._is_another(given)):
+            self._follower = self._make_follower(self.parse_init_info(given))
         if self._follower is None:
             raise rtr.ConfigurationError(
                 "call init_weight_transfer_engine({'init_info': {'store': NAME}}) first, with the name of a "
@@ -162,6 +163,11 @@ class WeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             if isinstance(given, dict) and "raytorchrpc" in given:
                 self._follower = self._make_follower(self.parse_init_info(given["raytorchrpc"]))
         return self._follower
+
+    def _is_another(self, given: dict[str, Any]) -> bool:
+        """Whether a trainer names another store, or another group, than the one that the engine follows."""
+        info = self.parse_init_info(given)
+        return info.store != self._info.store or info.group not in (None, self._info.group)
 
     def _make_follower(self, info: InitInfo) -> Follower:
         if info.into not in INTO:
