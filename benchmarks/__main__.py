@@ -23,7 +23,7 @@ ALL = {
     **dict.fromkeys(
         ("weights", "sharded_weights", "weight_conversions", "weight_prefetch", "weight_readers"), "weights"
     ),
-    **{name: name for name in ("atari", "protection", "queues", "switch_interval")},
+    **{name: name for name in ("atari", "protection", "queues", "regions", "switch_interval")},
 }
 #: Those that run only when they are named.
 NAMED = {name: name for name in ("call_steps", "crowds", "scale", "soak")}

@@ -1,13 +1,14 @@
 """Disaggregated prefill and decode: one actor reads the prompts, the other writes the answers.
 
 Prefill fills a transformer's key-value cache with all tokens of a prompt at once; decode appends token by token. The
-two phases load a machine differently, so each has its own actor. The decode actor requests the cache of a prompt and
-receives it into memory that it allocated at its start. While it writes one answer, prefill reads the next prompt.
+two phases load a machine differently, so each has its own actor, and a cache of blocks of 16 tokens. Prefill exposes
+its cache as a region. Decode reads the blocks of a prompt out of it, into free blocks of its own, while prefill reads
+the next prompt.
 
     python examples/kv_cache.py                         # six prompts, about ten seconds
     python examples/kv_cache.py --prompts 2 --tokens 8  # the short form
 
-The program compares each answer with that of a single process without a cache. If one differs, the exit status is 1.
+The program compares each answer with that of a single process without blocks. If one differs, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 import raytorchrpc as rtr
 
 LAYERS, HEADS, WIDTH, VOCABULARY, LONGEST = 3, 4, 128, 256, 512
+BLOCKS, TOKENS = 64, 16  # of a cache, and of a block
 
 
 class Block(nn.Module):
@@ -37,11 +39,11 @@ class Block(nn.Module):
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         nn.init.normal_(self.project.weight, std=0.2)  # makes every answer depend on the whole prompt
 
-    def forward(self, x: Tensor, cache: Tensor, start: int) -> Tensor:
+    def forward(self, x: Tensor, cache: Tensor, slots: Tensor, start: int) -> Tensor:
         end = start + len(x)
         query, *new = self.project(self.norms[0](x)).view(len(x), 3, HEADS, -1).permute(1, 2, 0, 3)
-        cache[:, :, start:end] = torch.stack(new)
-        keys, values = cache[:, :, :end]
+        cache[slots[start:end]] = torch.stack(new).permute(2, 0, 1, 3)
+        keys, values = cache[slots[:end]].permute(1, 2, 0, 3)
         visible = torch.ones(len(x), end, dtype=torch.bool).tril(start)
         mixed = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible)
         x = x + self.out(mixed.transpose(0, 1).reshape(len(x), WIDTH))
@@ -57,57 +59,78 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     @torch.inference_mode()
-    def forward(self, tokens: list[int], cache: Tensor, start: int = 0) -> int:
-        """Returns the most likely next token. ``cache`` holds the tokens before ``start`` and gains these."""
+    def forward(self, tokens: list[int], cache: Cache, blocks: list[int], start: int = 0) -> int:
+        """Returns the most likely next token. The blocks hold the tokens before ``start`` and gain these."""
+        slots = (torch.tensor(blocks)[:, None] * TOKENS + torch.arange(TOKENS)).flatten()
         x = self.tokens(torch.tensor(tokens)) + self.positions.weight[start : start + len(tokens)]
-        for block, part in zip(self.blocks, cache, strict=True):
-            x = block(x, part, start)
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block(x, layer.flatten(0, 1), slots, start)
         return int(self.head(x[-1]).argmax())
 
 
-def make_cache(length: int) -> Tensor:
-    return torch.empty(LAYERS, 2, HEADS, length, WIDTH // HEADS)
+class Cache:
+    """For each layer a tensor of blocks, and which of them are free."""
+
+    def __init__(self) -> None:
+        self.layers = [torch.zeros(BLOCKS, TOKENS, 2, HEADS, WIDTH // HEADS) for _ in range(LAYERS)]
+        self.free = list(range(BLOCKS))
+
+    def take(self, tokens: int) -> list[int]:
+        count = -(-tokens // TOKENS)
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
 
 
 @ray.remote
 class Prefill:
     def __init__(self) -> None:
-        self.model = Transformer()
+        self.model, self.cache = Transformer(), Cache()
+        self.leases: list[rtr.Lease] = []
+
+    def expose(self) -> None:
+        self.region = rtr.Region("cache", self.cache.layers)
 
     @rtr.method
-    def read(self, prompt: list[int]) -> tuple[int, Tensor]:
-        """Returns the first token of the answer, and the cache of the prompt."""
-        cache = make_cache(len(prompt))
-        return self.model(prompt, cache), cache
+    def read(self, prompt: list[int], reader: str) -> tuple[int, rtr.Lease]:
+        """Returns the first token of the answer, and a lease on the blocks with the cache of the prompt."""
+        while len(self.cache.free) * TOKENS < len(prompt):
+            lease = self.leases.pop(0)
+            lease.wait()  # until decode has read these blocks, or is lost
+            self.cache.free += lease.rows.tolist()
+        blocks = self.cache.take(len(prompt))
+        token = self.model(prompt, self.cache, blocks)
+        self.leases.append(self.region.lease(blocks, timeout=60, reader=reader))
+        return token, self.leases[-1]
 
 
 @ray.remote
 class Decode:
     def __init__(self) -> None:
-        self.model = Transformer()
-        self.slots = [make_cache(LONGEST) for _ in range(2)]  # one is in use while the other is filled
+        self.model, self.cache = Transformer(), Cache()
 
     def answer(self, prefill: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        def request(number: int) -> Any:
-            buffer = self.slots[number % 2][:, :, :, : len(prompts[number])]
-            return rtr.rpc_async(prefill, into=[buffer]).read(prompts[number])
-
-        answers, pending = [], request(0)
+        me = rtr.current_member().name
+        answers, pending = [], rtr.rpc_async(prefill).read(prompts[0], me)
         for number, prompt in enumerate(prompts):
-            token, _ = pending.wait()  # fills the buffer with the cache
+            token, lease = pending.wait()
+            blocks = self.cache.take(len(prompt) + tokens)
+            there = blocks[: len(lease.rows)]
+            read = rtr.read(prefill, "cache", into=self.cache.layers, at=there, lease=lease)
             if number + 1 < len(prompts):
-                pending = request(number + 1)
+                pending = rtr.rpc_async(prefill).read(prompts[number + 1], me)
             answers.append([token])
+            read.wait()
             for start in range(len(prompt), len(prompt) + tokens - 1):
-                answers[-1].append(self.model(answers[-1][-1:], self.slots[number % 2], start))
+                answers[-1].append(self.model(answers[-1][-1:], self.cache, blocks, start))
+            self.cache.free += blocks
         return answers
 
 
 def answer_without_cache(model: Transformer, prompt: list[int], tokens: int) -> list[int]:
     """Returns the answer by processing the whole sequence again for each token."""
-    known = list(prompt)
+    known, blocks = list(prompt), list(range(BLOCKS))
     for _ in range(tokens):
-        known.append(model(known, make_cache(len(known))))
+        known.append(model(known, Cache(), blocks))
     return known[len(prompt) :]
 
 
@@ -126,8 +149,9 @@ def main(arguments: list[str] | None = None) -> list[list[int]]:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     prefill, decode = Prefill.remote(), Decode.remote()
     with rtr.init_group({"prefill": prefill, "decode": decode}) as group:
+        ray.get(prefill.expose.remote())
         answers = ray.get(decode.answer.remote(prefill, prompts, options.tokens))
-        print(group.stats())  # calls use the socket lane, caches shared memory
+        print(group.stats())  # the blocks are in no message
     model = Transformer()
     for prompt, answer in zip(prompts, answers, strict=True):
         print(f"prompt of {len(prompt)} tokens: {answer[:5]}...")

@@ -220,7 +220,7 @@ class Payloads:
                         tensors = to_cpu(tensors, devices)
                     export = (beside.share if share and kind == "cuda" else beside.export)(tensors, peer, devices)
                 except LaneUnavailable as error:
-                    self._warn(f"tensors to {peer} go by {lane} instead of {name}", error.reason)
+                    self.warn(f"tensors to {peer} go by {lane} instead of {name}", error.reason)
                     continue
                 exports.append(export)
                 where = None if len(positions) == len(body.tensors) else tuple(positions)
@@ -233,7 +233,7 @@ class Payloads:
                 if through_cpu is None:
                     raise LaneUnavailable(lane, "it carries no CUDA tensors; move them to the CPU first")
                 if "cuda" not in routes:
-                    self._warn(f"CUDA tensors to {peer} go by {lane}, copied to the CPU and back", through_cpu)
+                    self.warn(f"CUDA tensors to {peer} go by {lane}, copied to the CPU and back", through_cpu)
                 arrive = tuple(devices[index] for index in on_gpu.values())
                 manifests.append((_IN_MESSAGE, tuple(on_gpu), (), arrive))
                 devices = {**devices, **dict.fromkeys(on_gpu.values(), CPU)}
@@ -250,7 +250,7 @@ class Payloads:
             raise LaneUnavailable(name, "this member has left the group")
         return lane
 
-    def _warn(self, detour: str, reason: str) -> None:
+    def warn(self, detour: str, reason: str) -> None:
         with self._lock:
             cause = re.sub(r"\d+", "", reason)  # one warning whatever the sizes
             known = cause in self._warned

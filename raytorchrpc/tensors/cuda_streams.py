@@ -60,6 +60,15 @@ def follow_streams(devices: Iterable[torch.device]) -> Callable[[], None]:
     return make_current
 
 
+def finish_stream(device: torch.device) -> None:
+    """Block until that GPU has done what this thread has queued on its current stream there. Does not spin."""
+    stream = torch.cuda.current_stream(device)
+    if not stream.query():
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(stream)
+        done.synchronize()
+
+
 def follow_thread() -> Callable[[], None]:
     """As ``follow_streams``, for all GPUs on which this thread does not use the default stream, which all share."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

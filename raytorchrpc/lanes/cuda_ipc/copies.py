@@ -14,9 +14,10 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy
 import torch
 
-from raytorchrpc.lanes.base import SMALL, Copies, Copy
+from raytorchrpc.lanes.base import SMALL, Copies, Copy, Pieces
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.process.cuda_driver import MAX_PITCH, Driver, Kernel, KernelSource
 from raytorchrpc.tensors.dtypes import Dimension, Shape, collapse, span_of, strided_span, view_at, within
@@ -86,11 +87,8 @@ _LARGEST = 4 << 20
 _ENDS, _SIZES, _FLAT = struct.Struct("@QQ"), struct.Struct("@IIII"), struct.Struct("@Q")
 _BATCH = _AT_ONCE * (_ENDS.size + _SIZES.size)
 
-COPY_ROWS = KernelSource(
-    "copy_rows",
-    """
+_COPY = """
 struct Rows { unsigned long long target, offset; unsigned width, number, source_pitch, target_pitch; };
-struct Batch { Rows rows[127]; };
 
 template <class Word> __device__ void copy(const Rows& rows, char* target, const char* source) {
     const int AHEAD = 4;  // loads of one thread that are under way at once
@@ -113,8 +111,7 @@ template <class Word> __device__ void copy(const Rows& rows, char* target, const
     }
 }
 
-extern "C" __global__ void copy_rows(const __grid_constant__ Batch batch, const char* flat) {
-    const Rows& rows = batch.rows[blockIdx.x];
+__device__ void copy_one(const Rows& rows, const char* flat) {
     char* target = reinterpret_cast<char*>(rows.target);
     const char* source = flat + rows.offset;
     const unsigned pitches = rows.number > 1 ? rows.source_pitch | rows.target_pitch : 0;
@@ -125,8 +122,57 @@ extern "C" __global__ void copy_rows(const __grid_constant__ Batch batch, const 
     else if (all % 2 == 0) copy<unsigned short>(rows, target, source);
     else copy<unsigned char>(rows, target, source);
 }
+"""
+
+COPY_ROWS = KernelSource(
+    "copy_rows",
+    _COPY
+    + """
+struct Batch { Rows rows[127]; };
+
+extern "C" __global__ void copy_rows(const __grid_constant__ Batch batch, const char* flat) {
+    copy_one(batch.rows[blockIdx.x], flat);
+}
 """,
 )
+
+#: For more of them than an argument holds: the rows are in memory of the GPU.
+COPY_LISTED = KernelSource(
+    "copy_listed",
+    _COPY
+    + """
+extern "C" __global__ void copy_listed(const Rows* rows, const char* flat) {
+    copy_one(rows[blockIdx.x], flat);
+}
+""",
+)
+
+#: ``Rows`` of the kernels.
+_LISTED = numpy.dtype([*((name, "u8") for name in ("target", "offset")), *((name, "u4") for name in Rows._fields[2:])])
+
+
+def queue_pieces(
+    pieces: Pieces,
+    begins: numpy.ndarray,
+    device: torch.device,
+    driver: Driver,
+    kernel: Callable[[], Kernel | None],
+    stream: int,
+) -> None:
+    """Queue the copies of a gather on ``stream``, the current one of ``device``: one kernel for all of one width.
+
+    ``begins``: addresses of the exposed tensors. ``kernel``: COPY_LISTED, as for ``RowCopies.queue``.
+    """
+    source, offset, target, width = pieces
+    steps = numpy.arange(0, width, _LARGEST)
+    listed = numpy.zeros((len(target), len(steps)), _LISTED)
+    listed["target"], listed["offset"] = target[:, None] + steps, (begins[source] + offset)[:, None] + steps
+    listed["width"], listed["number"] = numpy.minimum(width - steps, _LARGEST), 1
+    if (copy := kernel()) is None:
+        driver.copy_all(listed.ravel().tolist(), 0, stream)
+    elif listed.size:
+        table = torch.from_numpy(listed.view(numpy.uint8)).to(device)  # its memory is used again on this stream alone
+        copy.launch((listed.size, _BLOCKS), _THREADS, _ENDS.pack(table.data_ptr(), 0), stream)
 
 
 class RowCopies:

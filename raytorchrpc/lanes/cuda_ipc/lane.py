@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy
 import torch
 
 from raytorchrpc._compat import torch_internals
@@ -30,6 +31,7 @@ from raytorchrpc.lanes.base import (
     Copies,
     Export,
     PeerAddress,
+    Pieces,
     TensorCapabilities,
     TensorLane,
     arrived,
@@ -40,7 +42,7 @@ from raytorchrpc.lanes.base import (
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.common.shared_memory import Gone, SharedAddress
 from raytorchrpc.lanes.cuda_ipc import in_message
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, RowCopies, Rows, Scatter
+from raytorchrpc.lanes.cuda_ipc.copies import COPY_LISTED, COPY_ROWS, RowCopies, Rows, Scatter, queue_pieces
 from raytorchrpc.lanes.cuda_ipc.exports import Exported, Exports, Offer
 from raytorchrpc.lanes.cuda_ipc.mappings import Loan, Mapped, Mappings, tensor_over
 from raytorchrpc.lanes.cuda_ipc.pages import OUT, QUEUED, UNUSED, Page, Pages
@@ -285,6 +287,49 @@ class CudaIpcLane(TensorLane):
         for index, tensor in scatter.queue(copies, first, shapes, device, cuda, kernel, stream):
             results[index] = tensor
         return results
+
+    # --- memory that is read when peers like -----------------------------------------------------------------
+
+    def expose(self, tensors: Sequence[torch.Tensor]) -> Any:
+        places = []
+        for tensor in tensors:
+            span = span_of(tensor.shape, tensor.stride()) * tensor.itemsize
+            if not span:
+                places.append((b"", 0, 0))
+                continue
+            with driver().on(tensor.device.index):
+                base, handle = self._allocation(tensor.data_ptr())
+            places.append((handle, tensor.data_ptr() - base, span))
+        return self._pages.tag, tuple(places)
+
+    @checked
+    def gather(self, peer: str, descriptor: Any, pieces: Sequence[Pieces], device: torch.device) -> None:
+        tag, places = descriptor
+        if device.index not in self._devices:
+            raise LaneUnavailable(self.name, f"{device} was not opened for this lane")
+        try:
+            current = self._pages.tag_of(peer)
+        except Gone as gone:
+            raise never_fetched(peer) from gone
+        if current != tag or self._pages.is_dead(peer):
+            raise never_fetched(peer)
+        with driver().on(device.index):
+            stream, raw = self._current(device.index)
+            try:
+                mapped = [self._mappings.get(handle, device) if span else None for handle, _, span in places]
+            except LaneUnavailable as error:
+                if self._pages.is_dead(peer):
+                    raise never_fetched(peer) from error
+                raise
+            located = zip(mapped, places, strict=True)
+            begins = numpy.array([0 if one is None else one.at(*place[1:]) for one, place in located], numpy.int64)
+            spans = numpy.array([span for *_, span in places], numpy.int64)
+            for source, offset, _, width in pieces:
+                if len(offset) and (offset.min() < 0 or (offset + width > spans[source]).any()):
+                    raise ValueError(f"pieces of {width} bytes are not in their tensors")
+            kernel = partial(COPY_LISTED.on, device.index, driver())
+            for some in pieces:
+                queue_pieces(some, begins, stream.device, driver(), kernel, raw)
 
     def used(self, peer: str, descriptor: Any) -> None:
         if in_message.has(descriptor):

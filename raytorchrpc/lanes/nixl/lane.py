@@ -44,6 +44,7 @@ from raytorchrpc.lanes.common.exports import Janitor
 from raytorchrpc.lanes.nixl.agent import Agent, Kind, Link, Lost, Place, Read, Span, ucx_settings
 from raytorchrpc.lanes.nixl.memory import NOTHING, Block, HostPool, Segments, check_members, lay_out
 from raytorchrpc.lanes.setup import LaneSetup
+from raytorchrpc.tensors.cuda_streams import finish_stream
 from raytorchrpc.tensors.dtypes import Shape, independent, within
 
 #: Pause between two rounds of the janitor (seconds).
@@ -162,11 +163,7 @@ class NixlLane(TensorLane):
                 places.append((memory.number, memory.blob, tensor.data_ptr(), tensor.nbytes))
             else:
                 places.append(NOTHING)
-        stream = torch.cuda.current_stream(source)
-        if not stream.query():
-            produced = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            produced.record(stream)
-            produced.synchronize()
+        finish_stream(torch.device("cuda", source))
         return kept, _Offer(number, devices[source], tuple(places), tuple(members))
 
     def _release(self, number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy
@@ -33,7 +33,7 @@ from raytorchrpc.patterns.regions.region import (
     checked_tensors,
 )
 from raytorchrpc.process.workers import Workers
-from raytorchrpc.tensors.cuda_streams import own_streams
+from raytorchrpc.tensors.cuda_streams import finish_stream, own_streams
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable, collapse, unrecorded
 
 #: Reads of one member at a time; others wait.
@@ -251,7 +251,7 @@ class _Reading:
                 if not way or not self._gathered(known, way, device, some, rows, at):
                     self._bring(address, known.dim, some, rows, at)
             for device in {target.device for target in written if target.is_cuda}:
-                torch.cuda.current_stream(device).synchronize()
+                finish_stream(device)
             increment_version(written)
         number = 0 if self._lease is None else self._lease._number
         torn = self._call(CONFIRM, *address, number, self._last)
@@ -300,10 +300,14 @@ class _Reading:
         lane: TensorLane | None = self._local.tensor_lanes.get(name)
         if lane is None or self._member.rank == self._local.me.rank:
             return False
-        with suppress(LaneUnavailable):
+        try:
             lane.gather(self._member.name, descriptor, pieces_of(moves, known.dim, rows, at), device)
-            return True
-        return False
+        except LaneUnavailable as error:
+            known.exposed.pop(kind, None)  # for the next reads
+            owner = f"region {self._name!r} of {self._member.name!r}"
+            self._local.payloads.warn(f"rows of {owner} come in messages, not by {name}", error.reason)
+            return False
+        return True
 
     def _bring(self, address: Any, dim: int, moves: Sequence[_Move], rows: numpy.ndarray, at: numpy.ndarray) -> None:
         """Have the owner collect the rows in messages, and copy them."""

@@ -19,11 +19,12 @@ from raytorchrpc.calls.options import MAX_TIMEOUT_S, CallOptions, checked_timeou
 from raytorchrpc.calls.peers import Member
 from raytorchrpc.calls.receive_into import obstacle_of
 from raytorchrpc.calls.scope import on_loop, refuse_on_loop, wait_serving
-from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotAMember, NotFound, RayTorchRpcError
+from raytorchrpc.errors import ConfigurationError, LaneUnavailable, NotFound, RayTorchRpcError
 from raytorchrpc.patterns.handle import checked_count
 from raytorchrpc.patterns.home import object_services
 from raytorchrpc.process.locks import Lock
 from raytorchrpc.process.this_process import has_ended
+from raytorchrpc.tensors.cuda_streams import finish_stream
 from raytorchrpc.tensors.dtypes import DTYPE_NAMES, as_copyable
 
 KIND = "region"
@@ -209,8 +210,11 @@ class Lease:
 class _Granted:
     """A lease, in its owner."""
 
-    def __init__(self, region: ExposedRegion, number: int, rows: numpy.ndarray, rank: int | None, reads: int) -> None:
-        self.region, self.number, self.rows, self.rank, self.reads = region, number, rows, rank, reads
+    def __init__(
+        self, region: ExposedRegion, number: int, rows: numpy.ndarray, reader: Member | None, reads: int
+    ) -> None:
+        """``reader``: with the process that it has now; None: any member reads."""
+        self.region, self.number, self.rows, self.reader, self.reads = region, number, rows, reader, reads
         self.ended: str | None = None
         self.cancel_deadline: Any = None
 
@@ -247,20 +251,19 @@ class ExposedRegion:
 
     def grant(self, rows: Rows | None, seconds: float, reader: Any, reads: int) -> Lease:
         checked = self.checked(rows)
-        rank = None if reader is None else self.local.peers.route(reader).member.rank
+        self.local.services.find(KIND, self.name, self.instance_id, self.local.me.name)
+        member = None if reader is None else self.local.peers.route(reader).member
         for device in {tensor.device for tensor in self._tensors.values() if tensor.is_cuda}:
-            stream = torch.cuda.current_stream(device)
-            if not stream.query():
-                written = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                written.record(stream)
-                written.synchronize()
+            finish_stream(device)
         with self._lock:
-            granted = _Granted(self, next(self._numbers), checked, rank, reads)
+            granted = _Granted(self, next(self._numbers), checked, member, reads)
             granted.cancel_deadline = self.local.deadlines.at(
                 time.monotonic() + seconds, partial(granted.end, "expired")
             )
             self._leases[granted.number] = granted
             numpy.add.at(self.held, checked, 1)
+        if member is not None and member.name in self.local.peers.away():
+            self._end_once_ended(granted, member)
         lease = Lease(self.local.me.name, self.name, self.instance_id, granted.number, checked)
         lease._granted = granted
         return lease
@@ -285,17 +288,16 @@ class ExposedRegion:
 
     def lose(self, rank: int) -> None:
         """See ``Served``. A process that lives, out of reach, may go on reading until its leases end."""
-        if any(granted.rank == rank for granted in list(self._leases.values())):
-            with suppress(NotAMember):
-                self._end_once_ended(self.local.peers.route(rank).member)
+        for granted in list(self._leases.values()):
+            if granted.reader is not None and granted.reader.rank == rank:
+                self._end_once_ended(granted, granted.reader)
 
-    def _end_once_ended(self, peer: Member) -> None:
-        leases = [granted for granted in list(self._leases.values()) if granted.rank == peer.rank]
-        if peer.node_id != self.local.me.node_id or has_ended(peer.pid):
-            for granted in leases:
-                granted.end("lost")
-        elif leases:
-            self.local.deadlines.at(time.monotonic() + _CHECK_S, partial(self._end_once_ended, peer))
+    def _end_once_ended(self, granted: _Granted, reader: Member) -> None:
+        if reader.node_id != self.local.me.node_id or has_ended(reader.pid):
+            granted.end("lost")
+        elif granted.ended is None:
+            check = partial(self._end_once_ended, granted, reader)
+            self.local.deadlines.at(time.monotonic() + _CHECK_S, check)
 
     def keep_only(self, rank: int, process: str | None) -> None:
         """See ``Served``."""
@@ -321,11 +323,13 @@ class ExposedRegion:
         exposed: dict[str, tuple[str, Any]] = {}
         for kind, tensors in by_type.items():
             name = beside.get(kind, "")
-            with suppress(LaneUnavailable):
+            try:
                 if (kind, name) not in self._exposed and (lane := self.local.tensor_lanes.get(name)) is not None:
                     self._exposed[kind, name] = lane.expose(tensors)
-                if (kind, name) in self._exposed:
-                    exposed[kind] = name, self._exposed[kind, name]
+            except LaneUnavailable as error:
+                self.local.payloads.warn(f"rows of region {self.name!r} go in messages, not in place", error.reason)
+            if (kind, name) in self._exposed:
+                exposed[kind] = name, self._exposed[kind, name]
         return Description(self.instance_id, self._dim, tuple(entries), exposed)
 
     def collect(self, names: Sequence[Any], rows: numpy.ndarray, on_cpu: bool) -> list[torch.Tensor]:
@@ -349,7 +353,7 @@ class ExposedRegion:
             granted = self._leases.get(number)
             if granted is None:
                 return "it has ended: its time was over, it was read, or the owner took it back"
-            if granted.rank is not None and granted.rank != rank:
+            if granted.reader is not None and granted.reader.rank != rank:
                 return "it was granted to another member"
             granted.reads -= int(is_last)
             ends = is_last and (gives_up or granted.reads <= 0)

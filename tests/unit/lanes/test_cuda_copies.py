@@ -9,15 +9,26 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from raytorchrpc.errors import LaneUnavailable
-from raytorchrpc.lanes.base import Copies, Copy, Target
+from raytorchrpc.lanes.base import Copies, Copy, Pieces, Target
 from raytorchrpc.lanes.common import packing
 from raytorchrpc.lanes.cuda_ipc import copies as module
 from raytorchrpc.lanes.cuda_ipc import lane
-from raytorchrpc.lanes.cuda_ipc.copies import COPY_ROWS, Dimension, RowCopies, Rows, Scatter, collapse, rows_of
+from raytorchrpc.lanes.cuda_ipc.copies import (
+    COPY_LISTED,
+    COPY_ROWS,
+    Dimension,
+    RowCopies,
+    Rows,
+    Scatter,
+    collapse,
+    queue_pieces,
+    rows_of,
+)
 from raytorchrpc.process.cuda_driver import Driver, Kernel
 from raytorchrpc.tensors.dtypes import OutOfBounds, span_of, within
 from tests.unit.host_kernels import HostDriver
@@ -232,6 +243,25 @@ def test_kernels_make_many_copies_of_any_alignment(monkeypatch: pytest.MonkeyPat
             target.zero_()
             assert not whole.any(), "something beside the target was written"
     assert len(copying.launched) == 2 and all(17 < grid[0] < 127 for grid, _ in copying.launched)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("width", [1, 6, 24, 4096, (5 << 16) + 8])
+def test_pieces_of_many_tensors_arrive(monkeypatch: pytest.MonkeyPatch, width: int, is_compiled: bool) -> None:
+    monkeypatch.setattr(module, "_LARGEST", 1 << 16)
+    monkeypatch.setattr(module, "_THREADS", 64)
+    copying, chance = HostDriver(COPY_LISTED), numpy.random.default_rng(width)
+    sources = [torch.from_numpy(chance.integers(0, 256, (11, width), dtype=numpy.uint8)) for _ in range(3)]
+    room = torch.zeros(40, width + 3, dtype=torch.uint8)
+    number, row, place = chance.integers(0, 3, 20), chance.integers(0, 11, 20), chance.permutation(40)[:20]
+    begins = numpy.array([source.data_ptr() for source in sources])
+    pieces = Pieces(number, row * width, room.data_ptr() + place * (width + 3), width)
+    kernel = Kernel(copying, 0) if is_compiled else None
+    queue_pieces(pieces, begins, CPU, copying if is_compiled else Memory(), lambda: kernel, 0)
+    for one, at, to in zip(number, row, place, strict=True):
+        assert torch.equal(room[to, :width], sources[one][at])
+    assert not room[:, width:].any() and int(room.any(1).sum()) <= 20
+    assert len(copying.launched) == int(is_compiled)
 
 
 def test_strided_regions_for_a_gpu_lie_in_their_flat_tensor() -> None:
