@@ -144,6 +144,8 @@ def _serve(listener: socket.socket, ends: int) -> list[str]:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where these tests run in the background
                 for number, fd in zip(_STREAMS, streams, strict=True):
                     os.dup2(fd, number)
+                sock.close()  # else the number, which is another's by then, would be closed as the object goes
+                listener.close()
                 os.closerange(3, 1024)
                 os.chdir(directory)
                 os.environ.clear()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import errno
-import faulthandler
 import io
 import logging
 import operator
@@ -42,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 #: How long a restart waits for torchrpc's threads (seconds). torch itself would wait without end.
 _STOP_TIMEOUT_S = 2.0
-#: The same as the process ends; then it ends at once, with status 1 and the stacks of its threads (seconds).
-_EXIT_TIMEOUT_S = 20.0
 #: Most descriptors for one TensorPipe connection to another host, with a margin: the channels used here took 19.
 _CONNECTION_FDS = 32
 _INTERFACE = "TP_SOCKET_IFNAME"
@@ -496,12 +493,9 @@ class ProcessAgent:
                 self._started.remove(name)
 
     def _stop_at_exit(self) -> None:
-        if os.getpid() != self._pid or self._started is None:
-            return
-        # torch waits without a limit, and Python starts no thread now that could be left behind.
-        faulthandler.dump_traceback_later(_EXIT_TIMEOUT_S, exit=True, file=2)
-        torch_internals.stop_agent()
-        faulthandler.cancel_dump_traceback_later()
+        # No thread can be started now. None is needed, as no user code runs on torchrpc's threads.
+        if os.getpid() == self._pid and self._started is not None:
+            torch_internals.stop_agent()
 
     def _stop(self) -> None:
         self._forget_doors()
